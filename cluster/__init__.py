@@ -1,0 +1,1 @@
+"""Text, HTTP, placement."""

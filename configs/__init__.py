@@ -1,0 +1,1 @@
+"""Knobs: one schema, many YAML files."""

@@ -1,0 +1,233 @@
+"""The one schema of Swell's configuration.
+
+A configuration is frozen, closed and sliced: unknown keys are refused with their path, every
+class of the system receives its own section, and what follows from a key is a property.
+Always build a `Config` through `load`: msgspec checks ranges when it converts, not when a
+Struct is constructed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used: what, its value, the limit, the way out."""
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every section."""
+
+
+class ModelConfig(Section, frozen=True):
+    path: str
+    """A local folder with config.json, or a hub id."""
+    name: str | None = None
+    """The id under which the API serves the model; None: the last part of `path`."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` makes random weights from config.json alone (for measurements)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto` takes the checkpoint's own type."""
+    max_model_len: Positive | None = None
+    """Longest prompt plus answer, in tokens; None: what the model and the cache allow."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: NonNegative = 0
+    """Seed of dummy weights."""
+    backend: Literal["auto", "native", "transformers"] = "auto"
+    """`auto` takes a native model where one exists, else transformers' own through our cache."""
+    cpu_threads: NonNegative = 0
+    """Threads of one worker's matrix products on CPU; 0: the cores shared among the workers."""
+
+    @property
+    def served_name(self) -> str:
+        return self.name or os.path.basename(os.path.normpath(self.path))
+
+
+class ParallelConfig(Section, frozen=True):
+    data: Positive = 1
+    """Engines at start."""
+    tensor: Positive = 1
+    """Workers that split each layer of one engine."""
+    pipeline: Positive = 1
+    """Stages that split the layers of one engine."""
+    expert: bool = False
+    """Engines share experts and run in waves."""
+    executor: Literal["auto", "inproc", "ray"] = "auto"
+    """Where an engine's workers live; `auto`: in the engine's process if there is only one."""
+
+    @property
+    def world(self) -> int:
+        """Workers of one engine."""
+        return self.tensor * self.pipeline
+
+
+class CacheConfig(Section, frozen=True):
+    block_tokens: Positive = 16
+    """Tokens of one KV block."""
+    memory_bytes: Positive | None = None
+    """KV cache of one worker; None: by `memory_fraction`."""
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    """Share of the device's free memory for the KV cache, after the weights are loaded. On CPU
+    never more than `scheduler.max_rows` requests of `model.max_model_len` tokens can use."""
+    prefix_caching: bool = True
+
+
+class SchedulerConfig(Section, frozen=True):
+    max_tokens_per_step: Positive = 2048
+    """Token budget of one step, over all rows."""
+    max_rows: Positive = 256
+    """Requests that run at once in one engine (slots)."""
+    max_chunk_tokens: NonNegative = 0
+    """Longest part of one prompt in a step; 0: the whole budget."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    steps_in_flight: Annotated[int, Meta(ge=1, le=16)] = 2
+    """1: the host waits for each step; 2: it prepares the next meanwhile. A pipeline of N stages
+    wants at least N."""
+
+
+class ServeConfig(Section, frozen=True):
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    """Shared by the HTTP servers of all ingress replicas of a node; 0: a free one."""
+    proxy_port: Port = 0
+    """Port of Ray Serve's own proxy beside ours; 0: no proxy (with `swell serve`)."""
+    ingress_replicas: Positive = 1
+    api_keys_file: str | None = None
+    """One key a line; requests must carry one of them as a bearer token."""
+    admin_keys_file: str | None = None
+    """Keys of the admin API; None: the same as `api_keys_file`."""
+    max_body_bytes: Positive = 16 * 1024 * 1024
+    """Longest HTTP body that is read."""
+
+
+class ClusterConfig(Section, frozen=True):
+    min_engines: Positive = 1
+    max_engines: Positive = 64
+    stall_timeout_s: Seconds = 30.0
+    """Work without progress for this long means that a process has stopped."""
+    start_timeout_s: Seconds = 600.0
+    """An engine that is not ready after this long has failed to start."""
+    drain_timeout_s: Seconds = 30.0
+    """A leaving engine may finish its requests for this long."""
+    cpus_per_worker: Annotated[float, Meta(gt=0)] = 0.01
+    """Ray's `CPU` that a worker on CPU reserves; tiny, so that small machines hold many."""
+    load_report_s: Seconds = 0.05
+    """Longest time for which a change of load stays unreported."""
+    heartbeat_s: Seconds = 1.0
+    """Reports when nothing changes."""
+
+
+class Config(Section, frozen=True):
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    serve: ServeConfig = ServeConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+
+def load(source: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
+    """Build a `Config` from a YAML file of ours, a model folder, a hub id, or a mapping.
+
+    `overrides` maps `section.key` to a value and wins over the source. A relative `model.path`
+    in a YAML file is tried relative to that file first. Raises `ConfigError`.
+    """
+    data, base = _read(source)
+    for key, value in (overrides or {}).items():
+        _override(data, key, value)
+    try:
+        config = msgspec.convert(data, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+    _check(config)
+    return _resolve_model_path(config, base)
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Split `section.key=value` of the command line; the value is read as YAML."""
+    key, sign, value = text.partition("=")
+    if not sign or "." not in key:
+        raise ConfigError(
+            f"--set {text!r}: expected section.key=value, as in scheduler.max_rows=64"
+        )
+    try:
+        return key.strip(), msgspec.yaml.decode(value.encode()) if value else None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--set {text!r}: the value is not YAML: {error}") from None
+
+
+def _read(source: str | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
+    """The raw mapping and the folder that relative paths start from."""
+    if isinstance(source, Mapping):
+        return json.loads(json.dumps(dict(source))), Path.cwd()
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        return {"model": {"path": source}}, Path.cwd()
+    try:
+        data = msgspec.yaml.decode(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"configuration {source!r} cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"configuration {source!r} is not YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"configuration {source!r} holds no sections; it starts with 'model:'")
+    return data, path.resolve().parent
+
+
+def _override(data: dict[str, Any], key: str, value: Any) -> None:
+    section, _, name = key.partition(".")
+    if section not in Config.__struct_fields__ or not name:
+        known = ", ".join(Config.__struct_fields__)
+        raise ConfigError(f"unknown section in {key!r}; the sections are: {known}")
+    part = data.setdefault(section, {})
+    if not isinstance(part, dict):
+        raise ConfigError(f"section {section!r} must hold keys and values")
+    part[name] = value
+
+
+def _explain(error: msgspec.ValidationError) -> str:
+    """msgspec's message with our way to write a path."""
+    text, _, where = str(error).partition(" - at `")
+    where = where.rstrip("`").removeprefix("$").lstrip(".")
+    if "unknown field" in text:
+        name = text.rsplit("`", 2)[-2]
+        section = Config.__annotations__.get(where) if where else "Config"
+        kind = globals().get(str(section))
+        known = ", ".join(kind.__struct_fields__) if kind else "see configs/schema.py"
+        return f"unknown key {'.'.join(filter(None, [where, name]))!r}; known keys there: {known}"
+    return f"{where or 'configuration'}: {text}"
+
+
+def _check(config: Config) -> None:
+    """The rules between keys."""
+    cluster, parallel = config.cluster, config.parallel
+    if cluster.min_engines > cluster.max_engines:
+        raise ConfigError(
+            f"cluster.min_engines={cluster.min_engines} is above "
+            f"cluster.max_engines={cluster.max_engines}"
+        )
+    if not cluster.min_engines <= parallel.data <= cluster.max_engines:
+        raise ConfigError(
+            f"parallel.data={parallel.data} lies outside cluster.min_engines="
+            f"{cluster.min_engines} .. cluster.max_engines={cluster.max_engines}"
+        )
+
+
+def _resolve_model_path(config: Config, base: Path) -> Config:
+    path = base / os.path.expanduser(config.model.path)
+    if not path.is_dir():
+        return config
+    model = msgspec.structs.replace(config.model, path=str(path.resolve()))
+    return msgspec.structs.replace(config, model=model)

@@ -1,0 +1,1 @@
+"""Counts: ranks, epochs, loads, waves; and the channel by which parts talk."""

@@ -1,0 +1,201 @@
+"""The only code that touches sockets: ZeroMQ with msgspec frames, encrypted by CURVE.
+
+An `Inbox` is bound by whoever is asked and hears many peers; an `Outlet` is connected by one of
+them. A message is one frame: a tagged Struct, decoded by the one typed decoder of its receiver.
+Between two peers messages keep their order. An inbox drops what it cannot deliver; an outlet
+keeps what it was given until its peer is there.
+
+An inbox listens twice: on an abstract `ipc` name for peers of the same machine, and on TCP for
+others. Abstract names are no files: a killed process leaves nothing behind.
+
+The keys of a cluster are made by its coordinator and handed out through Ray. Who does not hold
+them cannot complete CURVE's handshake, so it can neither read nor say anything.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+M = TypeVar("M")
+
+_LINGER_MS = 1000
+"""How long a closing end tries to deliver what it was given."""
+
+
+class ChannelKeys(msgspec.Struct, frozen=True, array_like=True):
+    """One CURVE key pair for all members of a cluster."""
+
+    public: bytes
+    secret: bytes
+
+
+class ChannelAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where an inbox can be reached."""
+
+    machine: str
+    """Two processes with the same value can use `ipc`."""
+    ipc: str
+    tcp: str
+
+
+class ChannelTimeout(TimeoutError):
+    """A call was not answered within its deadline."""
+
+
+def make_keys() -> ChannelKeys:
+    public, secret = zmq.curve_keypair()
+    return ChannelKeys(public, secret)
+
+
+def this_machine() -> str:
+    """Names the network namespace of this boot: where abstract socket names are shared."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        return f"process-{os.getpid()}"
+    return f"{boot.read_text().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
+
+
+class Inbox(Generic[M]):
+    """Bound end: receives from many peers, answers each by its identity. Not thread-safe."""
+
+    def __init__(self, message_type: Any, keys: ChannelKeys, host: str = "127.0.0.1") -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = _LINGER_MS
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.router_handover = True
+        self._socket.curve_server = True
+        self._socket.curve_publickey = keys.public
+        self._socket.curve_secretkey = keys.secret
+        ipc = f"ipc://@swell-{secrets.token_hex(8)}"
+        self._socket.bind(ipc)
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.address = ChannelAddress(this_machine(), ipc, f"tcp://{host}:{port}")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+
+    @property
+    def fd(self) -> zmq.Socket[bytes]:
+        """For a poller that waits on several inboxes."""
+        return self._socket
+
+    def send(self, peer: bytes, message: Any) -> None:
+        """Queue a message; dropped if the peer is gone."""
+        self._socket.send_multipart((peer, self._encoder.encode(message)), copy=True)
+
+    def receive(self, timeout_s: float = 0.0) -> Iterator[tuple[bytes, M]]:
+        """Everything that is there, after waiting up to `timeout_s` for the first message.
+
+        A frame that does not decode is a peer of another build: it is skipped.
+        """
+        if not self._socket.poll(max(0, round(timeout_s * 1000))):
+            return
+        while True:
+            try:
+                peer, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                continue
+            try:
+                message = self._decoder.decode(frame)
+            except msgspec.DecodeError:
+                continue
+            yield peer, message
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+class Outlet(Generic[M]):
+    """Connected end, for a thread. Not thread-safe."""
+
+    context_type: type[zmq.Context[Any]] = zmq.Context
+
+    def __init__(
+        self,
+        address: ChannelAddress,
+        message_type: Any,
+        keys: ChannelKeys,
+        identity: bytes | None = None,
+    ) -> None:
+        self._context = self.context_type()
+        self._socket: Any = self._context.socket(zmq.DEALER)
+        self._socket.linger = _LINGER_MS
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.identity = identity or secrets.token_bytes(8).replace(b"\0", b"\1")
+        self._socket.curve_serverkey = keys.public
+        self._socket.curve_publickey = keys.public
+        self._socket.curve_secretkey = keys.secret
+        near = address.machine == this_machine()
+        self._socket.connect(address.ipc if near else address.tcp)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+
+    def send(self, message: Any) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def receive(self, timeout_s: float | None = 0.0) -> M | None:
+        """The next message, or None after `timeout_s` (None: wait for ever)."""
+        if not self._socket.poll(None if timeout_s is None else max(0, round(timeout_s * 1000))):
+            return None
+        message: M = self._decoder.decode(self._socket.recv())
+        return message
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+class AsyncOutlet(Outlet[M]):
+    """Connected end, for an event loop. Sending never waits."""
+
+    context_type = zmq.asyncio.Context
+
+    def send(self, message: Any) -> None:
+        zmq.Socket.send(self._socket, self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def next(self) -> M:
+        message: M = self._decoder.decode(await self._socket.recv())
+        return message
+
+
+class CallTable(Generic[M]):
+    """Calls that wait for an answer: matched by id, never by order, each with a deadline."""
+
+    def __init__(self) -> None:
+        self._next_id = 0
+        self._waiting: dict[int, tuple[float, Any]] = {}
+
+    def open(self, future: Any, timeout_s: float) -> int:
+        """Register a Future-like object; the id to send with the call."""
+        self._next_id += 1
+        self._waiting[self._next_id] = (time.monotonic() + timeout_s, future)
+        return self._next_id
+
+    def answer(self, call_id: int, result: M) -> None:
+        """Late answers and those to cancelled callers are dropped."""
+        _deadline, future = self._waiting.pop(call_id, (0.0, None))
+        if future is not None and not future.done():
+            future.set_result(result)
+
+    def fail(self, call_id: int, error: Exception) -> None:
+        _deadline, future = self._waiting.pop(call_id, (0.0, None))
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def expire(self, now: float | None = None) -> None:
+        """Fail every call whose deadline has passed."""
+        now = time.monotonic() if now is None else now
+        for call_id in [i for i, (deadline, _f) in self._waiting.items() if deadline <= now]:
+            self.fail(call_id, ChannelTimeout(f"call {call_id} was not answered in time"))

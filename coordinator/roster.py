@@ -1,0 +1,87 @@
+"""Who is here: a roster is an epoch and its members, and every change is a pure function.
+
+An epoch is one fixed membership. It never falls; each change of who may be asked, however
+small, makes the next one, so that a message of an older membership can be told by its number.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+import msgspec
+from swell.coordinator.channel import ChannelAddress
+
+
+class MemberState(enum.StrEnum):
+    ACTIVE = "active"
+    """Takes new requests."""
+    LEAVING = "leaving"
+    """Finishes what it has."""
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One engine."""
+
+    rank: int
+    address: ChannelAddress
+    state: MemberState = MemberState.ACTIVE
+
+
+class Roster(msgspec.Struct, frozen=True, array_like=True):
+    """Members in the order of their ranks; no two share one."""
+
+    epoch: int = 0
+    members: tuple[Member, ...] = ()
+
+    @property
+    def ranks(self) -> list[int]:
+        return [member.rank for member in self.members]
+
+
+def join(roster: Roster, newcomers: Iterable[Member]) -> Roster:
+    """Add engines that are ready to serve. A rank that is taken is a ValueError."""
+    members = {member.rank: member for member in roster.members}
+    for member in newcomers:
+        if member.rank in members:
+            raise ValueError(f"rank {member.rank} is already in epoch {roster.epoch}")
+        members[member.rank] = member
+    return _next(roster, members.values())
+
+
+def leave(roster: Roster, ranks: Iterable[int]) -> Roster:
+    """Mark engines as leaving: they get no new requests. Unknown ranks are ignored."""
+    going = set(ranks)
+    return _next(
+        roster,
+        (
+            msgspec.structs.replace(m, state=MemberState.LEAVING) if m.rank in going else m
+            for m in roster.members
+        ),
+    )
+
+
+def remove(roster: Roster, ranks: Iterable[int]) -> Roster:
+    """Take engines out: they left, or died. Unknown ranks are ignored."""
+    gone = set(ranks)
+    return _next(roster, (m for m in roster.members if m.rank not in gone))
+
+
+def free_ranks(roster: Roster, count: int) -> list[int]:
+    """The lowest ranks that newcomers can take."""
+    taken = set(roster.ranks)
+    ranks: list[int] = []
+    rank = 0
+    while len(ranks) < count:
+        if rank not in taken:
+            ranks.append(rank)
+        rank += 1
+    return ranks
+
+
+def _next(roster: Roster, members: Iterable[Member]) -> Roster:
+    """The same members make the same epoch."""
+    ordered = tuple(sorted(members, key=lambda m: m.rank))
+    if ordered == roster.members:
+        return roster
+    return Roster(roster.epoch + 1, ordered)

@@ -1,0 +1,1 @@
+"""Tokens: requests, schedule, KV blocks."""

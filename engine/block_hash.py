@@ -1,0 +1,27 @@
+"""Names of KV blocks: chained hashes of the tokens that they hold.
+
+The name of a block covers every token before it, so equal names mean equal KV contents. The
+engine finds cached blocks by it, and an ingress guesses by it which engine holds a prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+_DIGEST_BYTES = 16
+
+
+def extend_block_hashes(
+    hashes: list[bytes], token_ids: Sequence[int], block_tokens: int, salt: str | None = None
+) -> None:
+    """Append to `hashes` the names of those full blocks of `token_ids` that it lacks.
+
+    `salt` separates tenants: it enters the first block, and chaining spreads it.
+    """
+    parent = hashes[-1] if hashes else (salt or "").encode()
+    for start in range(len(hashes) * block_tokens, len(token_ids) - block_tokens + 1, block_tokens):
+        tokens = array("I", token_ids[start : start + block_tokens]).tobytes()
+        parent = hashlib.blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
+        hashes.append(parent)

@@ -1,0 +1,83 @@
+"""KV blocks of one engine: who holds them, which are free, which can be found again.
+
+A block is *held* while its reference count is above zero. A block that nobody holds is *free*,
+and it is still *cached* if its name is known: a request with the same prefix takes it back. Free
+blocks wait in one queue; allocation takes from its front and forgets the block's name. Blocks
+without a name enter at the front, named ones at the back, so that the least recently used
+prefix goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Conservation law: every block is either held or free, never both, never neither."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._names: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def num_free_among(self, block_ids: Iterable[int]) -> int:
+        """How many of these cached blocks leave the free queue when they are held."""
+        return sum(1 for block in block_ids if self._references[block] == 0)
+
+    def allocate(self, count: int) -> list[int]:
+        """Hold `count` blocks of undefined content. The caller has checked `num_free`."""
+        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
+        blocks = []
+        for _ in range(count):
+            block, _none = self._free.popitem(last=False)
+            name = self._names[block]
+            if name is not None:
+                del self._cached[name]
+                self._names[block] = None
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Hold blocks that `find` gave."""
+        for block in block_ids:
+            if self._references[block] == 0:
+                del self._free[block]
+            self._references[block] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Let go of a request's blocks, the end of the chain first: it is the least shared."""
+        for block in reversed(block_ids):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                self._free.move_to_end(block, last=self._names[block] is not None)
+
+    def name(self, block: int, name: bytes) -> None:
+        """Make a full block findable. The first block of a name keeps it."""
+        if self._names[block] is None and name not in self._cached:
+            self._cached[name] = block
+            self._names[block] = name
+
+    def find(self, names: Iterable[bytes]) -> list[int]:
+        """The longest run of cached blocks for a chain of names, from its start."""
+        blocks = []
+        for name in names:
+            block = self._cached.get(name)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def check_idle(self) -> None:
+        """Raise AssertionError unless every block is free: the conservation check when idle."""
+        held = [block for block, count in enumerate(self._references) if count]
+        assert not held and len(self._free) == self.num_blocks, f"blocks leaked: {held[:10]}"
+        assert all(self._names[block] == name for name, block in self._cached.items())

@@ -1,0 +1,88 @@
+"""How an engine reaches its workers."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from swell.configs.schema import Config, ConfigError
+from swell.worker.wire import AsyncModelRunnerOutput, SchedulerOutput, WorkerLimits
+
+EXECUTORS = {
+    "inproc": "swell.engine.executor.inproc:InprocExecutor",
+    "ray": "swell.engine.executor.ray:RayExecutor",
+}
+
+
+class ExecutorError(RuntimeError):
+    """A worker failed or was lost; the engine cannot go on with it."""
+
+
+class ExecutorLimits(msgspec.Struct, frozen=True):
+    """What all workers of the engine together can hold."""
+
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """A worker as operators see it."""
+
+    rank: int
+    tensor: int
+    pipeline: int
+    pid: int
+
+
+Progress = Callable[[str], None]
+"""Takes a short text that says what is being waited for."""
+
+
+class Executor(ABC):
+    """Workers of one engine: started once, given plans in order, answering in order."""
+
+    @abstractmethod
+    def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
+        """Load the model and allocate the KV cache. Raises what a worker raised."""
+
+    @abstractmethod
+    def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
+        """Hand a plan to every worker and return at once."""
+
+    @abstractmethod
+    def workers(self) -> list[WorkerInfo]: ...
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the workers and give their memory back. May be called twice."""
+
+
+def build_executor(config: Config, **shell: Any) -> Executor:
+    """The executor that `parallel.executor` names; `shell` goes to its constructor."""
+    name = config.parallel.executor
+    if name == "auto":
+        name = "inproc" if config.parallel.world == 1 else "ray"
+    module, _, kind = EXECUTORS[name].partition(":")
+    executor: Executor = getattr(importlib.import_module(module), kind)(config, **shell)
+    return executor
+
+
+def agree_limits(config: Config, limits: Sequence[WorkerLimits]) -> ExecutorLimits:
+    """The smallest of what each worker holds; a sequence must fit into the cache alone.
+
+    Raises ConfigError when `model.max_model_len` was asked for and does not fit.
+    """
+    num_blocks = min(limit.num_blocks for limit in limits)
+    wanted = min(limit.max_model_len for limit in limits)
+    capacity_tokens = num_blocks * config.cache.block_tokens
+    if config.model.max_model_len is not None and capacity_tokens < wanted:
+        raise ConfigError(
+            f"model.max_model_len={wanted} does not fit into the KV cache, which holds "
+            f"{capacity_tokens} tokens in {num_blocks} blocks; raise cache.memory_bytes (or "
+            "cache.memory_fraction) or lower model.max_model_len"
+        )
+    return ExecutorLimits(num_blocks, min(wanted, capacity_tokens), limits[0].vocab_size)

@@ -1,0 +1,124 @@
+"""Workers as threads of the engine's process: no Ray, no sockets.
+
+The one place of this floor where torch is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+from swell.configs.schema import Config
+from swell.engine.executor import (
+    Executor,
+    ExecutorError,
+    ExecutorLimits,
+    Progress,
+    WorkerInfo,
+    agree_limits,
+)
+from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+
+
+class WorkerThread:
+    """Owns one worker. Calls run on its thread in order, and answer by a Future."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]] | None]
+        self._calls = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run, args=(config, rank), name=f"swell-worker-{rank}", daemon=True
+        )
+        self._thread.start()
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.put((method, args, future))
+        return future
+
+    def stop(self) -> None:
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self, config: Config, rank: int) -> None:
+        from swell.worker.worker import Worker
+
+        worker = Worker(config, rank=rank, local_workers=config.parallel.world)
+        while (call := self._calls.get()) is not None:
+            method, args, future = call
+            try:
+                future.set_result(getattr(worker, method)(*args))
+            except BaseException as error:
+                future.set_exception(error)
+            del call, args, future
+        worker.shutdown()
+
+
+class InprocOutput(AsyncModelRunnerOutput):
+    """Futures of one step, one for each worker."""
+
+    def __init__(self, futures: list[Future[Any]], output_rank: int) -> None:
+        self._futures = futures
+        self._output_rank = output_rank
+
+    def get_output(self) -> ModelRunnerOutput:
+        if len(self._futures) > 1:
+            done, _running = wait(self._futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        output: AsyncModelRunnerOutput = self._futures[self._output_rank].result()
+        return output.get_output()
+
+
+class InprocExecutor(Executor):
+    """All workers of the engine in this process, a thread each."""
+
+    def __init__(self, config: Config, **_shell: Any) -> None:
+        self._config = config
+        self._threads: list[WorkerThread] = []
+
+    def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
+        store = None
+        if self._config.parallel.world > 1:
+            from torch.distributed import HashStore
+
+            store = HashStore()
+        progress("loading weights")
+        try:
+            for rank in range(self._config.parallel.world):
+                self._threads.append(WorkerThread(self._config, rank))
+            limits = agree_limits(self._config, self._call_all("load", store, 0))
+            progress("allocating the KV cache")
+            self._call_all("init_cache", limits.num_blocks, limits.max_model_len)
+        except BaseException:
+            self.shutdown()
+            raise
+        return limits
+
+    def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
+        futures = [thread.call("execute_model", plan) for thread in self._threads]
+        return InprocOutput(futures, self._config.parallel.world - self._config.parallel.tensor)
+
+    def workers(self) -> list[WorkerInfo]:
+        tensor = self._config.parallel.tensor
+        return [
+            WorkerInfo(rank, rank % tensor, rank // tensor, os.getpid())
+            for rank in range(len(self._threads))
+        ]
+
+    def shutdown(self) -> None:
+        threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.stop()
+
+    def _call_all(self, method: str, *args: Any) -> list[Any]:
+        futures = [thread.call(method, *args) for thread in self._threads]
+        done, running = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if running:
+            raise ExecutorError(f"{method} did not finish on {len(running)} workers")
+        return [future.result() for future in futures]

@@ -1,0 +1,275 @@
+"""Decides what the next step computes.
+
+The law: there is no prefill phase and no decode phase. Each request has tokens known and tokens
+computed; a step lets the computed catch up with the known, request by request in the order of
+the policy, until the token budget or the blocks run out. A prompt cut into chunks, a prefix
+found in the cache, a preempted request that starts again, and a request handed over by another
+engine are all this one rule. A row whose computed tokens reach its known tokens draws the next.
+
+Steps may be scheduled before the results of earlier ones are read. What such a step draws is
+`pending`: it exists on the device, counts as known, and has no number on the host yet.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from swell.configs.schema import CacheConfig, SchedulerConfig
+from swell.engine.kv_cache_manager import KVCacheManager
+from swell.engine.request import Request, RequestStatus
+from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
+from swell.worker.wire import BlockGrowth, ModelRunnerOutput, NewRow, SchedulerOutput
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A plan and, in the order of its drawn tokens, the requests that they belong to."""
+
+    plan: SchedulerOutput
+    sampled: list[Request]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step while it is being decided."""
+
+    budget_tokens: int
+    rows: list[tuple[Request, int]] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    growths: list[BlockGrowth] = field(default_factory=list)
+    preempted: bool = False
+
+
+class Scheduler:
+    """Requests of one engine. Pure: no process, no tensor, and a clock only for statistics."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        num_blocks: int,
+        max_model_len: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.max_model_len = max_model_len
+        self.kv = KVCacheManager(cache, num_blocks)
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        """In policy order, so the last one is the one to preempt, and is scheduled last."""
+        self.num_preemptions = 0
+        self.num_generated_tokens = 0
+        self.num_prompt_tokens = 0
+        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        """Heap in policy order; finished requests are dropped when they surface."""
+        self._free_slots = list(range(config.max_rows))
+        self._arrivals = 0
+        self._step = 0
+        self._clock = clock
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.requests) - len(self.running)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
+    def waiting_tokens(self) -> int:
+        """Tokens known but not computed, over all requests."""
+        return sum(len(r.token_ids) - r.computed for r in self.requests.values())
+
+    # ---------------------------------------------------------------- requests come and go
+
+    def add(self, core: EngineCoreRequest, client: bytes) -> EngineCoreOutput | None:
+        """Take a request in. One that can never run is answered at once."""
+        problem = self._problem(core)
+        if problem:
+            return EngineCoreOutput(core.request_id, [], FinishReason.ERROR, problem)
+        if len(core.output_token_ids) >= core.max_tokens:
+            return EngineCoreOutput(core.request_id, [], FinishReason.LENGTH)
+        priority = core.priority if self.config.policy == "priority" else 0
+        self._arrivals += 1
+        request = Request(core, client, (priority, self._arrivals), self._clock())
+        self.requests[core.request_id] = request
+        heapq.heappush(self._waiting, (request.order, request))
+        self.num_prompt_tokens += request.prompt_tokens
+        return None
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Free everything of these requests now; what steps in flight draw for them is dropped."""
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._finish(request)
+
+    def abort_client(self, client: bytes) -> None:
+        """An ingress is gone: nobody waits for its requests."""
+        self.abort([r.request_id for r in self.requests.values() if r.client == client])
+
+    def _problem(self, core: EngineCoreRequest) -> str | None:
+        if core.request_id in self.requests:
+            return f"request id {core.request_id!r} is already being served"
+        if not core.prompt_token_ids:
+            return "the prompt holds no tokens"
+        longest = len(core.prompt_token_ids) + core.max_tokens
+        if longest > self.max_model_len:
+            return (
+                f"{len(core.prompt_token_ids)} prompt tokens and max_tokens={core.max_tokens} "
+                f"exceed the maximum context length of {self.max_model_len} tokens"
+            )
+        return None
+
+    def _finish(self, request: Request) -> None:
+        if request.slot >= 0:
+            self._leave_slot(request)
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+
+    def _leave_slot(self, request: Request) -> None:
+        """Steps in flight may still touch the slot and the blocks: workers run steps in order,
+        so whoever gets them next writes after that."""
+        self.running.remove(request)
+        self.kv.release(request)
+        self._free_slots.append(request.slot)
+        request.slot = -1
+
+    # ---------------------------------------------------------------- schedule
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, or None if nothing can be computed now."""
+        draft = _Draft(self.config.max_tokens_per_step)
+        self._schedule_running(draft)
+        if not draft.preempted:
+            self._schedule_waiting(draft)
+        if not draft.rows:
+            return None
+        return self._plan(draft)
+
+    def _schedule_running(self, draft: _Draft) -> None:
+        index = 0
+        while index < len(self.running) and draft.budget_tokens:
+            request = self.running[index]
+            index += 1
+            count = self._chunk(request, draft)
+            if count == 0:
+                continue
+            blocks = self._grow_or_preempt(request, request.computed + count, draft)
+            if blocks is None:
+                break
+            if blocks:
+                draft.growths.append(BlockGrowth(request.slot, blocks))
+            self._take(request, count, draft)
+
+    def _schedule_waiting(self, draft: _Draft) -> None:
+        while self._waiting and self._free_slots and draft.budget_tokens:
+            request = self._waiting[0][1]
+            if request.status is RequestStatus.FINISHED:
+                heapq.heappop(self._waiting)
+                continue
+            # A preempted request whose last tokens are still on their way cannot be told to
+            # the worker yet; and each running request may soon want a block.
+            if request.pending or not self.kv.admit(request, spare_blocks=len(self.running)):
+                break
+            heapq.heappop(self._waiting)
+            self._enter_slot(request, draft)
+            self._take(request, self._chunk(request, draft), draft)
+
+    def _enter_slot(self, request: Request, draft: _Draft) -> None:
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+        insort(self.running, request, key=lambda r: r.order)
+        if request.queue_s < 0:
+            request.queue_s = self._clock() - request.queued_at
+            request.num_cached_tokens = min(request.computed, request.prompt_tokens)
+        core = request.core
+        draft.new_rows.append(
+            NewRow(
+                slot=request.slot,
+                token_ids=request.token_ids.copy(),
+                prompt_tokens=request.prompt_tokens,
+                block_ids=request.block_ids.copy(),
+                sampler=core.sampler,
+                min_tokens=core.min_tokens,
+                end_token_ids=core.eos_token_ids + core.stop_token_ids if core.min_tokens else [],
+            )
+        )
+
+    def _chunk(self, request: Request, draft: _Draft) -> int:
+        """Tokens of `request` that fit into this step."""
+        count = min(request.tokens_to_schedule, draft.budget_tokens)
+        return min(count, self.config.max_chunk_tokens or count)
+
+    def _take(self, request: Request, count: int, draft: _Draft) -> None:
+        draft.rows.append((request, count))
+        draft.budget_tokens -= count
+
+    def _grow_or_preempt(
+        self, request: Request, num_tokens: int, draft: _Draft
+    ) -> list[int] | None:
+        """Blocks for `request`, taken from later requests if need be; None: it lost its own."""
+        while True:
+            blocks = self.kv.grow(request, num_tokens)
+            if blocks is not None:
+                return blocks
+            victim = self.running[-1]
+            self._preempt(victim)
+            draft.preempted = True
+            if victim is request:
+                return None
+
+    def _preempt(self, request: Request) -> None:
+        """Give up slot and blocks; start again later from the tokens known then."""
+        self._leave_slot(request)
+        request.status = RequestStatus.WAITING
+        request.computed = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        heapq.heappush(self._waiting, (request.order, request))
+
+    def _plan(self, draft: _Draft) -> ScheduledStep:
+        """Write the step down, decode rows first, and advance as if it were done."""
+        draft.rows.sort(key=lambda row: row[1])
+        self._step += 1
+        plan = SchedulerOutput(self._step, new_rows=draft.new_rows, growths=draft.growths)
+        sampled = []
+        for request, count in draft.rows:
+            plan.slots.append(request.slot)
+            plan.starts.append(request.computed)
+            plan.num_tokens.append(count)
+            request.computed += count
+            draws = request.computed == request.total_tokens
+            plan.samples.append(draws)
+            self.kv.name_full_blocks(request)
+            if draws:
+                request.pending += 1
+                sampled.append(request)
+        return ScheduledStep(plan, sampled)
+
+    # ---------------------------------------------------------------- update
+
+    def update(
+        self, step: ScheduledStep, output: ModelRunnerOutput
+    ) -> dict[bytes, list[EngineCoreOutput]]:
+        """Take in what a step drew; outputs for each ingress."""
+        assert output.step == step.plan.step, f"step {output.step} answers {step.plan.step}"
+        outputs: dict[bytes, list[EngineCoreOutput]] = {}
+        for request, token_id in zip(step.sampled, output.sampled_token_ids, strict=True):
+            if request.status is RequestStatus.FINISHED:
+                continue
+            answer = request.append(token_id)
+            self.num_generated_tokens += 1
+            if answer.finished:
+                self._finish(request)
+            outputs.setdefault(request.client, []).append(answer)
+        return outputs
+
+    def check_idle(self) -> None:
+        """Raise AssertionError unless every block and slot is free."""
+        assert not self.requests and not self.running
+        assert len(self._free_slots) == self.config.max_rows, "slots leaked"
+        self.kv.pool.check_idle()

@@ -1,0 +1,155 @@
+"""The words that an engine understands and says.
+
+An ingress sends `EngineCoreRequest`, `AbortRequests` and `UtilityCall`; the coordinator sends
+`StartDPWave`; an engine answers each ingress with at most one `EngineCoreOutputs` per step.
+Fields are only ever appended.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+from swell.worker.wire import SamplerParams
+
+
+class EngineCoreRequestType(enum.IntEnum):
+    """First element of every message to an engine."""
+
+    ADD = 0
+    ABORT = 1
+    START_DP_WAVE = 2
+    UTILITY = 3
+    EXECUTOR_FAILED = 4
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; in text as OpenAI says it."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreRequest(
+    msgspec.Struct,
+    frozen=True,
+    tag=EngineCoreRequestType.ADD.value,
+    array_like=True,
+    omit_defaults=True,
+    gc=False,
+):
+    """One request as an engine sees it: tokens and numbers, no text.
+
+    Resumption: `output_token_ids` are outputs that exist already, from a preempted or lost run.
+    The engine recomputes prompt and outputs and continues; `max_tokens` and `min_tokens` count
+    from the first output ever.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampler: SamplerParams
+    max_tokens: int
+    min_tokens: int = 0
+    eos_token_ids: list[int] = []
+    """Empty when the end of sequence is to be ignored."""
+    stop_token_ids: list[int] = []
+    output_token_ids: list[int] = []
+    client_index: int = 0
+    current_wave: int = 0
+    epoch: int = 0
+    arrival_time: float = 0.0
+    """Wall clock, seconds; for statistics and order only."""
+    priority: int = 0
+    """Smaller runs first under the policy `priority`."""
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+    trace_headers: dict[str, str] | None = None
+    external_req_id: str | None = None
+
+
+class AbortRequests(
+    msgspec.Struct,
+    frozen=True,
+    tag=EngineCoreRequestType.ABORT.value,
+    array_like=True,
+    gc=False,
+):
+    """The asker has lost interest: free everything within the step in flight, answer nothing."""
+
+    request_ids: list[str]
+
+
+class StartDPWave(
+    msgspec.Struct,
+    frozen=True,
+    tag=EngineCoreRequestType.START_DP_WAVE.value,
+    array_like=True,
+    gc=False,
+):
+    wave: int
+    exclude_rank: int
+    epoch: int = 0
+
+
+class UtilityCall(
+    msgspec.Struct,
+    frozen=True,
+    tag=EngineCoreRequestType.UTILITY.value,
+    array_like=True,
+    gc=False,
+):
+    """Call a named service of the engine; answered by a `UtilityOutput` with the same id."""
+
+    call_id: int
+    method: str
+    args: list[str | int | float | bool | None] = []
+
+
+EngineMessage = EngineCoreRequest | AbortRequests | StartDPWave | UtilityCall
+
+
+class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """What one step gave to one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token that ended it, or the message of an error."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache; told with the first output."""
+    queue_s: float = 0.0
+    """Time from arrival to first schedule; told with the first output."""
+    num_preemptions: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class UtilityOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Answer to a `UtilityCall`: a failure in words, or a result as JSON."""
+
+    call_id: int
+    failure_message: str | None = None
+    result: msgspec.Raw = msgspec.Raw(b"")
+
+
+class EngineCoreOutputs(
+    msgspec.Struct, frozen=True, tag=0, array_like=True, omit_defaults=True, gc=False
+):
+    """All that one step gave to one ingress."""
+
+    engine_index: int = 0
+    outputs: list[EngineCoreOutput] = []
+    timestamp: float = 0.0
+    """Monotonic clock of the engine's machine, seconds."""
+    utility_output: UtilityOutput | None = None
+    wave_complete: int | None = None
+    start_wave: int | None = None
+    epoch: int = 0

@@ -1,0 +1,145 @@
+"""A worker without tensors whose every answer depends on every block that it should have.
+
+Its KV cache holds token ids instead of keys and values. A row writes the tokens that it computes
+into its blocks, reads its whole context back through its block table, and draws a hash of what
+it read. Any wrong block, stale prefix, lost token or misplaced position changes the answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+
+from swell.configs.schema import Config, load
+from swell.engine.core import EngineCore
+from swell.engine.executor import Executor, ExecutorLimits, Progress, WorkerInfo
+from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
+from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+
+VOCAB = 50
+
+
+def next_token(context: Sequence[int], seed: int = 0) -> int:
+    digest = hashlib.sha256(repr((seed, tuple(context))).encode()).digest()
+    return digest[0] % VOCAB
+
+
+def expected(request: EngineCoreRequest) -> list[int]:
+    """Outputs of `request` by definition: no engine, no blocks."""
+    tokens = list(request.prompt_token_ids) + list(request.output_token_ids)
+    outputs = list(request.output_token_ids)
+    while len(outputs) < request.max_tokens:
+        outputs.append(next_token(tokens, request.sampler.seed))
+        tokens.append(outputs[-1])
+        ended = outputs[-1] in request.eos_token_ids + request.stop_token_ids
+        if ended and len(outputs) >= request.min_tokens:
+            break
+    return outputs
+
+
+class FakeWorker:
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.cache = [[-1] * block_tokens for _ in range(num_blocks)]
+        self.tokens: dict[int, dict[int, int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.seeds: dict[int, int] = {}
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        for row in plan.new_rows:
+            self.tokens[row.slot] = dict(enumerate(row.token_ids))
+            self.tables[row.slot] = list(row.block_ids)
+            self.seeds[row.slot] = row.sampler.seed
+        for growth in plan.growths:
+            self.tables[growth.slot] += growth.block_ids
+        rows = list(zip(plan.slots, plan.starts, plan.num_tokens, plan.samples, strict=True))
+        assert len({slot for slot, *_ in rows}) == len(rows), "a slot has two rows"
+        for slot, start, count, _ in rows:
+            for position in range(start, start + count):
+                self._write(slot, position, self.tokens[slot][position])
+        drawn = []
+        for slot, start, count, samples in rows:
+            if samples:
+                end = start + count
+                token = next_token([self._read(slot, p) for p in range(end)], self.seeds[slot])
+                self.tokens[slot][end] = token
+                drawn.append(token)
+        return ModelRunnerOutput(plan.step, drawn)
+
+    def _write(self, slot: int, position: int, token: int) -> None:
+        block, offset = divmod(position, self.block_tokens)
+        self.cache[self.tables[slot][block]][offset] = token
+
+    def _read(self, slot: int, position: int) -> int:
+        block, offset = divmod(position, self.block_tokens)
+        return self.cache[self.tables[slot][block]][offset]
+
+
+class LateOutput(AsyncModelRunnerOutput):
+    """Runs everything up to its own step when it is asked: as late as possible."""
+
+    def __init__(self, executor: FakeExecutor, step: int) -> None:
+        self.executor = executor
+        self.step = step
+
+    def get_output(self) -> ModelRunnerOutput:
+        return self.executor.run_until(self.step)
+
+
+class FakeExecutor(Executor):
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.worker = FakeWorker(num_blocks, block_tokens)
+        self.plans: list[SchedulerOutput] = []
+        self._queue: deque[SchedulerOutput] = deque()
+
+    def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
+        raise NotImplementedError
+
+    def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
+        self.plans.append(plan)
+        self._queue.append(plan)
+        return LateOutput(self, plan.step)
+
+    def run_until(self, step: int) -> ModelRunnerOutput:
+        while True:
+            output = self.worker.execute_model(self._queue.popleft())
+            if output.step == step:
+                return output
+
+    def workers(self) -> list[WorkerInfo]:
+        return []
+
+    def shutdown(self) -> None:
+        pass
+
+
+def make_core(
+    num_blocks: int = 64, max_model_len: int = 64, block_tokens: int = 4, **scheduler: object
+) -> EngineCore:
+    prefix_caching = scheduler.pop("prefix_caching", True)
+    config: Config = load(
+        {
+            "model": {"path": "none"},
+            "cache": {"block_tokens": block_tokens, "prefix_caching": prefix_caching},
+            "scheduler": {"max_rows": 8, **scheduler},
+        }
+    )
+    executor = FakeExecutor(num_blocks, block_tokens)
+    return EngineCore(config, executor, ExecutorLimits(num_blocks, max_model_len, VOCAB))
+
+
+def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
+    """Step until idle; outputs by request."""
+    outputs: dict[str, list[EngineCoreOutput]] = {}
+    for _ in range(20_000):
+        if not core.has_work:
+            return outputs
+        for answers in core.step().values():
+            for answer in answers:
+                outputs.setdefault(answer.request_id, []).append(answer)
+    raise AssertionError("the engine makes no progress")
+
+
+def token_ids(outputs: list[EngineCoreOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]

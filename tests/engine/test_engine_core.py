@@ -1,0 +1,229 @@
+"""The engine floor against a definition of its answers, over every way to schedule them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine.fake_worker import expected, make_core, run, token_ids
+
+from swell.engine.wire import EngineCoreRequest, FinishReason
+from swell.worker.wire import SamplerParams
+
+CLIENT = b"ingress"
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 8, **extra: object):
+    extra.setdefault("sampler", SamplerParams())
+    return EngineCoreRequest(name, prompt, max_tokens=max_tokens, **extra)
+
+
+requests = st.builds(
+    request,
+    st.just("?"),
+    # Few distinct tokens and a common stem, so that prefixes are shared often.
+    st.one_of(
+        st.lists(st.integers(0, 2), min_size=1, max_size=20),
+        st.integers(1, 20).map(lambda n: [1] * n),
+    ),
+    st.integers(1, 12),
+    sampler=st.builds(SamplerParams, seed=st.integers(0, 1)),
+    eos_token_ids=st.sampled_from([[], [3], list(range(10))]),
+    stop_token_ids=st.sampled_from([[], [7, 8]]),
+    min_tokens=st.integers(0, 4),
+    output_token_ids=st.sampled_from([[], [5], [9, 9, 9]]),
+    priority=st.integers(0, 2),
+    cache_salt=st.sampled_from([None, "a"]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    wanted=st.lists(st.tuples(requests, st.integers(0, 6)), min_size=1, max_size=12),
+    num_blocks=st.integers(10, 30),
+    budget=st.sampled_from([1, 7, 1000]),
+    chunk=st.sampled_from([0, 1, 3]),
+    depth=st.integers(1, 4),
+    max_rows=st.integers(1, 8),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    prefix_caching=st.booleans(),
+    aborts=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 30)), max_size=3),
+)
+def test_answers_do_not_depend_on_the_schedule(
+    wanted, num_blocks, budget, chunk, depth, max_rows, policy, prefix_caching, aborts
+):
+    core = make_core(
+        num_blocks=num_blocks,
+        max_model_len=36,
+        max_tokens_per_step=budget,
+        max_chunk_tokens=chunk,
+        steps_in_flight=depth,
+        max_rows=max_rows,
+        policy=policy,
+        prefix_caching=prefix_caching,
+    )
+    arrivals = [
+        (at, request(**{**_fields(r), "name": f"r{i}"})) for i, (r, at) in enumerate(wanted)
+    ]
+    aborted = {f"r{i}": at for i, at in aborts}
+    outputs: dict[str, list] = {}
+    clock = 0
+    while arrivals or core.has_work:
+        for at, r in [a for a in arrivals if a[0] <= clock]:
+            answer = core.add_request(r, CLIENT)
+            if answer is not None:
+                outputs[r.request_id] = [answer]
+        arrivals = [a for a in arrivals if a[0] > clock]
+        core.abort_requests([name for name, at in aborted.items() if at == clock])
+        for client, answers in core.step().items():
+            assert client == CLIENT
+            for answer in answers:
+                outputs.setdefault(answer.request_id, []).append(answer)
+        clock += 1
+        assert clock < 5000, "no progress"
+    core.check_idle()
+    for i, (r, _) in enumerate(wanted):
+        got = outputs.get(f"r{i}", [])
+        tokens = list(r.output_token_ids) + token_ids(got)
+        if f"r{i}" in aborted:
+            assert tokens == expected(r)[: len(tokens)] or got[-1].finish_reason is not None
+        elif len(r.output_token_ids) >= r.max_tokens:
+            assert [o.finish_reason for o in got] == [FinishReason.LENGTH]
+        else:
+            assert tokens == expected(r)
+            assert [o.finished for o in got] == [False] * (len(got) - 1) + [True]
+
+
+def _fields(r: EngineCoreRequest) -> dict:
+    names = ("max_tokens", "sampler", "eos_token_ids", "stop_token_ids", "min_tokens")
+    more = ("output_token_ids", "priority", "cache_salt")
+    return {"prompt": r.prompt_token_ids, **{n: getattr(r, n) for n in names + more}}
+
+
+def test_finish_reasons():
+    core = make_core()
+    long = request("long", [1, 2], 5)
+    outputs = expected(long)
+    core.add_request(long, CLIENT)
+    core.add_request(request("eos", [1, 2], 5, eos_token_ids=[outputs[2]]), CLIENT)
+    core.add_request(request("stop", [1, 2], 5, stop_token_ids=[outputs[1]]), CLIENT)
+    last = {name: answers[-1] for name, answers in run(core).items()}
+    assert (last["long"].finish_reason, last["long"].stop_reason) == (FinishReason.LENGTH, None)
+    assert (last["eos"].finish_reason, last["eos"].stop_reason) == (FinishReason.STOP, None)
+    assert (last["stop"].finish_reason, last["stop"].stop_reason) == (FinishReason.STOP, outputs[1])
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (request("r", [], 4), "no tokens"),
+        (request("r", [1] * 60, 5), "maximum context length of 64"),
+    ],
+)
+def test_a_request_that_can_never_run_is_answered_at_once(bad, words):
+    core = make_core()
+    answer = core.add_request(bad, CLIENT)
+    assert answer is not None
+    assert answer.finish_reason is FinishReason.ERROR
+    assert words in answer.stop_reason
+    core.check_idle()
+
+
+def test_the_same_id_twice_is_refused_and_the_first_goes_on():
+    core = make_core()
+    first = request("r", [1, 2, 3], 4)
+    assert core.add_request(first, CLIENT) is None
+    second = core.add_request(request("r", [1], 4), CLIENT)
+    assert second is not None
+    assert "already" in second.stop_reason
+    assert token_ids(run(core)["r"]) == expected(first)
+
+
+def test_a_shared_prefix_is_computed_once_and_its_last_token_again():
+    core = make_core(block_tokens=4)
+    prompt = list(range(12))
+    core.add_request(request("cold", prompt, 1), CLIENT)
+    cold = run(core)["cold"][0]
+    core.add_request(request("warm", prompt, 1), CLIENT)
+    warm = run(core)["warm"][0]
+    core.add_request(request("salted", prompt, 1, cache_salt="x"), CLIENT)
+    salted = run(core)["salted"][0]
+    assert [o.num_cached_tokens for o in (cold, warm, salted)] == [0, 8, 0]
+    assert [sum(p.num_tokens) for p in core.executor.plans] == [12, 4, 12]
+
+
+def test_least_recently_used_prefix_goes_first():
+    core = make_core(num_blocks=6, max_model_len=24, block_tokens=4)
+    for name, first in (("a", 1), ("b", 2), ("a2", 1), ("c", 3)):
+        core.add_request(request(name, [first] * 9, 1), CLIENT)
+        run(core)
+    core.add_request(request("a3", [1] * 9, 1), CLIENT)
+    assert run(core)["a3"][0].num_cached_tokens == 8
+
+
+def test_a_full_cache_preempts_the_last_and_everybody_finishes():
+    core = make_core(num_blocks=9, max_model_len=36, block_tokens=4, prefix_caching=False)
+    wanted = [request(f"r{i}", [i] * 6, 20) for i in range(3)]
+    for r in wanted:
+        core.add_request(r, CLIENT)
+    outputs = run(core)
+    assert core.scheduler.num_preemptions > 0
+    assert outputs["r0"][-1].num_preemptions == 0
+    for r in wanted:
+        assert token_ids(outputs[r.request_id]) == expected(r)
+    core.check_idle()
+
+
+def test_priority_decides_who_starts():
+    core = make_core(max_rows=1, policy="priority", steps_in_flight=1)
+    for name, priority in (("low", 5), ("high", -1), ("middle", 0)):
+        core.add_request(request(name, [1], 2, priority=priority), CLIENT)
+    assert list(run(core)) == ["high", "middle", "low"]
+
+
+def test_an_abort_during_the_step_holds_for_that_step():
+    core = make_core(steps_in_flight=2)
+    core.add_request(request("r", [1, 2, 3], 20), CLIENT)
+    core.step()
+    assert core.step(intake=lambda: core.abort_requests(["r"])) == {}
+    assert core.scheduler.kv.pool.num_free == core.scheduler.kv.pool.num_blocks
+    run(core)
+    core.check_idle()
+
+
+def test_decode_rows_come_first():
+    core = make_core(steps_in_flight=1, max_tokens_per_step=8)
+    core.add_request(request("old", [1], 6), CLIENT)
+    core.step()
+    core.add_request(request("new", [2] * 12, 6), CLIENT)
+    core.step()
+    assert core.executor.plans[-1].num_tokens == [1, 7]
+
+
+def test_outputs_go_back_to_the_ingress_that_asked():
+    core = make_core()
+    core.add_request(request("a", [1], 3), b"one")
+    core.add_request(request("b", [2], 3), b"two")
+    seen = set()
+    while core.has_work:
+        for client, answers in core.step().items():
+            seen |= {(client, answer.request_id) for answer in answers}
+    assert seen == {(b"one", "a"), (b"two", "b")}
+
+
+def test_a_preempted_request_waits_for_its_tokens_in_flight():
+    """The host cannot tell the worker a token that it has not read."""
+    core = make_core(
+        num_blocks=9, max_model_len=36, block_tokens=4, prefix_caching=False, steps_in_flight=4
+    )
+    wanted = [request(f"r{i}", [i] * 11, 20) for i in range(2)]
+    for r in wanted:
+        core.add_request(r, CLIENT)
+    outputs: dict[str, list] = {}
+    while not core.scheduler.num_preemptions:
+        for answer in core.step().get(CLIENT, []):
+            outputs.setdefault(answer.request_id, []).append(answer)
+    assert core.scheduler.requests["r1"].pending > 0, "the case under test"
+    core.abort_requests(["r0"])
+    rest = run(core)["r1"]
+    assert token_ids(outputs["r1"] + rest) == expected(wanted[1])

@@ -1,0 +1,1 @@
+"""Tensors: batch, model, cache, sampler, groups."""

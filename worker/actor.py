@@ -1,0 +1,77 @@
+"""A worker as a Ray actor: the shell between the engine's channel and `Worker`."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import ray
+from swell.configs.schema import Config
+from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
+from swell.worker.wire import (
+    SchedulerOutput,
+    Shutdown,
+    WorkerCommand,
+    WorkerFailure,
+    WorkerHello,
+    WorkerLimits,
+)
+
+_STORE_TIMEOUT = timedelta(seconds=120)
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class WorkerActor:
+    """Methods are called once each, in the order in which they stand here."""
+
+    def __init__(
+        self, config: Config, rank: int, keys: ChannelKeys, engine: ChannelAddress
+    ) -> None:
+        from swell.worker.worker import Worker
+
+        self._rank = rank
+        self._keys = keys
+        self._engine = engine
+        local = config.parallel.world * config.parallel.data
+        self._worker = Worker(config, rank=rank, local_workers=local)
+        self._store: Any = None
+
+    def open_store(self) -> tuple[str, int]:
+        """Host the engine's store (rank 0): where its groups find each other."""
+        from torch.distributed import TCPStore
+
+        host = ray.util.get_node_ip_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def load(self, store: tuple[str, int], epoch: int) -> WorkerLimits:
+        from torch.distributed import TCPStore
+
+        if self._store is None:
+            self._store = TCPStore(*store, is_master=False, timeout=_STORE_TIMEOUT)
+        limits = self._worker.load(self._store, epoch)
+        return msgspec.structs.replace(limits, pid=os.getpid())
+
+    def init_cache(self, num_blocks: int, max_model_len: int) -> None:
+        self._worker.init_cache(num_blocks, max_model_len)
+
+    def run(self) -> None:
+        """Execute plans until `Shutdown`. A failed step is told to the engine, then raised."""
+        outlet: Outlet[WorkerCommand] = Outlet(self._engine, WorkerCommand, self._keys)
+        outlet.send(WorkerHello(self._rank))
+        step = 0
+        try:
+            while not isinstance(command := outlet.receive(None), Shutdown):
+                assert isinstance(command, SchedulerOutput)
+                step = command.step
+                output = self._worker.execute_model(command)
+                if output is not None:
+                    outlet.send(output.get_output())
+        except Exception as error:
+            outlet.send(WorkerFailure(step, self._rank, f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._worker.shutdown()
+            outlet.close()

@@ -1,0 +1,135 @@
+"""The words that a worker understands and says.
+
+One `SchedulerOutput` goes to each worker per step; the worker that samples answers with one
+`ModelRunnerOutput`. Fields are only ever appended, so that an older decoder tolerates a newer
+sender.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import msgspec
+
+
+class SamplerParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """How the next token of one request is drawn: what the sampler keeps per slot."""
+
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens that holds this much probability."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the largest probability."""
+    seed: int = 0
+    """64-bit. The noise of an output token is a function of seed and position alone."""
+
+
+class NewRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """A request takes a slot: for the first time, or again after preemption or failover.
+
+    `token_ids` holds everything known: the prompt and the output tokens that exist already.
+    `prompt_tokens` counts the prompt alone, so `len(token_ids) - prompt_tokens` outputs exist.
+    """
+
+    slot: int
+    token_ids: list[int]
+    prompt_tokens: int
+    block_ids: list[int]
+    sampler: SamplerParams
+    min_tokens: int = 0
+    """No token of `end_token_ids` is drawn before this many outputs exist."""
+    end_token_ids: list[int] = []
+
+
+class BlockGrowth(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Blocks appended to a slot's table."""
+
+    slot: int
+    block_ids: list[int]
+
+
+class SchedulerOutput(
+    msgspec.Struct, frozen=True, tag=0, array_like=True, omit_defaults=True, gc=False
+):
+    """One step. Applied in order: `new_rows`, `growths`, then the rows are computed.
+
+    The rows are columns of equal length, decode rows first:
+
+        slots       which request
+        starts      first position computed; every earlier one lies in the KV cache
+        num_tokens  positions computed: starts[i] .. starts[i] + num_tokens[i] - 1
+        samples     whether a token is drawn after the last of them
+
+    A drawn token is written on the device to the position after the row's last, where the next
+    step finds it: the host may not have read it yet. A step without rows is the dummy batch.
+    """
+
+    step: int
+    epoch: int = 0
+    new_rows: list[NewRow] = []
+    growths: list[BlockGrowth] = []
+    slots: list[int] = []
+    starts: list[int] = []
+    num_tokens: list[int] = []
+    samples: list[bool] = []
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
+    """The worker leaves its loop and gives its memory back."""
+
+
+WorkerCommand = SchedulerOutput | Shutdown
+
+
+class ModelRunnerOutput(
+    msgspec.Struct, frozen=True, tag=0, array_like=True, omit_defaults=True, gc=False
+):
+    """What a step gave: one token for each row with `samples`, in row order."""
+
+    step: int
+    sampled_token_ids: list[int] = []
+
+
+class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
+    """A step raised: the engine cannot go on with this worker."""
+
+    step: int
+    rank: int
+    message: str
+
+
+class WorkerHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
+    """First message of a worker on its engine's channel."""
+
+    rank: int
+    epoch: int = 0
+
+
+WorkerMessage = ModelRunnerOutput | WorkerFailure | WorkerHello
+
+
+class AsyncModelRunnerOutput(ABC):
+    """The result of a step that the device may still be computing."""
+
+    @abstractmethod
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the result. Called once. Raises what the step raised."""
+
+
+class WorkerLimits(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a loaded worker can hold, told once at start."""
+
+    num_blocks: int
+    """KV blocks that its memory has room for."""
+    max_model_len: int
+    """Longest sequence that the model's positions allow (or `model.max_model_len`), in tokens."""
+    vocab_size: int
+    weight_bytes: int = 0
+    pid: int = 0
