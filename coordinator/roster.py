@@ -26,6 +26,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     address: ChannelAddress
     state: MemberState = MemberState.ACTIVE
+    max_model_len: int = 0
+    """Longest prompt plus answer that it takes, in tokens."""
+    vocab_size: int = 0
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import msgspec
 import ray
+from swell.configs.log import FactLogger, configure_logging
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.engine.core import EngineCore
@@ -27,17 +29,22 @@ class EngineReady(msgspec.Struct, frozen=True):
 
 @ray.remote(num_cpus=0, max_concurrency=4, max_restarts=0)
 class EngineActor:
-    """`start` loads and answers with `EngineReady`; `run` serves until `stop`."""
+    """`start` loads, begins to serve and answers with `EngineReady`; `ended` waits for the end."""
 
     def __init__(
         self, config: Config, rank: int, keys: ChannelKeys, coordinator: ChannelAddress
     ) -> None:
+        configure_logging()
+        self._log = FactLogger("engine", rank=rank)
         self._config = config
         self._rank = rank
         self._keys = keys
         self._coordinator = coordinator
         self._server: EngineServer | None = None
+        self._ready: EngineReady | None = None
         self._doing = "starting"
+        self._end = "it was stopped"
+        self._ended = threading.Event()
 
     def start(self, placement_group: Any) -> EngineReady:
         """Load the model and open the channel. Raises what stopped it, in words."""
@@ -51,23 +58,47 @@ class EngineActor:
             self._config, self._rank, core, self._keys, self._coordinator, host
         )
         self._doing = "serving"
-        node = ray.get_runtime_context().get_node_id()
-        return EngineReady(
-            self._rank, self._server.address, limits, os.getpid(), node, executor.workers()
+        self._ready = EngineReady(
+            self._rank,
+            self._server.address,
+            limits,
+            os.getpid(),
+            ray.get_runtime_context().get_node_id(),
+            executor.workers(),
         )
+        threading.Thread(target=self._run, name="swell-engine", daemon=True).start()
+        return self._ready
 
-    def run(self) -> None:
-        """Serve. The call ends when the engine does, so that its end can be watched."""
-        assert self._server is not None, "start first"
-        self._server.run()
+    def ready(self) -> EngineReady:
+        """What `start` answered. Raises RuntimeError before that."""
+        if self._ready is None:
+            raise RuntimeError(f"engine {self._rank} is still {self._doing}")
+        return self._ready
 
     def doing(self) -> str:
         """What the engine is busy with, for people who wait."""
         return self._doing
 
+    def ended(self) -> str:
+        """Returns when the engine has ended: why."""
+        self._ended.wait()
+        return self._end
+
     def stop(self) -> None:
+        """End the engine and wait until its workers have given back what they held."""
         if self._server is not None:
             self._server.stop()
+            self._ended.wait()
+
+    def _run(self) -> None:
+        assert self._server is not None
+        try:
+            self._server.run()
+        except Exception as error:
+            self._end = f"{type(error).__name__}: {error}"
+            self._log.error("engine failed", error=self._end)
+        self._ended.set()
 
     def _set_doing(self, text: str) -> None:
         self._doing = text
+        self._log.info(text)

@@ -21,7 +21,6 @@ from swell.engine.wire import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineMessage,
-    FinishReason,
     StartDPWave,
     UtilityCall,
     UtilityOutput,
@@ -82,17 +81,14 @@ class EngineServer:
         return self._inbox.address
 
     def run(self) -> None:
-        """Serve until `stop`; what is left then is answered with `abort`.
+        """Serve until `stop`. A failure of the executor is raised.
 
-        A failure of the executor is answered to everybody who waits, and raised.
+        Requests that are left in either case are not answered: whoever asked hears from the
+        roster that this engine has gone, and continues them elsewhere.
         """
         try:
             while not self._stopping.is_set():
                 self._turn()
-            self._answer_all(FinishReason.ABORT, "the engine was stopped")
-        except Exception as error:
-            self._answer_all(FinishReason.ERROR, f"engine {self.rank} failed: {error}")
-            raise
         finally:
             self.core.shutdown()
             self._inbox.close()
@@ -140,10 +136,6 @@ class EngineServer:
 
     def _send(self, client: bytes, outputs: list[EngineCoreOutput]) -> None:
         self._inbox.send(client, EngineCoreOutputs(self.rank, outputs, time.monotonic()))
-
-    def _answer_all(self, reason: FinishReason, message: str) -> None:
-        for request in self.core.scheduler.requests.values():
-            self._send(request.client, [EngineCoreOutput(request.request_id, [], reason, message)])
 
     def _report(self) -> EngineReport:
         scheduler = self.core.scheduler

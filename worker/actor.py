@@ -35,7 +35,8 @@ class WorkerActor:
         self._keys = keys
         self._engine = engine
         local = config.parallel.world * config.parallel.data
-        self._worker = Worker(config, rank=rank, local_workers=local)
+        # Ray shows a worker only the GPU that it gave it.
+        self._worker = Worker(config, rank=rank, local_workers=local, local_rank=0)
         self._store: Any = None
 
     def open_store(self) -> tuple[str, int]:

@@ -1,0 +1,45 @@
+"""The Prometheus metrics of the cluster: what the coordinator's view tells of every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from swell.coordinator.wire import ClusterView, EngineReport
+
+_GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
+    "swell_num_requests_running": ("Requests that hold a slot.", lambda r: r.running),
+    "swell_num_requests_waiting": ("Requests that wait for a slot.", lambda r: r.waiting),
+    "swell_kv_cache_usage_ratio": ("Share of KV blocks held.", lambda r: r.kv_usage),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
+    "swell_engine_steps": ("Steps done.", lambda r: r.steps),
+    "swell_num_preemptions": ("Requests that lost their blocks.", lambda r: r.preemptions),
+    "swell_prefix_cache_queries": ("Tokens looked up.", lambda r: r.prefix_queries),
+    "swell_prefix_cache_hits": ("Tokens found.", lambda r: r.prefix_hits),
+}
+
+
+class ViewCollector(Collector):
+    """Reads the newest view when it is scraped; costs nothing in between."""
+
+    def __init__(self, view: Callable[[], ClusterView]) -> None:
+        self._view = view
+
+    def collect(self) -> Iterator[Metric]:
+        view = self._view()
+        yield GaugeMetricFamily("swell_epoch", "Epoch of the roster.", view.roster.epoch)
+        yield GaugeMetricFamily("swell_wave", "Current wave.", view.wave)
+        yield GaugeMetricFamily("swell_engines", "Engines.", len(view.roster.members))
+        for name, (text, read) in _GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=["engine"])
+            for report in view.reports:
+                gauge.add_metric([str(report.rank)], read(report))
+            yield gauge
+        for name, (text, read) in _COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=["engine"])
+            for report in view.reports:
+                counter.add_metric([str(report.rank)], read(report))
+            yield counter

@@ -1,0 +1,57 @@
+"""Attention of one step's tokens over the paged KV cache.
+
+    s[t, h, j] = scale * q[t, h] . K[j, h // group]           (group = heads / kv_heads)
+    s          = softcap * tanh(s / softcap)                  if softcap > 0
+    out[t, h]  = sum_j softmax_j(s[t, h, :]) V[j, h // group]
+
+Token i of a row with n query tokens and c context tokens has position p = c - n + i and sees
+the positions j <= p and, with a window w > 0, j > p - w:
+
+    positions   0 ............ c-n ......... c-1
+                [ in the cache ][ this step's n ]
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from swell.kernels import columns
+
+
+class AttentionMetadata(NamedTuple):
+    """One step: a flat batch of R rows (requests) and T tokens, all on the caches' device."""
+
+    # [R + 1] int32; row r owns the tokens query_start[r] .. query_start[r + 1] - 1
+    query_start: Tensor
+    # [R] int32, tokens of the row in the cache, those of this step included
+    context_tokens: Tensor
+    # [R, >= blocks of the longest row] int32, contiguous
+    block_table: Tensor
+    # [T] int64, block * block_tokens + offset of each token's K and V
+    slot_mapping: Tensor
+    max_query_tokens: int
+    max_context_tokens: int
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Causal attention over the cache, into which this step's K and V are written already.
+
+    q [T, heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim]; returns a new
+    [T, heads, head_dim] of q's type. The softmax is computed in float32. `heads` is a multiple
+    of `kv_heads`. Rows may have zero query tokens. Columns: reference, cpu (float32, bfloat16;
+    there the result of a token does not depend on the batch or chunk in which it stands).
+    """
+    return columns.pick("attention", q.device.type).paged_attention(  # type: ignore[no-any-return]
+        q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap
+    )

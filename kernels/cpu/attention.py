@@ -1,0 +1,65 @@
+"""Paged attention compiled from `attention.cpp`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from swell.kernels.attention import AttentionMetadata
+from swell.kernels.cpu.build import TYPES, library
+from swell.kernels.reference import attention as reference
+
+
+class _Arguments(ctypes.Structure):
+    """`AttentionArgs` of attention.cpp, field for field."""
+
+    _fields_ = [
+        *[(n, ctypes.c_void_p) for n in ("q", "k_cache", "v_cache", "out")],
+        *[(n, ctypes.c_void_p) for n in ("query_start", "context_tokens", "block_table")],
+        *[(n, ctypes.c_int64) for n in ("rows", "heads", "kv_heads", "head_dim")],
+        *[(n, ctypes.c_int64) for n in ("block_tokens", "table_stride", "q_stride")],
+        *[(n, ctypes.c_int64) for n in ("k_block_stride", "v_block_stride", "window")],
+        *[(n, ctypes.c_float) for n in ("scale", "softcap")],
+    ]
+
+
+_call = library().swell_paged_attention
+_call.argtypes = [ctypes.POINTER(_Arguments), ctypes.c_int]
+_call.restype = None
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """See `swell.kernels.attention.paged_attention`."""
+    if q.dtype not in TYPES or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+        return reference.paged_attention(
+            q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap
+        )
+    tokens, heads, head_dim = q.shape
+    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype)
+    if q.stride(2) != 1 or q.stride(1) != head_dim:
+        q = q.contiguous()
+    assert k_cache[0].is_contiguous() and v_cache[0].is_contiguous()
+    query_start, context_tokens, block_table = meta[:3]
+    assert query_start.dtype == context_tokens.dtype == block_table.dtype == torch.int32
+    assert block_table.stride(1) == 1
+    arguments = _Arguments(
+        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(),
+        query_start.data_ptr(), context_tokens.data_ptr(), block_table.data_ptr(),
+        context_tokens.shape[0], heads, k_cache.shape[1], head_dim,
+        k_cache.shape[2], block_table.stride(0), q.stride(0),
+        k_cache.stride(0), v_cache.stride(0), window,
+        scale, softcap,
+    )  # fmt: skip
+    _call(arguments, q.dtype == torch.bfloat16)
+    return out

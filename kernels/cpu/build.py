@@ -1,0 +1,138 @@
+"""Compiling the C++ column: once per machine, source and compiler, at first use.
+
+The library lies in `$SWELL_CACHE/kernels/<hash>/` (default `~/.cache/swell/kernels/<hash>/`),
+where the hash covers the sources, the flags, the compiler's version and the processor's features.
+It is built under a temporary name and moved into place, so any number of processes may race.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from swell.kernels.columns import ColumnUnavailable
+
+SOURCES = Path(__file__).parent
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+)
+TYPES = (torch.float32, torch.bfloat16)
+"""The types that this column computes; tensors of others go to the reference."""
+
+_log = logging.getLogger("swell.kernels")
+_lock = threading.Lock()
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library. Raises `ColumnUnavailable` after one line in the log."""
+    with _lock:
+        loaded = _load_once()
+    if isinstance(loaded, Exception):
+        raise ColumnUnavailable(str(loaded)) from loaded
+    return loaded
+
+
+@cache
+def _load_once() -> ctypes.CDLL | Exception:
+    try:
+        return ctypes.CDLL(str(_built()))
+    except Exception as error:
+        _log.warning(
+            "CPU kernels are not available, plain torch takes their place (several times slower "
+            "attention): %s. A working g++ of version 12 or later brings them.",
+            error,
+        )
+        return error
+
+
+def _built() -> Path:
+    compiler = _compiler()
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    openmp = _torch_openmp()
+    digest = hashlib.sha256()
+    for part in (version.stdout, " ".join(FLAGS), str(openmp), _processor()):
+        digest.update(part.encode() + b"\0")
+    for path in sorted(SOURCES.glob("*.cpp")) + sorted(SOURCES.glob("*.h")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    home = os.environ.get("SWELL_CACHE") or Path.home() / ".cache" / "swell"
+    folder = Path(home) / "kernels" / digest.hexdigest()[:24]
+    target = folder / "kernels.so"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as build:
+            os.replace(_compile(compiler, openmp, Path(build)), target)
+    return target
+
+
+def _compile(compiler: str, openmp: Path | None, build: Path) -> Path:
+    """All sources at once, each to its object, then one shared library."""
+    jobs = []
+    for source in sorted(SOURCES.glob("*.cpp")):
+        command = [compiler, *FLAGS, "-c", str(source), "-o", str(build / f"{source.stem}.o")]
+        jobs.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    messages = [job.communicate()[1] for job in jobs]
+    for job, message in zip(jobs, messages, strict=True):
+        if job.returncode:
+            raise RuntimeError(f"{compiler} failed: {_first_error(message)}")
+    objects = sorted(str(path) for path in build.glob("*.o"))
+    # Torch's own OpenMP: a second runtime in the process would bring a second pool of threads.
+    runtime = [str(openmp)] if openmp else ["-fopenmp"]
+    output = build / "kernels.so"
+    link = [compiler, "-shared", *objects, *runtime, "-o", str(output)]
+    done = subprocess.run(link, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{compiler} failed to link: {_first_error(done.stderr)}")
+    return output
+
+
+def _first_error(text: str) -> str:
+    lines = text.strip().splitlines() or ["no message"]
+    return next((line for line in lines if "error" in line), lines[0])
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "g++", "c++"):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise FileNotFoundError("no C++ compiler (CXX, g++, c++) is on the PATH")
+
+
+def _torch_openmp() -> Path | None:
+    """The libgomp that torch has loaded into this process."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "libgomp" in line}
+    near = [path for path in sorted(paths) if os.sep + "torch" in path]
+    return Path((near or sorted(paths))[0]) if paths else None
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    wanted = ("flags", "Features", "model name")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

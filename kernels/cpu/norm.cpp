@@ -1,0 +1,52 @@
+// RMS norm, alone and with the residual's addition in front.
+#include "vec.h"
+
+namespace {
+
+// x: outer groups of `inner` dense vectors, the groups x_stride elements apart; the rest is dense.
+template <typename T, bool ADD>
+void norm(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t outer,
+          int64_t inner, int64_t x_stride, int64_t size, float eps) {
+  const int64_t full = size & ~int64_t(7), tail = size - full;
+#pragma omp parallel for if (outer * inner * size > kParallelWork)
+  for (int64_t row = 0; row < outer * inner; row++) {
+    const T* from = x + row / inner * x_stride + row % inner * size;
+    const T* other = residual + row * size;
+    T* sum = total + row * size;
+    T* to = out + row * size;
+    v8 squares[4] = {};
+    for (int64_t i = 0; i < size; i += 8) {
+      v8 v = i < full ? load(from + i) : load_part(from + i, tail);
+      if (ADD) {
+        v = round_to<T>(v + (i < full ? load(other + i) : load_part(other + i, tail)));
+        i < full ? store(sum + i, v) : store_part(sum + i, v, tail);
+      }
+      squares[i / 8 % 4] += v * v;
+    }
+    const float mean = hsum((squares[0] + squares[1]) + (squares[2] + squares[3])) / float(size);
+    const v8 inverse = splat(1.0f / std::sqrt(mean + eps));
+    const T* again = ADD ? sum : from;
+    for (int64_t i = 0; i < full; i += 8)
+      store(to + i, load(weight + i) * round_to<T>(load(again + i) * inverse));
+    if (tail)
+      store_part(to + full, load_part(weight + full, tail) *
+                 round_to<T>(load_part(again + full, tail) * inverse), tail);
+  }
+}
+
+template <typename T>
+void dispatch(const void* x, const void* residual, const void* weight, void* out, void* total,
+              int64_t outer, int64_t inner, int64_t x_stride, int64_t size, float eps) {
+  auto run = residual ? norm<T, true> : norm<T, false>;
+  run(static_cast<const T*>(x), static_cast<const T*>(residual), static_cast<const T*>(weight),
+      static_cast<T*>(out), static_cast<T*>(total), outer, inner, x_stride, size, eps);
+}
+
+}  // namespace
+
+SWELL_API void swell_rms_norm(const void* x, const void* residual, const void* weight, void* out,
+                              void* total, int64_t outer, int64_t inner, int64_t x_stride,
+                              int64_t size, float eps, int is_bf16) {
+  auto run = is_bf16 ? dispatch<bf16> : dispatch<float>;
+  run(x, residual, weight, out, total, outer, inner, x_stride, size, eps);
+}

@@ -1,0 +1,49 @@
+// Rotary embedding in place.
+#include "vec.h"
+
+// A fused multiply-add rounds once where the sequence of torch operations rounds twice.
+#pragma GCC optimize("fp-contract=off")
+
+namespace {
+
+template <typename T, typename C>
+void rope(T* x, const C* cos, const C* sin, int64_t tokens, int64_t heads, int64_t stride,
+          int64_t head_dim, int64_t half) {
+#pragma omp parallel for if (tokens * heads * half > kParallelWork)
+  for (int64_t t = 0; t < tokens; t++)
+    for (int64_t h = 0; h < heads; h++) {
+      T* a = x + t * stride + h * head_dim;
+      T* b = a + half;
+      for (int64_t i = 0; i < half; i += 8) {
+        const int64_t n = half - i;
+        const bool full = n >= 8;
+        const v8 c = full ? load(cos + t * half + i) : load_part(cos + t * half + i, n);
+        const v8 s = full ? load(sin + t * half + i) : load_part(sin + t * half + i, n);
+        const v8 u = full ? load(a + i) : load_part(a + i, n);
+        const v8 w = full ? load(b + i) : load_part(b + i, n);
+        const v8 uc = u * c, ws = w * s, wc = w * c, us = u * s;
+        full ? store(a + i, uc - ws) : store_part(a + i, uc - ws, n);
+        full ? store(b + i, wc + us) : store_part(b + i, wc + us, n);
+      }
+    }
+}
+
+template <typename T>
+void dispatch(void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads,
+              int64_t stride, int64_t head_dim, int64_t half, int cos_bf16) {
+  if (cos_bf16)
+    rope(static_cast<T*>(x), static_cast<const bf16*>(cos), static_cast<const bf16*>(sin), tokens,
+         heads, stride, head_dim, half);
+  else
+    rope(static_cast<T*>(x), static_cast<const float*>(cos), static_cast<const float*>(sin),
+         tokens, heads, stride, head_dim, half);
+}
+
+}  // namespace
+
+SWELL_API void swell_rope(void* x, const void* cos, const void* sin, int64_t tokens,
+                          int64_t heads, int64_t stride, int64_t head_dim, int64_t half,
+                          int is_bf16, int cos_bf16) {
+  auto run = is_bf16 ? dispatch<bf16> : dispatch<float>;
+  run(x, cos, sin, tokens, heads, stride, head_dim, half, cos_bf16);
+}

@@ -1,0 +1,25 @@
+"""Root mean square normalization (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+y = weight * cast(x / sqrt(mean(x^2) + eps)), the statistics and the quotient in float32; the cast
+to x's type comes BEFORE the product with the weight, as in transformers' LlamaRMSNorm.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from swell.kernels import columns
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., size], weight [size] -> new [..., size] of x's type. Columns: reference, cpu."""
+    return columns.pick("norm", x.device.type).rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Both of (rms_norm(x + residual), x + residual), new tensors of x's type.
+
+    x, residual [..., size]; weight [size]. The sum is rounded to x's type before it is normalized.
+    Columns: reference, cpu.
+    """
+    return columns.pick("norm", x.device.type).add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]

@@ -1,0 +1,12 @@
+"""Gated activation in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """See `swell.kernels.activation.silu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

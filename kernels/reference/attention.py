@@ -1,0 +1,77 @@
+"""Paged attention in plain torch: rows are padded to the longest and gathered, so it shows what
+the answer is, not how to be fast."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swell.kernels.attention import AttentionMetadata
+
+# Rows are taken together while their padded scores stay below this.
+MAX_SCORE_ELEMENTS = 1 << 25
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """See `swell.kernels.attention.paged_attention`."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    rows = meta.context_tokens.shape[0]
+    per_row = q.shape[1] * meta.max_query_tokens * meta.max_context_tokens
+    chunk = max(1, MAX_SCORE_ELEMENTS // max(1, per_row))
+    if q.shape[0]:
+        for first in range(0, rows, chunk):
+            last = min(rows, first + chunk)
+            _attend_rows(q, k_cache, v_cache, meta, first, last, out, scale, window, softcap)
+    return out
+
+
+def _attend_rows(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    first: int,
+    last: int,
+    out: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None:
+    """The rows first .. last - 1, padded to Q query and C context tokens."""
+    device, queries, context = q.device, meta.max_query_tokens, meta.max_context_tokens
+    heads, kv_heads, block_tokens = q.shape[1], k_cache.shape[1], k_cache.shape[2]
+    start = meta.query_start[first:last].long()  # [B]
+    length = meta.query_start[first + 1 : last + 1].long() - start  # [B]
+    total = meta.context_tokens[first:last].long()  # [B]
+    index = torch.arange(queries, device=device)  # [Q]
+    real = index < length[:, None]  # [B, Q]
+    token = torch.where(real, start[:, None] + index, 0)  # [B, Q]
+    position = total[:, None] - length[:, None] + index  # [B, Q]
+
+    # [B, kv_heads, group, Q, head_dim]
+    rows_q = q[token].float().transpose(1, 2).unflatten(1, (kv_heads, heads // kv_heads))
+    blocks = meta.block_table[first:last, : -(-context // block_tokens)].long()  # [B, blocks]
+    key_index = torch.arange(context, device=device)  # [C]
+    rows_k = k_cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :context].float()
+    rows_v = v_cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :context].float()
+
+    scores = rows_q @ rows_k[:, :, None].transpose(-1, -2) * scale  # [B, kv_heads, group, Q, C]
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = key_index <= position[:, :, None]  # [B, Q, C]
+    if window > 0:
+        seen &= key_index > position[:, :, None] - window
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    # What lies behind a row's context is another's or nobody's: it may be anything, even NaN.
+    rows_v = rows_v.masked_fill((key_index >= total[:, None])[:, None, :, None], 0.0)
+    answer = (torch.softmax(scores, dim=-1) @ rows_v[:, :, None]).flatten(1, 2).transpose(1, 2)
+    out[token[real]] = answer[real].to(q.dtype)

@@ -1,0 +1,86 @@
+"""Noise and sampling in plain torch, without a look at the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of an unsigned constant."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """A logical shift of int64 (torch's own copies the sign)."""
+    return (x >> bits) & (_MASK64 >> bits)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """The finalizer of SplitMix64; int64 products wrap, as the unsigned ones of the source do."""
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    return z ^ _shift_right(z, 31)
+
+
+def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
+    """See `swell.kernels.sample.uniform_noise`."""
+    hashed = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN)
+    return _shift_right(hashed, 11).to(torch.float64) * 2.0**-53
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """See `swell.kernels.sample.greedy_tokens`."""
+    return logits.argmax(dim=-1)
+
+
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    u: Tensor,
+    *,
+    any_min_p: bool = True,
+    any_top: bool = True,
+) -> Tensor:
+    """See `swell.kernels.sample.sample_tokens`."""
+    greedy = temperature <= 0
+    # The largest is 0 before the division, so that no temperature, however small, overflows.
+    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    scaled /= torch.where(greedy, 1.0, temperature)[:, None]
+    if any_min_p:
+        # p >= min_p * p_max in logarithms; log(0) = -inf keeps all.
+        scaled = scaled.masked_fill(scaled < min_p.log()[:, None], float("-inf"))
+    if any_top:
+        scaled = scaled.masked_fill(~_top(scaled, top_k, top_p), float("-inf"))
+    # float64: in a large vocabulary the float32 sum would swallow rare tokens.
+    cumulative = torch.softmax(scaled, dim=-1).double().cumsum(dim=-1)
+    total = cumulative[:, -1]
+    # Strictly below the total, so that the first sum above it ends with a token that has a share.
+    target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+    # Only NaN logits lead past the end; an index out of range would be worse than a wrong token.
+    drawn = drawn.clamp(max=logits.shape[-1] - 1)
+    return torch.where(greedy, logits.argmax(dim=-1), drawn)
+
+
+def _top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """[N, V] bool: the tokens that top_k, and after it top_p, keep."""
+    vocab = scaled.shape[-1]
+    ranked, token = scaled.sort(dim=-1, descending=True, stable=True)
+    limit = torch.where(top_k > 0, top_k, vocab)[:, None]
+    keep = torch.arange(vocab, device=scaled.device) < limit
+    share = torch.softmax(ranked.masked_fill(~keep, float("-inf")), dim=-1).double()
+    before = share.cumsum(dim=-1) - share
+    keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    keep[:, 0] = True
+    return torch.zeros_like(keep).scatter_(1, token, keep)

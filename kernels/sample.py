@@ -1,0 +1,56 @@
+"""Drawing tokens from logits with noise that is a function of seed and position alone.
+
+The order of the filters: temperature, min_p, top_k, top_p; then the inverse of the cumulative
+distribution, in token order, at u. A row's token does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from swell.kernels import columns
+
+
+def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
+    """seeds [N] int64, positions [N] int64 -> [N] float64 in [0, 1), the same on every device.
+
+    53 bits of mix(mix(seed + g) + (position + 1) * g), where mix is the finalizer and g the
+    increment of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195; constants as
+    in https://prng.di.unimi.it/splitmix64.c). Columns: reference.
+    """
+    return columns.pick("sample", seeds.device.type).uniform_noise(seeds, positions)  # type: ignore[no-any-return]
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """logits [N, V] -> the most likely tokens [N] int64. Columns: reference."""
+    return columns.pick("sample", logits.device.type).greedy_tokens(logits)  # type: ignore[no-any-return]
+
+
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    u: Tensor,
+    *,
+    any_min_p: bool = True,
+    any_top: bool = True,
+) -> Tensor:
+    """One token per row, [N] int64.
+
+    logits [N, V] float32 (not changed); temperature, top_p, min_p [N] float32; top_k [N] int64;
+    u [N] float64 in [0, 1).
+
+    A row of temperature 0 takes its most likely token. min_p keeps tokens with at least min_p
+    times the largest probability; top_k > 0 keeps the k most likely; top_p < 1 keeps, of what is
+    left and renormalized, the smallest set of most likely tokens that holds top_p. Equal logits
+    are ranked by token id, and one token is always kept. A token of logit -inf is never drawn.
+
+    `any_min_p` and `any_top` say whether some row uses min_p, or top_k or top_p: without the
+    latter nothing is sorted. They must hold for the batch; they cost no look at the device.
+    Columns: reference.
+    """
+    return columns.pick("sample", logits.device.type).sample_tokens(  # type: ignore[no-any-return]
+        logits, temperature, top_k, top_p, min_p, u, any_min_p=any_min_p, any_top=any_top
+    )

@@ -1,0 +1,126 @@
+"""Norms, rotation, activation and cache writes: every column against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from swell.kernels import columns
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def column(name: str, operation: str):
+    module = columns.load(name, operation)
+    if module is None:
+        pytest.skip(f"the column {name} cannot run here")
+    return module
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    assert got.dtype == wanted.dtype
+    torch.testing.assert_close(got, wanted, rtol=TOLERANCE[got.dtype], atol=TOLERANCE[got.dtype])
+
+
+def llama_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    module = LlamaRMSNorm(x.shape[-1], eps)
+    module.weight.data = weight
+    return module(x).detach()
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 64), (1, 7), (3, 100), (40, 1024), (4, 3, 32)])
+def test_rms_norm(name, dtype, shape):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(shape) * 3).to(dtype), torch.randn(shape[-1]).to(dtype)
+    before = x.clone()
+    close(column(name, "norm").rms_norm(x, weight, 1e-5), llama_norm(x, weight, 1e-5))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_rms_norm_of_heads_in_a_wider_tensor(name, dtype):
+    torch.manual_seed(0)
+    wide, weight = torch.randn(6, 300).to(dtype), torch.randn(32).to(dtype)
+    x = wide[:, 30:158].unflatten(1, (4, 32))
+    close(column(name, "norm").rms_norm(x, weight, 1e-6), llama_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("size", [9, 64, 520])
+def test_add_rms_norm(name, dtype, size):
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(6, size), torch.randn(6, size), torch.randn(size)
+    x, residual, weight = x.to(dtype), residual.to(dtype), weight.to(dtype)
+    normed, total = column(name, "norm").add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    close(normed, llama_norm(x + residual, weight, 1e-5))
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (32, 16), (20, 10), (128, 128)])
+def test_rope(name, dtype, head_dim, rotary):
+    """Against transformers' llama; in float32 bit for bit."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    tokens, half = 9, rotary // 2
+    angles = torch.rand(tokens, half) * 100
+    cos, sin = angles.cos(), angles.sin()
+    wide = torch.randn(tokens, 8 * head_dim).to(dtype)  # q, k and v side by side
+    q, k = wide[:, : 4 * head_dim], wide[:, 4 * head_dim : 6 * head_dim]
+    q, k = q.unflatten(1, (4, head_dim)), k.unflatten(1, (2, head_dim))
+
+    def full(x: Tensor) -> Tensor:
+        return torch.cat((x, x), dim=-1)[None]
+
+    parts = [x[None, ..., :rotary].transpose(1, 2).float() for x in (q, k)]
+    wanted = [
+        torch.cat((y[0].transpose(0, 1).to(dtype), x[..., rotary:]), dim=-1)
+        for x, y in zip((q, k), apply_rotary_pos_emb(*parts, full(cos), full(sin)), strict=True)
+    ]
+    v = wide[:, 6 * head_dim :].clone()
+    got = column(name, "rope").apply_rope(q, k, cos, sin)
+    assert got[0].data_ptr() == q.data_ptr()
+    assert torch.equal(got[0], wanted[0])
+    assert torch.equal(got[1], wanted[1])
+    assert torch.equal(wide[:, 6 * head_dim :], v)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (5, 130), (64, 1024)])
+def test_silu_and_mul(name, dtype, shape):
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * 5).to(dtype)
+    x[0, :2] = torch.tensor([-200.0, 90.0])
+    gate, up = x.float().chunk(2, dim=-1)
+    wanted = (gate / (1 + torch.exp(-gate))).to(dtype) * up.to(dtype)
+    close(column(name, "activation").silu_and_mul(x), wanted)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "block_tokens"), [(1, 16), (70, 16), (0, 4), (9, 1)])
+def test_write_kv(name, dtype, tokens, block_tokens):
+    """Each token lands in its place, and nothing else changes."""
+    torch.manual_seed(0)
+    blocks, kv_heads, head_dim = 90, 3, 20
+    caches = torch.randn(2, blocks, kv_heads, block_tokens, head_dim).to(dtype)
+    wanted = caches.clone()
+    wide = torch.randn(tokens, 2 * kv_heads * head_dim).to(dtype)
+    k, v = (x.unflatten(1, (kv_heads, head_dim)) for x in wide.chunk(2, dim=1))
+    slots = torch.randperm(blocks * block_tokens)[:tokens]
+    for t, slot in enumerate(slots.tolist()):
+        wanted[0, slot // block_tokens, :, slot % block_tokens] = k[t]
+        wanted[1, slot // block_tokens, :, slot % block_tokens] = v[t]
+    column(name, "cache").write_kv(k, v, caches[0], caches[1], slots)
+    assert torch.equal(caches, wanted)

@@ -1,0 +1,270 @@
+"""The loader reads its own shard and no more, and says in one line what is wrong with a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swell.configs.schema import ModelConfig, ParallelConfig
+from swell.worker import loader
+from swell.worker.loader import load_config, load_weights, max_positions, resolve_dtype
+from swell.worker.mesh import Mesh
+from swell.worker.models import build_model
+from tests.worker import tiny_models
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_models.make(tmp_path, "llama", num_hidden_layers=2)
+    return tmp_path
+
+
+def lone(rank: int, size: int, stage: int = 0, stages: int = 1) -> Mesh:
+    """A place in a mesh whose other workers do not exist: loading needs none."""
+    tensor: Any = SimpleNamespace(rank=rank, size=size, all_reduce=lambda t: t)
+    pipeline: Any = SimpleNamespace(rank=stage, size=stages)
+    return Mesh(rank=rank, epoch=0, tensor=tensor, pipeline=pipeline)
+
+
+def build(folder: Path, mesh: Mesh | None = None, **model: Any) -> tuple[Any, ModelConfig]:
+    config = ModelConfig(path=str(folder), **model)
+    mesh = mesh or Mesh.build(ParallelConfig(), 0)
+    return build_model(config, load_config(config), mesh, "cpu", torch.float32), config
+
+
+def shards(folder: Path) -> None:
+    """Cut model.safetensors into two files and an index."""
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    places = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{i + 1:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        places.update(dict.fromkeys(part, file))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (folder / WEIGHTS).unlink()
+
+
+@pytest.fixture
+def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of all reads from safetensors files, in elements."""
+    sizes: list[int] = []
+    real = loader.safe_open
+
+    class Slice:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+            self.get_shape = inner.get_shape
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            part = self.inner[index]
+            sizes.append(part.numel())
+            return part
+
+    class File:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.inner = real(*args, **kwargs)
+
+        def __enter__(self) -> File:
+            self.inner.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.inner.__exit__(*error)
+
+        def keys(self) -> Any:
+            return self.inner.keys()
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self.inner.get_slice(name))
+
+    monkeypatch.setattr(loader, "safe_open", File)
+    return sizes
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_reads_just_its_parameters(
+    folder: Path, elements_read: list[int], size: int, stages: int, backend: str
+) -> None:
+    """No byte twice, and all shards together read each split tensor once."""
+    total = 0
+    for stage in range(stages):
+        for rank in range(size):
+            elements_read.clear()
+            model, config = build(folder, lone(rank, size, stage, stages), backend=backend)
+            nbytes = load_weights(model, config)
+            own = {id(p): p for p in model.parameters()}
+            assert sum(elements_read) == sum(p.numel() for p in own.values()) == nbytes // 4
+            total += sum(elements_read)
+    whole = load_file(folder / WEIGHTS)
+    once = sum(t.numel() for t in whole.values())
+    norms = sum(t.numel() for t in whole.values() if t.dim() == 1)
+    if backend == "transformers":  # it keeps the embedding whole on each rank
+        norms += whole["model.embed_tokens.weight"].numel()
+    assert total == once + norms * (size - 1)
+
+
+def test_little_is_in_flight(
+    folder: Path, elements_read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 4096)
+    model, config = build(folder, lone(1, 2))
+    load_weights(model, config)
+    assert max(elements_read) * 4 <= 4096
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 1 << 30)
+    again, config = build(folder, lone(1, 2))
+    load_weights(again, config)
+    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_shards_are_one_model(folder: Path) -> None:
+    one, config = build(folder)
+    load_weights(one, config)
+    shards(folder)
+    two, config = build(folder)
+    load_weights(two, config)
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_progress_reaches_the_total(folder: Path) -> None:
+    model, config = build(folder)
+    seen: list[tuple[int, int]] = []
+    nbytes = load_weights(model, config, lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (nbytes, nbytes)
+    assert {total for _, total in seen} == {nbytes}
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_dummy_weights_need_a_config_alone(folder: Path, backend: str) -> None:
+    (folder / WEIGHTS).unlink()
+    made = []
+    for seed in (0, 0, 1):
+        model, config = build(folder, load_format="dummy", seed=seed, backend=backend)
+        load_weights(model, config)
+        made.append(torch.cat([p.flatten() for p in model.parameters()]))
+        hidden = torch.randn(3, 128)
+        assert model.compute_logits(hidden).isfinite().all()
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+    assert made[0].isfinite().all()
+
+
+def failure(folder: Path, **model: Any) -> str:
+    with pytest.raises(ValueError) as failed:
+        load_weights(*build(folder, **model))
+    text = str(failed.value)
+    assert "\n" not in text
+    return text
+
+
+def test_missing_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    text = failure(folder)
+    assert str(folder) in text
+    assert "model.load_format=dummy" in text
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    assert "pytorch_model.bin" in failure(folder)
+
+
+def test_missing_shard(folder: Path) -> None:
+    shards(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    text = failure(folder)
+    assert "model-00002-of-00002.safetensors" in text
+    assert "missing" in text
+
+
+def test_broken_index(folder: Path) -> None:
+    shards(folder)
+    (folder / INDEX).write_text("{")
+    assert INDEX in failure(folder)
+    (folder / INDEX).write_text("[]")
+    assert INDEX in failure(folder)
+
+
+@pytest.mark.parametrize("keep", [3, 5000, -7])
+def test_truncated_file(folder: Path, keep: int) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[:keep])
+    text = failure(folder)
+    assert WEIGHTS in text
+    assert "again" in text
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_missing_tensor_and_wrong_shape(folder: Path, backend: str) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(folder / WEIGHTS)
+    short = {key: t for key, t in tensors.items() if key != name}
+    save_file(short, folder / WEIGHTS)
+    assert name in failure(folder, backend=backend)
+    save_file({**short, name: tensors[name][:100].clone()}, folder / WEIGHTS)
+    text = failure(folder, backend=backend)
+    assert name in text
+    assert "[100, 128]" in text
+    assert "[192, 128]" in text
+
+
+def config_failure(path: Path | str) -> str:
+    with pytest.raises(ValueError) as failed:
+        load_config(ModelConfig(path=str(path)))
+    text = str(failed.value)
+    assert "\n" not in text
+    return text
+
+
+def test_config_errors(folder: Path, tmp_path: Path) -> None:
+    assert "no such folder" in config_failure(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in config_failure(tmp_path / "empty")
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text("{")
+    assert "JSON" in config_failure(folder)
+    file.write_text(json.dumps({**values, "model_type": "martian"}))
+    assert "'martian'" in config_failure(folder)
+    file.write_text(json.dumps({k: v for k, v in values.items() if k != "model_type"}))
+    assert "model_type" in config_failure(folder)
+
+
+def test_code_of_a_model_folder_never_runs(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    values.update(model_type="martian", auto_map={"AutoConfig": "martian.Config"})
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "martian.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    assert "'martian'" in config_failure(folder)
+    assert not (folder / "ran").exists()
+
+
+def test_unknown_architecture(folder: Path) -> None:
+    config = ModelConfig(path=str(folder), backend="native")
+    hf = load_config(config)
+    hf.architectures = ["MartianForCausalLM"]
+    with pytest.raises(ValueError, match=r"MartianForCausalLM.*Qwen3ForCausalLM.*transformers"):
+        build_model(config, hf, Mesh.build(ParallelConfig(), 0), "cpu", torch.float32)
+
+
+def test_dtype_and_positions(folder: Path) -> None:
+    hf = load_config(ModelConfig(path=str(folder)))
+    assert resolve_dtype(ModelConfig(path="x"), hf) == torch.float32
+    assert resolve_dtype(ModelConfig(path="x", dtype="bfloat16"), hf) == torch.bfloat16
+    hf.dtype = "bfloat16"
+    assert resolve_dtype(ModelConfig(path="x"), hf) == torch.bfloat16
+    assert max_positions(hf) == 256
+    hf.rope_parameters = tiny_models.YARN
+    assert max_positions(hf) == 256
+    hf.rope_parameters = {**tiny_models.YARN, "factor": 8.0}
+    assert max_positions(hf) == 512

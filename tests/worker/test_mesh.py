@@ -1,0 +1,196 @@
+"""Groups between threads and between processes, epochs side by side, and what a death does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from swell.configs.schema import ParallelConfig
+from swell.worker.mesh import Mesh, SoloGroup
+
+
+def in_threads(world: int, work: Callable[[int], Any]) -> list[Any]:
+    """work(rank) of every rank at once; an exception is a result."""
+    results: list[Any] = [None] * world
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def test_grid_of_ranks() -> None:
+    store = dist.HashStore()
+
+    def work(rank: int) -> Any:
+        mesh = Mesh.build(ParallelConfig(tensor=2, pipeline=3), rank, store, timeout_s=30)
+        place = (mesh.stage, mesh.tensor_rank, mesh.is_first_stage, mesh.is_last_stage)
+        same_stage = mesh.tensor.all_gather(torch.tensor([rank]), 0).tolist()
+        same_column = mesh.pipeline.all_gather(torch.tensor([rank]), 0).tolist()
+        mesh.close()
+        return place, same_stage, same_column
+
+    assert in_threads(6, work) == [
+        ((0, 0, True, False), [0, 1], [0, 2, 4]),
+        ((0, 1, True, False), [0, 1], [1, 3, 5]),
+        ((1, 0, False, False), [2, 3], [0, 2, 4]),
+        ((1, 1, False, False), [2, 3], [1, 3, 5]),
+        ((2, 0, False, True), [4, 5], [0, 2, 4]),
+        ((2, 1, False, True), [4, 5], [1, 3, 5]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32]
+)
+def test_operations(dtype: torch.dtype) -> None:
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        mesh = Mesh.build(ParallelConfig(tensor=2), rank, store, timeout_s=30)
+        group = mesh.tensor
+        t = torch.full((2, 3), rank + 1).to(dtype)
+        assert group.all_reduce(t) is t
+        assert t.tolist() == [[3] * 3] * 2
+        strided = torch.full((2, 6), rank + 1).to(dtype)[:, ::2]
+        assert group.all_reduce(strided).tolist() == [[3] * 3] * 2
+        gathered = group.all_gather(torch.full((2, 1), rank).to(dtype), 1)
+        assert gathered.tolist() == [[0, 1], [0, 1]]
+        assert group.all_gather(torch.empty(0, 4, dtype=dtype), 1).shape == (0, 8)
+        assert group.all_reduce(torch.empty(0, 4, dtype=dtype)).shape == (0, 4)
+        assert group.broadcast(torch.full((2,), rank).to(dtype), 1).tolist() == [1, 1]
+        if rank == 0:
+            handles = [group.send(torch.full((2,), i).to(dtype), 1) for i in range(3)]
+            for handle in handles:
+                handle.wait()
+        else:
+            got = [group.recv(torch.empty(2, dtype=dtype), 0).tolist() for _ in range(3)]
+            assert got == [[0, 0], [1, 1], [2, 2]]
+        mesh.close()
+
+    in_threads(2, work)
+
+
+def test_a_group_of_one_needs_no_store() -> None:
+    mesh = Mesh.build(ParallelConfig(), 0)
+    assert isinstance(mesh.tensor, SoloGroup)
+    assert mesh.is_first_stage
+    assert mesh.is_last_stage
+    t = torch.ones(3)
+    assert mesh.tensor.all_reduce(t) is t
+    assert mesh.tensor.all_gather(t, 0) is t
+    mesh.close()
+
+
+def test_next_epoch_forms_beside_the_first() -> None:
+    """The old group still answers while the new one forms, and dies without hurting it."""
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        parallel = ParallelConfig(tensor=2)
+        old = Mesh.build(parallel, rank, store, epoch=0, timeout_s=30)
+        new = Mesh.build(parallel, rank, store, epoch=1, timeout_s=30)
+        assert old.tensor.all_reduce(torch.ones(1)).item() == 2
+        assert new.tensor.all_reduce(torch.ones(1)).item() == 2
+        old.close()
+        assert new.tensor.all_reduce(torch.ones(1)).item() == 2
+        new.close()
+
+    in_threads(2, work)
+
+
+def test_leaving_wakes_the_peer() -> None:
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        mesh = Mesh.build(ParallelConfig(tensor=2), rank, store, timeout_s=60)
+        mesh.tensor.all_reduce(torch.ones(1))
+        if rank == 0:
+            time.sleep(0.2)
+            mesh.close()
+            return
+        before = time.monotonic()
+        with pytest.raises(RuntimeError):
+            mesh.tensor.all_reduce(torch.ones(1))
+        assert time.monotonic() - before < 10
+        mesh.close()
+
+    in_threads(2, work)
+
+
+def test_a_peer_that_never_comes() -> None:
+    with pytest.raises(RuntimeError):
+        Mesh.build(ParallelConfig(tensor=2), 0, dist.HashStore(), timeout_s=1)
+
+
+def test_closing_frees_sockets_and_threads() -> None:
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def once() -> None:
+        store = dist.HashStore()
+
+        def work(rank: int) -> None:
+            mesh = Mesh.build(ParallelConfig(tensor=2), rank, store, timeout_s=30)
+            mesh.tensor.all_reduce(torch.ones(1))
+            mesh.close()
+            mesh.close()
+
+        in_threads(2, work)
+
+    once()
+    before = count()
+    for _ in range(3):
+        once()
+    deadline = time.monotonic() + 5
+    while count() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    after = count()
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
+
+
+def _process(rank: int, port: int, results: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    mesh = Mesh.build(ParallelConfig(pipeline=2), rank, store, epoch=3, timeout_s=30)
+    t = torch.arange(4.0)
+    if mesh.is_first_stage:
+        mesh.pipeline.send(t, 1).wait()
+    else:
+        t = mesh.pipeline.recv(torch.empty(4), 0)
+    total = mesh.pipeline.all_reduce(torch.ones(1)).item()
+    results.put((rank, t.tolist(), total))
+    mesh.close()
+
+
+def test_two_processes_over_tcp() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    workers = [spawn.Process(target=_process, args=(r, server.port, results)) for r in range(2)]
+    for worker in workers:
+        worker.start()
+    got = sorted(results.get(timeout=60) for _ in workers)
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0
+    assert got == [(0, [0, 1, 2, 3], 2), (1, [0, 1, 2, 3], 2)]

@@ -1,0 +1,387 @@
+"""Every model gives the logits of transformers, however it is split and its prompts are cut.
+
+The oracle is transformers' own model on one row at a time, without a cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from swell.configs.schema import ModelConfig, ParallelConfig
+from swell.kernels.attention import AttentionMetadata
+from swell.worker.loader import load_config, load_weights
+from swell.worker.mesh import Mesh
+from swell.worker.models import build_model
+from swell.worker.models.generic import refuse_config
+from swell.worker.models.intermediate import IntermediateTensors, stage_layers
+from tests.worker import tiny_models
+
+BLOCK_TOKENS = 4
+MAX_TOKENS = 64
+LENGTHS = (1, 21, 9, 30)
+SPLITS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+@dataclass
+class Part:
+    """What one row computes in a step: positions start .. start + count - 1."""
+
+    row: int
+    start: int
+    count: int
+
+
+def batch_of(prompts: Sequence[Sequence[int]], parts: Sequence[Part]) -> Any:
+    """A flat batch of the parts; each row has its own blocks, in descending order."""
+    blocks = MAX_TOKENS // BLOCK_TOKENS
+    table = torch.arange(len(prompts) * blocks, dtype=torch.int32).flip(0).view(-1, blocks)
+    ids, positions, slots, starts = [], [], [], [0]
+    for part in parts:
+        for p in range(part.start, part.start + part.count):
+            ids.append(prompts[part.row][p])
+            positions.append(p)
+            block = int(table[part.row, p // BLOCK_TOKENS])
+            slots.append(block * BLOCK_TOKENS + p % BLOCK_TOKENS)
+        starts.append(len(ids))
+    context = [part.start + part.count for part in parts]
+    meta = AttentionMetadata(
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        context_tokens=torch.tensor(context, dtype=torch.int32),
+        block_table=table[[part.row for part in parts]].contiguous(),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        max_query_tokens=max((part.count for part in parts), default=0),
+        max_context_tokens=max(context, default=0),
+    )
+    return SimpleNamespace(
+        input_ids=torch.tensor(ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        attention=meta,
+    )
+
+
+def steps_of(chunk: int) -> list[list[Part]]:
+    """All prompts in parts of at most `chunk` tokens; rows that are done leave the batch."""
+    steps = []
+    for start in range(0, max(LENGTHS), chunk):
+        steps.append(
+            [
+                Part(row, start, min(chunk, length - start))
+                for row, length in enumerate(LENGTHS)
+                if start < length
+            ]
+        )
+    return steps
+
+
+@torch.no_grad()
+def run_rank(
+    folder: Path, backend: str, mesh: Mesh, prompts: list[list[int]], chunk: int
+) -> list[torch.Tensor]:
+    """One worker's part; the logits [tokens, vocab] of each prompt on last stages."""
+    config = ModelConfig(path=str(folder), backend=backend, max_model_len=MAX_TOKENS)
+    hf = load_config(config)
+    model: Any = build_model(config, hf, mesh, "cpu", torch.float32)
+    load_weights(model, config)
+    for layer in model.attention_layers():
+        shape = (len(prompts) * MAX_TOKENS // BLOCK_TOKENS, layer.kv_heads, BLOCK_TOKENS)
+        layer.bind_cache(*(torch.zeros(*shape, layer.head_dim) for _ in range(2)))
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for parts in [[], *steps_of(chunk)]:
+        batch = batch_of(prompts, parts)
+        tokens = len(batch.input_ids)
+        arrived = None
+        if not mesh.is_first_stage:
+            arrived = model.make_empty_intermediate(tokens)
+            for t in arrived.tensors():
+                mesh.pipeline.recv(t, mesh.stage - 1)
+        out = model(batch, arrived)
+        if isinstance(out, IntermediateTensors):
+            assert not mesh.is_last_stage
+            for t in out.tensors():
+                mesh.pipeline.send(t, mesh.stage + 1).wait()
+            continue
+        logits = model.compute_logits(out)
+        assert logits.dtype == torch.float32
+        for part, piece in zip(parts, logits.split([p.count for p in parts]), strict=True):
+            rows[part.row].append(piece)
+    return [torch.cat(row) for row in rows] if mesh.is_last_stage else []
+
+
+def run_split(
+    folder: Path, tensor: int, pipeline: int, backend: str = "auto", chunk: int = MAX_TOKENS
+) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
+    """The prompts, and what each rank of the last stage made of them. Ranks are threads."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(3, tiny_models.VOCAB, (n,), generator=generator).tolist() for n in LENGTHS
+    ]
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
+    store = dist.HashStore()
+    results: list[Any] = [None] * parallel.world
+
+    def work(rank: int) -> None:
+        mesh = None
+        try:
+            mesh = Mesh.build(parallel, rank, store, timeout_s=60)
+            results[rank] = run_rank(folder, backend, mesh, prompts, chunk)
+        except BaseException as error:
+            results[rank] = error
+        finally:
+            if mesh is not None:
+                mesh.close()
+
+    threads = [threading.Thread(target=work, args=(r,)) for r in range(parallel.world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [r for r in results if isinstance(r, BaseException)]
+    if errors:
+        raise next((e for e in errors if isinstance(e, ValueError)), errors[0])
+    return prompts, results[-tensor:]
+
+
+def check(
+    folder: Path,
+    oracle: Any,
+    tensor: int = 1,
+    pipeline: int = 1,
+    backend: str = "auto",
+    chunk: int = MAX_TOKENS,
+) -> None:
+    prompts, ranks = run_split(folder, tensor, pipeline, backend, chunk)
+    seen = set()
+    for row, prompt in enumerate(prompts):
+        with torch.no_grad():
+            want = oracle(torch.tensor([prompt])).logits[0]
+        for logits in ranks:
+            assert logits[row].shape == want.shape
+            scale = max(1.0, float(want.std()))  # some families' logits are in the hundreds
+            torch.testing.assert_close(logits[row], want, rtol=1e-4, atol=1e-4 * scale)
+            assert torch.equal(logits[row].argmax(-1), want.argmax(-1))
+        seen |= set(want.argmax(-1).tolist())
+    assert len(seen) > 5, "the oracle's answers are all alike: nothing was tested"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """family -> (its folder, transformers' model), each made once."""
+
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(family: str) -> tuple[Path, Any]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[family] = (folder, tiny_models.make(folder, family))
+        return made[family]
+
+    return get
+
+
+NATIVE = [
+    "llama",
+    "llama-tied",
+    "llama-bias",
+    "llama-llama3",
+    "llama-linear",
+    "llama-yarn",
+    "mistral",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+]
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), SPLITS)
+@pytest.mark.parametrize("family", NATIVE)
+def test_native_is_transformers(tiny: Any, family: str, tensor: int, pipeline: int) -> None:
+    check(*tiny(family), tensor, pipeline, "native")
+
+
+GENERIC = ["gpt_neox", "starcoder2", "smollm3", "gemma2", "olmo2", "phi3"]
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), SPLITS)
+@pytest.mark.parametrize("family", GENERIC)
+def test_generic_is_transformers(tiny: Any, family: str, tensor: int, pipeline: int) -> None:
+    check(*tiny(family), tensor, pipeline, "transformers")
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline"),
+    [
+        ("llama", 1, 1),
+        ("gemma3", 2, 2),
+        ("cohere", 2, 1),
+        ("granite", 2, 2),
+        ("gpt2", 1, 1),
+        ("opt", 1, 1),
+        ("stablelm", 1, 1),
+        ("mixtral", 1, 2),
+        ("qwen3_moe", 1, 2),
+    ],
+)
+def test_generic_breadth(tiny: Any, family: str, tensor: int, pipeline: int) -> None:
+    check(*tiny(family), tensor, pipeline, "transformers")
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize(
+    ("family", "backend", "tensor", "pipeline"),
+    [
+        ("llama", "native", 1, 1),
+        ("mistral", "native", 2, 2),
+        ("qwen2-window", "native", 1, 1),
+        ("qwen3", "native", 1, 2),
+        ("gpt_neox", "transformers", 2, 2),
+        ("gemma2", "transformers", 1, 1),
+    ],
+)
+def test_chunks_change_nothing(
+    tiny: Any, family: str, backend: str, tensor: int, pipeline: int, chunk: int
+) -> None:
+    check(*tiny(family), tensor, pipeline, backend, chunk)
+
+
+@pytest.mark.parametrize(("kv_heads", "tensor"), [(1, 2), (2, 4), (1, 4)])
+def test_few_kv_heads_are_replicated(tmp_path: Path, kv_heads: int, tensor: int) -> None:
+    oracle = tiny_models.make(tmp_path, "qwen2", num_key_value_heads=kv_heads)
+    check(tmp_path, oracle, tensor)
+
+
+def test_last_rank_may_have_no_words(tmp_path: Path) -> None:
+    """Five words on four ranks: two each, and none for the last."""
+    oracle = tiny_models.make(tmp_path, "llama", vocab_size=5)
+    prompts = [[3, 4, 1, 2, 0, 3, 3, 1]]
+    store, results = dist.HashStore(), {}
+
+    def work(rank: int) -> None:
+        mesh = Mesh.build(ParallelConfig(tensor=4), rank, store, timeout_s=60)
+        with torch.no_grad():
+            config = ModelConfig(path=str(tmp_path), max_model_len=MAX_TOKENS)
+            model: Any = build_model(config, load_config(config), mesh, "cpu", torch.float32)
+            load_weights(model, config)
+            for layer in model.attention_layers():
+                shape = (16, layer.kv_heads, BLOCK_TOKENS, layer.head_dim)
+                layer.bind_cache(torch.zeros(shape), torch.zeros(shape))
+            hidden = model(batch_of(prompts, [Part(0, 0, 8)]), None)
+            results[rank] = model.compute_logits(hidden)
+            assert model.compute_logits(hidden[:0]).shape == (0, 5)
+        mesh.close()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    want = oracle(torch.tensor(prompts)).logits[0]
+    for rank in range(4):
+        torch.testing.assert_close(results[rank], want, rtol=1e-4, atol=1e-4)
+
+
+def refusal(folder: Path, tensor: int = 1, pipeline: int = 1, **model: Any) -> str:
+    """The one line with which building is refused."""
+    config = ModelConfig(path=str(folder), **model)
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
+    mesh = _lone_mesh(parallel)
+    with pytest.raises(ValueError) as refused:
+        build_model(config, load_config(config), mesh, "cpu", torch.float32)
+    text = str(refused.value)
+    assert "\n" not in text
+    return text
+
+
+def _lone_mesh(parallel: ParallelConfig) -> Mesh:
+    """Rank 0 of a mesh whose other workers do not exist: enough to be refused."""
+
+    def group(size: int) -> Any:
+        return SimpleNamespace(rank=0, size=size, all_reduce=lambda t: t, all_gather=None)
+
+    tensor, pipeline = group(parallel.tensor), group(parallel.pipeline)
+    return Mesh(rank=0, epoch=0, tensor=tensor, pipeline=pipeline)
+
+
+@pytest.mark.parametrize(
+    ("family", "split", "model", "words"),
+    [
+        ("llama", {"tensor": 3}, {}, ["parallel.tensor=3", "num_attention_heads=4", "1"]),
+        ("llama", {"tensor": 8}, {}, ["parallel.tensor=8", "num_attention_heads=4", "1, 2, 4"]),
+        ("llama", {"pipeline": 5}, {}, ["parallel.pipeline=5", "num_hidden_layers=4"]),
+        ("llama", {}, {"max_model_len": 512}, ["model.max_model_len=512", "256 positions"]),
+        (
+            "gpt_neox",
+            {},
+            {"backend": "native"},
+            ["GPTNeoXForCausalLM", "LlamaForCausalLM", "model.backend=transformers"],
+        ),
+        ("starcoder2", {"tensor": 4}, {}, ["parallel.tensor=4", "num_key_value_heads=2", "1, 2"]),
+        ("gpt2", {"tensor": 2}, {}, ["GPT2LMHeadModel", "plan", "parallel.tensor=1"]),
+        ("gpt2", {"pipeline": 2}, {}, ["GPT2LMHeadModel", "plan", "parallel.pipeline=1"]),
+        ("mixtral", {"tensor": 2}, {}, ["MixtralForCausalLM", "experts", "parallel.tensor=1"]),
+        ("mamba", {}, {"max_model_len": 64}, ["MambaForCausalLM", "linear_attention"]),
+        ("falcon", {}, {}, ["FalconForCausalLM", "attention interface"]),
+        ("bloom", {}, {"max_model_len": 64}, ["BloomForCausalLM", "positions"]),
+        ("t5", {}, {"max_model_len": 64}, ["T5ForConditionalGeneration", "encoder-decoder"]),
+    ],
+)
+def test_refusals(
+    tiny: Any, family: str, split: dict[str, int], model: dict[str, Any], words: list[str]
+) -> None:
+    text = refusal(tiny(family)[0], **split, **model)
+    for word in words:
+        assert word in text
+
+
+def test_intermediate_size_that_does_not_divide(tmp_path: Path) -> None:
+    tiny_models.make(tmp_path, "llama", intermediate_size=191)
+    for backend in ("native", "transformers"):
+        assert "=191" in refusal(tmp_path, tensor=2, backend=backend)
+
+
+def test_rope_types_that_are_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    oracle = tiny_models.make(tmp_path, "llama", rope_parameters=rope)
+    text = refusal(tmp_path, backend="native")
+    assert "'dynamic'" in text
+    assert "model.backend=transformers" in text
+    check(tmp_path, oracle, backend="transformers")  # within the trained length nothing moves
+    config = load_config(ModelConfig(path=str(tmp_path)))
+    config.max_position_embeddings = 32
+    with pytest.raises(ValueError, match=r"'dynamic'.*model.max_model_len=32"):
+        refuse_config(config, 64)
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(4, 1), (4, 4), (7, 3), (32, 5)])
+def test_stages_cover_the_layers(layers: int, stages: int) -> None:
+    parts = [stage_layers(layers, stages, stage) for stage in range(stages)]
+    assert [i for part in parts for i in part] == list(range(layers))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_bfloat16_agrees_with_float32(tiny: Any, backend: str) -> None:
+    """Half the bits, the same model: answers mostly agree."""
+    folder, oracle = tiny("llama")
+    config = ModelConfig(path=str(folder), backend=backend, max_model_len=MAX_TOKENS)
+    mesh = Mesh.build(ParallelConfig(), 0)
+    model: Any = build_model(config, load_config(config), mesh, "cpu", torch.bfloat16)
+    load_weights(model, config)
+    prompt = list(range(10, 40))
+    for layer in model.attention_layers():
+        shape = (16, layer.kv_heads, BLOCK_TOKENS, layer.head_dim)
+        layer.bind_cache(*(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2)))
+    with torch.no_grad():
+        got = model.compute_logits(model(batch_of([prompt], [Part(0, 0, 30)]), None))
+        want = oracle(torch.tensor([prompt])).logits[0]
+    assert got.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(got, want, dim=-1).min() > 0.98

@@ -1,0 +1,130 @@
+"""The sampler between logits and states: the rest is in tests/kernels/test_sample.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from swell.kernels.sample import sample_tokens, uniform_noise
+from swell.worker.block_tables import BlockTables
+from swell.worker.input_batch import InputBatch, build_batch
+from swell.worker.request_states import RequestStates
+from swell.worker.sample import sampler as module
+from swell.worker.sample.sampler import Sampler
+from swell.worker.wire import NewRow, SamplerParams, SchedulerOutput
+
+CPU = torch.device("cpu")
+VOCAB = 40
+
+
+def setup(rows: list[NewRow]) -> tuple[InputBatch, RequestStates]:
+    """All rows computed to their end, each sampling."""
+    states, blocks = RequestStates(16, 32, CPU), BlockTables(16, 32, 16, CPU)
+    for row in rows:
+        states.stage(row)
+    states.apply()
+    plan = SchedulerOutput(
+        0,
+        slots=[row.slot for row in rows],
+        starts=[0 for _ in rows],
+        num_tokens=[len(row.token_ids) for row in rows],
+        samples=[True for _ in rows],
+    )
+    return build_batch(plan, states, blocks), states
+
+
+def draw(rows: list[NewRow], logits: torch.Tensor) -> list[int]:
+    return Sampler()(logits.clone(), *setup(rows)).tolist()
+
+
+ROWS = [
+    NewRow(3, [1, 2], 2, [], SamplerParams(temperature=1.0, seed=5)),
+    NewRow(0, [1, 2, 3], 1, [], SamplerParams()),
+    NewRow(7, [4], 1, [], SamplerParams(temperature=0.7, top_k=4, seed=-9)),
+    NewRow(1, [4, 5], 2, [], SamplerParams(temperature=2.0, top_p=0.5, min_p=0.1, seed=5)),
+]
+
+
+def test_each_row_uses_its_own_columns():
+    torch.manual_seed(0)
+    logits = torch.randn(len(ROWS), VOCAB)
+    got = draw(ROWS, logits)
+    for i, row in enumerate(ROWS):
+        params = row.sampler
+        u = uniform_noise(torch.tensor([params.seed]), torch.tensor([len(row.token_ids)]))
+        wanted = sample_tokens(
+            logits[i : i + 1],
+            torch.tensor([params.temperature]),
+            torch.tensor([params.top_k]),
+            torch.tensor([params.top_p]),
+            torch.tensor([params.min_p]),
+            u,
+        )
+        assert got[i] == wanted.item()
+
+
+def test_the_batch_does_not_matter():
+    """Alone, in another order, in another slot: the same seed draws the same token."""
+    torch.manual_seed(0)
+    logits = torch.randn(len(ROWS), VOCAB)
+    together = draw(ROWS, logits)
+    order = [2, 0, 3, 1]
+    assert draw([ROWS[i] for i in order], logits[order]) == [together[i] for i in order]
+    for i, row in enumerate(ROWS):
+        moved = NewRow(9, row.token_ids, row.prompt_tokens, [], row.sampler)
+        assert draw([moved], logits[i : i + 1]) == [together[i]]
+
+
+def test_resumption_does_not_matter():
+    """Output tokens that come back as known tokens leave the noise of the next as it was."""
+    torch.manual_seed(0)
+    logits, params = torch.randn(1, VOCAB), SamplerParams(temperature=1.5, seed=77)
+    fresh = NewRow(0, [1, 2, 3, 4], 4, [], params)
+    resumed = NewRow(0, [1, 2, 3, 4], 2, [], params)
+    assert draw([fresh], logits) == draw([resumed], logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("outputs", "held_back"), [(0, True), (2, True), (3, False)])
+def test_min_tokens(temperature, outputs, held_back):
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 11], logits[:, 12] = 90.0, 80.0
+    logits[:, 30] = 40.0
+    params = SamplerParams(temperature=temperature)
+    held = NewRow(0, [1] * (5 + outputs), 5, [], params, min_tokens=3, end_token_ids=[11, 12])
+    free = NewRow(1, [1] * 6, 5, [], params, end_token_ids=[11, 12])
+    assert draw([held, free], logits) == [30 if held_back else 11, 11]
+
+
+def test_what_no_row_asks_for_is_not_computed(monkeypatch):
+    def never(*args, **options):
+        raise AssertionError("not needed by this batch")
+
+    asked = []
+    real = module.sample_tokens
+
+    def watch(*args, any_min_p, any_top):
+        asked.append((any_min_p, any_top))
+        return real(*args, any_min_p=any_min_p, any_top=any_top)
+
+    logits = torch.randn(4, VOCAB)
+    monkeypatch.setattr(module, "sample_tokens", watch)
+    draw(ROWS[:2], logits[:2])
+    draw(ROWS[:3], logits[:3])
+    draw(ROWS, logits)
+    assert asked == [(False, False), (False, True), (True, True)]
+    # A greedy row's own filters wake nothing.
+    monkeypatch.setattr(module, "sample_tokens", never)
+    monkeypatch.setattr(module, "uniform_noise", never)
+    greedy = NewRow(5, [1], 1, [], SamplerParams(top_k=3, top_p=0.1, min_p=0.5))
+    assert draw([ROWS[1], greedy], logits[:2]) == logits[:2].argmax(-1).tolist()
+
+
+def test_seeds_of_64_bits():
+    states = RequestStates(4, 8, CPU)
+    for slot, seed in enumerate([(1 << 64) - 1, -1, 1 << 63, (1 << 63) - 1]):
+        states.stage(NewRow(slot, [1], 1, [], SamplerParams(seed=seed)))
+    states.apply()
+    seeds = np.array([-1, -1, -(1 << 63), (1 << 63) - 1])
+    assert states.integers[:, 1].tolist() == seeds.tolist()

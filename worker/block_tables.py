@@ -1,0 +1,65 @@
+"""Which KV blocks hold the tokens of each slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swell.worker.staging import StagedTable
+
+
+class BlockTables:
+    """[max_rows, max_blocks] on the device: entry b of a slot's row holds its positions
+    b * block_tokens .. (b + 1) * block_tokens - 1."""
+
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_tokens: int, device: torch.device
+    ) -> None:
+        self.block_tokens = block_tokens
+        # One position more than the longest sequence, as in `RequestStates.token_ids`.
+        self.max_blocks = max_model_len // block_tokens + 1
+        self._table = StagedTable(max_rows, self.max_blocks, torch.int32, device)
+        # [max_rows] blocks of each slot, host
+        self.counts_np = np.zeros(max_rows, dtype=np.int64)
+
+    @property
+    def tensor(self) -> Tensor:
+        """[max_rows, max_blocks] int32; what lies behind a slot's blocks is stale."""
+        return self._table.tensor
+
+    def stage_set(self, slot: int, block_ids: Sequence[int]) -> None:
+        """Let the slot have exactly these blocks at the next `apply`."""
+        self.counts_np[slot] = 0
+        self.stage_append(slot, block_ids)
+
+    def stage_append(self, slot: int, block_ids: Sequence[int]) -> None:
+        """Let the slot have these blocks after those that it has, at the next `apply`."""
+        count = int(self.counts_np[slot])
+        if count + len(block_ids) > self.max_blocks:
+            raise ValueError(
+                f"slot {slot}: {count} + {len(block_ids)} blocks exceed the {self.max_blocks} that "
+                "a sequence of max_model_len tokens takes; the scheduler has lost count"
+            )
+        self._table.stage(slot, count, block_ids)
+        self.counts_np[slot] = count + len(block_ids)
+
+    def apply(self) -> None:
+        """Bring the staged blocks to the device."""
+        self._table.apply()
+
+    def gather(self, slots: Tensor, max_context_tokens: int) -> Tensor:
+        """slots [R] int64 -> [R, blocks of max_context_tokens] int32, contiguous."""
+        blocks = -(-max_context_tokens // self.block_tokens)
+        return self.tensor[:, :blocks].index_select(0, slots)
+
+    def slot_mapping(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Where in the cache each token's K and V go.
+
+        slots, positions [T] int64 -> [T] int64, block * block_tokens + offset.
+        """
+        index = torch.div(positions, self.block_tokens, rounding_mode="floor")
+        block = self.tensor[slots, index].long()
+        return block * self.block_tokens + positions % self.block_tokens

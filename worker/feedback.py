@@ -1,0 +1,143 @@
+"""How tokens drawn by the last pipeline stage reach the first, which embeds them.
+
+The protocol, for each tensor rank: after every step in which S > 0 rows sample, the last stage
+sends the tokens [S] to its peer of stage 0. Both sides go through the same plans, so the messages
+carry no names: the first stage keeps a queue of what is under way and receives in order, but
+as late as it may, so that several steps can be in flight. Before it builds a step it receives up
+to the last message that
+
+- holds a token at a position which the step computes, or
+- belongs to a slot that a new row takes (else the late token would overwrite the new request), or
+- lies more than MAX_OUTSTANDING messages back.
+
+Nothing waits in a circle: a message that the first stage waits for depends only on steps whose
+activations it has sent already, and the last stage never waits for a message to be taken before
+the first stage must have taken it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swell.worker.input_batch import InputBatch
+from swell.worker.mesh import Group, Handle, Mesh
+from swell.worker.request_states import RequestStates
+from swell.worker.wire import SchedulerOutput
+
+MAX_OUTSTANDING = 32
+"""More than the steps that may be in flight, so that the limit alone never delays a step."""
+
+
+class TokenFeedback:
+    """One stage's part. This base is that of a stage which has none."""
+
+    def before_step(self, plan: SchedulerOutput) -> None:
+        """Take the tokens that the plan needs; before its new rows are applied."""
+
+    def after_forward(self, batch: InputBatch) -> None:
+        """The stage has computed its layers of the batch."""
+
+    def after_sampling(self, tokens: Tensor) -> None:
+        """tokens [S] int64 have been drawn and written to this stage's states."""
+
+
+class Outbox:
+    """Sends under way. Each is waited for when `limit` younger ones exist, and a tensor lives
+    until then."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._sends: deque[list[Handle]] = deque()
+
+    def add(self, handles: Iterable[Handle]) -> None:
+        """Keep the sends of one step."""
+        self._sends.append(list(handles))
+        while len(self._sends) > self._limit:
+            for handle in self._sends.popleft():
+                handle.wait()
+
+
+class LastStageFeedback(TokenFeedback):
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._outbox = Outbox(MAX_OUTSTANDING + 1)
+
+    def after_sampling(self, tokens: Tensor) -> None:
+        self._outbox.add([self._group.send(tokens, 0)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """The tokens of one step that are not received yet."""
+
+    # [S] int64 each: where they go; the `_np` are host mirrors
+    slots: Tensor
+    positions: Tensor
+    slots_np: np.ndarray
+    positions_np: np.ndarray
+
+
+class FirstStageFeedback(TokenFeedback):
+    def __init__(self, group: Group, states: RequestStates) -> None:
+        self._group = group
+        self._states = states
+        self._expected: deque[_Expected] = deque()
+
+    @property
+    def outstanding(self) -> int:
+        """Messages that have not been received."""
+        return len(self._expected)
+
+    def after_forward(self, batch: InputBatch) -> None:
+        if batch.num_samples:
+            self._expected.append(
+                _Expected(
+                    batch.sample_slots,
+                    batch.sample_positions,
+                    batch.sample_slots_np,
+                    batch.sample_positions_np,
+                )
+            )
+
+    def before_step(self, plan: SchedulerOutput) -> None:
+        for _ in range(self._needed(plan)):
+            message = self._expected.popleft()
+            tokens = torch.empty_like(message.slots)
+            self._group.recv(tokens, self._group.size - 1)
+            self._states.write_sampled(message.slots, message.positions, tokens)
+
+    def _needed(self, plan: SchedulerOutput) -> int:
+        """How many messages, from the oldest, must be received before the plan."""
+        needed = max(0, len(self._expected) - MAX_OUTSTANDING)
+        if not self._expected:
+            return needed
+        # [max_rows] the positions low .. high - 1 of each slot that the step reads or replaces
+        low = np.zeros(self._states.max_rows, dtype=np.int64)
+        high = np.zeros(self._states.max_rows, dtype=np.int64)
+        slots, starts = np.array(plan.slots, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
+        low[slots] = starts
+        high[slots] = starts + np.array(plan.num_tokens, dtype=np.int64)
+        for row in plan.new_rows:
+            low[row.slot], high[row.slot] = 0, np.iinfo(np.int64).max
+        for index, message in enumerate(self._expected):
+            at, position = message.slots_np, message.positions_np
+            if ((low[at] <= position) & (position < high[at])).any():
+                needed = max(needed, index + 1)
+        return needed
+
+
+def make_feedback(mesh: Mesh, states: RequestStates) -> TokenFeedback:
+    """This stage's part in the mesh's pipeline."""
+    if mesh.pipeline.size == 1:
+        return TokenFeedback()
+    if mesh.is_first_stage:
+        return FirstStageFeedback(mesh.pipeline, states)
+    if mesh.is_last_stage:
+        return LastStageFeedback(mesh.pipeline)
+    return TokenFeedback()

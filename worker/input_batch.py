@@ -1,0 +1,137 @@
+"""The tensors of one step, from the scheduler's columns.
+
+One flat batch, and no padding: with rows of 1, 1 and 3 tokens,
+
+    token            0     1     2  3  4
+    row              0     1     2  2  2
+    query_start      0     1     2        5
+    positions        s0    s1    s2 s2+1 s2+2      (s: the row's start)
+    logits_indices   0     1           4           (of the rows that sample)
+
+Indices are made on the host with numpy and reach the device in one copy; token ids and blocks
+are looked up on the device, where a token drawn by the previous step already stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from swell.kernels.attention import AttentionMetadata
+from swell.worker.block_tables import BlockTables
+from swell.worker.request_states import RequestStates
+from swell.worker.staging import to_device
+from swell.worker.wire import SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """R rows, T tokens, S rows that sample."""
+
+    # [T] int64
+    input_ids: Tensor
+    # [T] int64
+    positions: Tensor
+    attention: AttentionMetadata
+    # [S] int64, index into T of the last token of each row that samples
+    logits_indices: Tensor
+    # [S] int64
+    sample_slots: Tensor
+    # [S] int64, the position that the drawn token takes
+    sample_positions: Tensor
+    # [S] int64, host mirrors of the two above
+    sample_slots_np: np.ndarray
+    sample_positions_np: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sample_slots_np)
+
+
+@dataclass(frozen=True, slots=True)
+class _HostIndices:
+    """The columns of a plan as arrays, one element per row, token or sample."""
+
+    slots: np.ndarray  # [R]
+    context: np.ndarray  # [R]
+    query_start: np.ndarray  # [R + 1]
+    token_slots: np.ndarray  # [T]
+    positions: np.ndarray  # [T]
+    logits_indices: np.ndarray  # [S]
+    sample_slots: np.ndarray  # [S]
+    sample_positions: np.ndarray  # [S]
+    max_query_tokens: int
+
+
+def build_batch(plan: SchedulerOutput, states: RequestStates, blocks: BlockTables) -> InputBatch:
+    """The batch of a plan whose new rows and growths have been applied."""
+    host = _host_indices(plan)
+    parts = (
+        host.slots,
+        host.token_slots,
+        host.positions,
+        host.logits_indices,
+        host.sample_slots,
+        host.sample_positions,
+        host.context,
+        host.query_start,
+    )
+    packed = to_device(np.concatenate(parts), states.token_ids.device)
+    (
+        slots,
+        token_slots,
+        positions,
+        logits_indices,
+        sample_slots,
+        sample_positions,
+        context,
+        query_start,
+    ) = packed.split([len(part) for part in parts])
+    max_context = int(host.context.max(initial=0))
+    attention = AttentionMetadata(
+        query_start=query_start.int(),
+        context_tokens=context.int(),
+        block_table=blocks.gather(slots, max_context),
+        slot_mapping=blocks.slot_mapping(token_slots, positions),
+        max_query_tokens=host.max_query_tokens,
+        max_context_tokens=max_context,
+    )
+    return InputBatch(
+        input_ids=states.token_ids[token_slots, positions].long(),
+        positions=positions,
+        attention=attention,
+        logits_indices=logits_indices,
+        sample_slots=sample_slots,
+        sample_positions=sample_positions,
+        sample_slots_np=host.sample_slots,
+        sample_positions_np=host.sample_positions,
+    )
+
+
+def _host_indices(plan: SchedulerOutput) -> _HostIndices:
+    slots = np.array(plan.slots, dtype=np.int64)
+    starts = np.array(plan.starts, dtype=np.int64)
+    counts = np.array(plan.num_tokens, dtype=np.int64)
+    samples = np.array(plan.samples, dtype=bool)
+    query_start = np.zeros(len(slots) + 1, dtype=np.int64)
+    np.cumsum(counts, out=query_start[1:])
+    context = starts + counts
+    # Position of a token = its index in the batch, less the row's first index, plus its start.
+    shift = np.repeat(starts - query_start[:-1], counts)
+    return _HostIndices(
+        slots=slots,
+        context=context,
+        query_start=query_start,
+        token_slots=np.repeat(slots, counts),
+        positions=np.arange(len(shift), dtype=np.int64) + shift,
+        logits_indices=(query_start[1:] - 1)[samples],
+        sample_slots=slots[samples],
+        sample_positions=context[samples],
+        max_query_tokens=int(counts.max(initial=0)),
+    )

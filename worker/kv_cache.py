@@ -1,0 +1,75 @@
+"""How many KV blocks fit into a worker, and the tensors that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from swell.configs.schema import CacheConfig
+from swell.worker.layers.attention import Attention
+
+
+def bytes_per_block(layers: Sequence[Attention], block_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of one block in all layers, K and V together."""
+    elements = sum(layer.kv_heads * layer.head_dim for layer in layers)
+    return 2 * elements * block_tokens * dtype.itemsize
+
+
+def free_bytes(device: torch.device, local_workers: int) -> int:
+    """Free memory of the device; on CPU this worker's share of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 // local_workers
+    raise RuntimeError("/proc/meminfo has no MemAvailable; set cache.memory_bytes")
+
+
+def count_blocks(
+    cache: CacheConfig,
+    block_bytes: int,
+    free: int,
+    useful_blocks: int | None,
+) -> int:
+    """Blocks that the cache may have.
+
+    `free`: bytes of the device that nobody uses; `useful_blocks`: more than these cannot be used
+    (None: memory is the only limit). Raises `ValueError` if not even one fits.
+    """
+    if block_bytes == 0:  # a stage without attention
+        return useful_blocks or 1
+    budget = cache.memory_bytes or int(free * cache.memory_fraction)
+    blocks = budget // block_bytes
+    if blocks < 1:
+        limit = (
+            f"cache.memory_bytes={cache.memory_bytes}"
+            if cache.memory_bytes
+            else f"cache.memory_fraction={cache.memory_fraction} of {free} free bytes"
+        )
+        raise ValueError(
+            f"not one KV block of {cache.block_tokens} tokens fits: it takes {block_bytes} bytes, "
+            f"{limit} gives {budget}; raise the limit, lower cache.block_tokens, or split the "
+            "model over more workers with parallel.tensor or parallel.pipeline"
+        )
+    return blocks if useful_blocks is None else min(blocks, useful_blocks)
+
+
+def allocate(
+    layers: Sequence[Attention],
+    num_blocks: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Bind a zeroed cache of `num_blocks` blocks to every layer.
+
+    On CPU the system gives the pages when they are first written.
+    """
+    for layer in layers:
+        shape = (num_blocks, layer.kv_heads, block_tokens, layer.head_dim)
+        layer.bind_cache(
+            torch.zeros(shape, dtype=dtype, device=device),
+            torch.zeros(shape, dtype=dtype, device=device),
+        )

@@ -1,0 +1,62 @@
+"""Attention over this rank's heads and its part of the KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from swell.kernels.attention import AttentionMetadata, paged_attention
+from swell.kernels.cache import write_kv
+
+
+class Attention(nn.Module):
+    """Writes this step's K and V into the cache, then attends to all of the row's.
+
+    The caches are bound by `worker/kv_cache.py`; they are no parameters and no buffers, so that
+    moving or saving the model leaves them alone.
+    """
+
+    # [blocks, kv_heads, block_tokens, head_dim]
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> None:
+        """`window`: tokens that a token sees, itself included, 0: all; `softcap`: bound of the
+        scores, 0: none."""
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.scale, self.window, self.softcap = scale, window, softcap
+        self.unbind_cache()
+
+    def bind_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Use these caches from now on."""
+        self.k_cache, self.v_cache = k_cache, v_cache
+
+    def unbind_cache(self) -> None:
+        """Forget the caches, so that their memory can go."""
+        self.k_cache = self.v_cache = torch.empty(0, self.kv_heads, 1, self.head_dim)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
+        """q [T, heads * head_dim], k and v [T, kv_heads * head_dim] -> [T, heads * head_dim]"""
+        q = q.unflatten(1, (self.heads, self.head_dim))
+        k = k.unflatten(1, (self.kv_heads, self.head_dim))
+        v = v.unflatten(1, (self.kv_heads, self.head_dim))
+        write_kv(k, v, self.k_cache, self.v_cache, meta.slot_mapping)
+        out = paged_attention(
+            q,
+            self.k_cache,
+            self.v_cache,
+            meta,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+        )
+        return out.flatten(1)

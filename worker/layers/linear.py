@@ -1,0 +1,179 @@
+"""Matrix products that are split among the ranks of a tensor group.
+
+    column parallel   each rank has some rows of W [out, in], and so some columns of the output
+    row parallel      each rank has some columns of W, takes the matching part of the input, and
+                      the outputs are summed over the group
+
+A column layer followed by a row layer needs one all-reduce for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from swell.worker.layers.piece import ALL, Piece, empty_parameter, share, whole
+from swell.worker.mesh import Group
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one checkpoint matrix that a rank holds."""
+
+    start: int
+    count: int
+    total: int
+
+    @classmethod
+    def of(cls, what: str, total: int, group: Group) -> Rows:
+        count = share(what, total, group)
+        return cls(group.rank * count, count, total)
+
+
+class _FusedColumns(nn.Module):
+    """Rows of several checkpoint matrices, stacked in one parameter: one product for them all."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, parts: Sequence[Rows], bias: bool) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.parts = tuple(parts)
+        rows = sum(part.count for part in parts)
+        self.weight = empty_parameter(rows, in_features)
+        self.bias = empty_parameter(rows) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., this rank's rows]"""
+        return F.linear(x, self.weight, self.bias)
+
+    def pieces(self, *names: str) -> Iterator[Piece]:
+        """One name a part, without `.weight`."""
+        start = 0
+        for name, part in zip(names, self.parts, strict=True):
+            here = slice(start, start + part.count)
+            rows = slice(part.start, part.start + part.count)
+            shape = (part.total, self.in_features)
+            yield Piece(f"{name}.weight", self.weight[here], (rows, ALL), shape)
+            if self.bias is not None:
+                yield Piece(f"{name}.bias", self.bias[here], (rows,), (part.total,))
+            start += part.count
+
+
+class ColumnParallelLinear(_FusedColumns):
+    """Each rank computes its part of the outputs; `gather` joins the parts on every rank."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        bias: bool = False,
+        gather: bool = False,
+        what: str = "out_features",
+    ) -> None:
+        super().__init__(in_features, [Rows.of(what, out_features, group)], bias)
+        self.out_features = out_features
+        self.group = group
+        self.gather = gather
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out / size], or [..., out] with `gather`"""
+        y = super().forward(x)
+        return self.group.all_gather(y, -1) if self.gather else y
+
+
+class MergedColumnParallelLinear(_FusedColumns):
+    """Several column-parallel layers on one input (gate and up), each split evenly."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Sequence[int],
+        group: Group,
+        bias: bool = False,
+        what: str = "out_features",
+    ) -> None:
+        super().__init__(in_features, [Rows.of(what, n, group) for n in out_features], bias)
+
+
+class QKVParallelLinear(_FusedColumns):
+    """Queries, keys and values in one product, split by heads.
+
+    With fewer KV heads than ranks, each KV head is kept by `size / kv_heads` neighbouring ranks:
+    those whose query heads read it.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        group: Group,
+        bias: bool = False,
+    ) -> None:
+        self.heads = share("num_attention_heads", heads, group)
+        if group.size > kv_heads and group.size % kv_heads == 0:
+            self.kv_heads = 1
+            first = group.rank * kv_heads // group.size
+        else:
+            self.kv_heads = share("num_key_value_heads", kv_heads, group)
+            first = group.rank * self.kv_heads
+        q = Rows(group.rank * self.heads * head_dim, self.heads * head_dim, heads * head_dim)
+        kv = Rows(first * head_dim, self.kv_heads * head_dim, kv_heads * head_dim)
+        super().__init__(hidden, (q, kv, kv), bias)
+        self.sizes = [q.count, kv.count, kv.count]
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [T, hidden] -> q [T, H*D], k [T, KVH*D], v [T, KVH*D] of this rank (views)"""
+        q, k, v = super().forward(x).split(self.sizes, dim=-1)
+        return q, k, v
+
+
+class RowParallelLinear(nn.Module):
+    """Each rank multiplies its part of the inputs; the sum over the group is on every rank.
+
+    `split_input` takes the whole input on every rank and cuts this rank's part out of it.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        bias: bool = False,
+        split_input: bool = False,
+        what: str = "in_features",
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.group = group
+        self.columns = Rows.of(what, in_features, group)
+        self.split_input = split_input
+        self.weight = empty_parameter(out_features, self.columns.count)
+        self.bias = empty_parameter(out_features) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in / size] ([..., in] with `split_input`) -> [..., out]"""
+        if self.split_input:
+            x = x.narrow(-1, self.columns.start, self.columns.count)
+        if self.group.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = self.group.all_reduce(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        columns = slice(self.columns.start, self.columns.start + self.columns.count)
+        shape = (self.out_features, self.in_features)
+        yield Piece(f"{name}.weight", self.weight, (ALL, columns), shape)
+        if self.bias is not None:
+            yield whole(f"{name}.bias", self.bias)

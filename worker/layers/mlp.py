@@ -1,0 +1,31 @@
+"""The gated feed-forward layer: `down(silu(gate(x)) * up(x))`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from swell.kernels.activation import silu_and_mul
+from swell.worker.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from swell.worker.layers.piece import Piece
+from swell.worker.mesh import Group
+
+
+class GatedMLP(nn.Module):
+    """Gate and up are one column-parallel product, down is row-parallel."""
+
+    def __init__(self, hidden: int, intermediate: int, group: Group, bias: bool = False) -> None:
+        super().__init__()
+        what = "intermediate_size"
+        self.gate_up = MergedColumnParallelLinear(hidden, [intermediate] * 2, group, bias, what)
+        self.down = RowParallelLinear(intermediate, hidden, group, bias, what=what)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]"""
+        return self.down(silu_and_mul(self.gate_up(x)))
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        yield from self.gate_up.pieces(f"{name}.gate_proj", f"{name}.up_proj")
+        yield from self.down.pieces(f"{name}.down_proj")

@@ -1,0 +1,31 @@
+"""Root-mean-square normalization; every rank keeps the whole weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from swell.kernels.norm import add_rms_norm, rms_norm
+from swell.worker.layers.piece import Piece, empty_parameter, whole
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] -> [..., size]"""
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual), all [T, size]"""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        yield whole(f"{name}.weight", self.weight)

@@ -1,0 +1,271 @@
+"""From a model folder to filled parameters.
+
+A model says which part of which checkpoint tensor it needs (`Piece`), and only that part is read
+from the safetensors files, straight into the parameter: the peak is about one shard of memory.
+Whatever is wrong with the folder becomes one line that says what, and the way out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from swell.configs.schema import ModelConfig
+from swell.worker.layers.piece import Piece
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes filled, bytes in all) of this worker's parameters."""
+
+CHUNK_BYTES = 64 * 1024 * 1024
+"""Largest part of a tensor that is read at a time: what loading needs besides the parameters."""
+
+DUMMY_STD = 0.02
+"""Standard deviation of dummy weights: logits of a few units whatever the depth."""
+
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+HUB_FILES = ["*.json", "*.safetensors"]
+
+
+def load_config(model_config: ModelConfig) -> Any:
+    """The model's `PretrainedConfig`, from a folder or from the hub. Raises `ValueError`."""
+    from transformers import AutoConfig
+
+    path = model_config.path
+    _check_path(path)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(_explain_config(path, error)) from None
+
+
+def resolve_dtype(model_config: ModelConfig, hf_config: Any) -> torch.dtype:
+    """The type of parameters and activations: as configured, else the checkpoint's own."""
+    if model_config.dtype != "auto":
+        return DTYPES[model_config.dtype]
+    own = getattr(hf_config, "dtype", None) or torch.float32
+    if isinstance(own, str):
+        own = getattr(torch, own.removeprefix("torch."), torch.float32)
+    return own if own in DTYPES.values() else torch.float32
+
+
+def max_positions(hf_config: Any) -> int | None:
+    """The positions that the model was made for, in tokens; None if its config does not say."""
+    text_config = hf_config.get_text_config()
+    for key in POSITION_KEYS:
+        value = getattr(text_config, key, None)
+        if isinstance(value, int) and value > 0:
+            rope = getattr(text_config, "rope_parameters", None) or {}
+            if rope.get("rope_type") == "yarn" and rope.get("factor"):
+                old = rope.get("original_max_position_embeddings") or value
+                value = max(value, int(old * rope["factor"]))
+            return value
+    return None
+
+
+def max_model_len(model_config: ModelConfig, hf_config: Any) -> int:
+    """Longest sequence in tokens: `model.max_model_len`, else all of the model's positions."""
+    own, wanted = max_positions(hf_config), model_config.max_model_len
+    if own is None and wanted is None:
+        raise ValueError(
+            f"model {model_config.path!r}: config.json does not say how many positions the model "
+            f"has (none of {', '.join(POSITION_KEYS)}); set model.max_model_len"
+        )
+    if own is not None and wanted is not None and wanted > own:
+        raise ValueError(
+            f"model.max_model_len={wanted} is above the model's {own} positions; "
+            f"set it to {own} or less"
+        )
+    return wanted or own or 0
+
+
+def load_weights(
+    model: nn.Module, model_config: ModelConfig, progress: Progress | None = None
+) -> int:
+    """Fill the parameters of `model` with this rank's part of the checkpoint; returns its bytes.
+
+    `load_format: dummy` fills them with random numbers that depend on `model.seed` alone. Raises
+    `ValueError` for a folder that does not hold what the model needs.
+    """
+    dummy = model_config.load_format == "dummy"
+    folder = Path() if dummy else _folder(model_config.path)
+    places = {} if dummy else _places(folder)
+    pieces: list[Piece] = list(model.pieces(places.keys()))  # type: ignore[operator]
+    report = _Report(sum(p.target.nbytes for p in pieces), progress or (lambda done, total: None))
+    if dummy:
+        _fill(pieces, model_config.seed, report)
+        return report.total
+    wanted: dict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        if piece.name not in places:
+            raise ValueError(
+                f"model {str(folder)!r}: the weights lack the tensor {piece.name!r}; the files "
+                "belong to another model than config.json, or the download is not complete"
+            )
+        wanted[places[piece.name]].append(piece)
+    for file in sorted(wanted):
+        _read(folder / file, wanted[file], report)
+    return report.total
+
+
+class _Report:
+    """Counts bytes towards the total."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self.done, self.total, self.progress = 0, total, progress
+
+    def add(self, nbytes: int) -> None:
+        self.done += nbytes
+        self.progress(self.done, self.total)
+
+
+def _read(path: Path, pieces: Sequence[Piece], report: _Report) -> None:
+    with _open(path) as file:
+        for piece in pieces:
+            source = file.get_slice(piece.name)
+            shape = tuple(source.get_shape())
+            if shape != tuple(piece.shape):
+                raise ValueError(
+                    f"tensor {piece.name!r} in {str(path)!r} has the shape {list(shape)}, but the "
+                    f"config.json beside it makes it {list(piece.shape)}; the two do not belong "
+                    "together"
+                )
+            for target, index in _chunks(piece):
+                target.copy_(source[index] if index else source[:])
+                report.add(target.nbytes)
+
+
+def _chunks(piece: Piece) -> Iterator[tuple[torch.Tensor, tuple[slice | int, ...]]]:
+    """Cut a large piece along its first dimension, so that little is in flight at a time."""
+    target, index = piece.target, piece.index
+    if target.nbytes <= CHUNK_BYTES or target.dim() == 0 or isinstance(index[0], int):
+        yield target, index
+        return
+    step = max(1, CHUNK_BYTES // max(1, target[0].nbytes))
+    first = index[0].start or 0
+    for row in range(0, len(target), step):
+        part = target[row : row + step]
+        yield part, (slice(first + row, first + row + len(part)), *index[1:])
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    try:
+        opened = safe_open(str(path), framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise ValueError(
+            f"the weights' file {str(path)!r} is missing although the index names it; "
+            "copy or download it again"
+        ) from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"the weights' file {str(path)!r} cannot be read ({error}); it is cut off or no "
+            "safetensors file: copy or download it again"
+        ) from None
+    with opened as file:
+        yield file
+
+
+def _places(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.is_file():
+        try:
+            places = json.loads(index.read_text())["weight_map"]
+            return {str(name): str(file) for name, file in places.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"the index {str(index)!r} cannot be read ({error!r}); copy or download it again"
+            ) from None
+    if single.is_file():
+        with _open(single) as file:
+            return dict.fromkeys(file.keys(), single.name)
+    others = sorted(p.name for p in folder.glob("*.bin"))
+    found = f" (found only {others[0]}: convert it to safetensors)" if others else ""
+    raise ValueError(
+        f"model {str(folder)!r} has no weights: neither model.safetensors nor "
+        f"model.safetensors.index.json{found}; add them, or set model.load_format=dummy"
+    )
+
+
+def _fill(pieces: Sequence[Piece], seed: int, report: _Report) -> None:
+    """Random matrices; norms' weights are ones and biases zeros, as in a fresh model."""
+    generator = torch.Generator().manual_seed(seed)
+    for piece in pieces:
+        target = piece.target
+        if not target.is_floating_point():
+            target.zero_()
+        elif target.dim() >= 2:
+            noise = torch.empty(target.shape, dtype=torch.float32)
+            target.copy_(noise.normal_(0.0, DUMMY_STD, generator=generator))
+        else:
+            target.fill_(0.0 if piece.name.endswith("bias") else 1.0)
+        report.add(target.nbytes)
+
+
+def _check_path(path: str) -> None:
+    """A path that is meant to be a folder must be a model's."""
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model {path!r} has no config.json: it is no model folder")
+        return
+    parts = path.split("/")
+    if os.path.isabs(path) or path.startswith((".", "~")) or not 1 <= len(parts) <= 2:
+        raise ValueError(f"model {path!r}: there is no such folder; check model.path")
+
+
+def _folder(path: str) -> Path:
+    """The local folder of a model; a hub id is downloaded into the hub's cache."""
+    _check_path(path)
+    if os.path.isdir(path):
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=HUB_FILES))
+    except Exception as error:
+        raise ValueError(
+            f"model {path!r}: there is no such folder, and the hub does not give it "
+            f"({_first_line(error)}); check model.path, the network, and HF_TOKEN"
+        ) from None
+
+
+def _explain_config(path: str, error: Exception) -> str:
+    text = _first_line(error)
+    if not os.path.isdir(path):
+        return (
+            f"model {path!r}: there is no such folder, and the hub does not give its config.json "
+            f"({text}); check model.path, the network, and HF_TOKEN"
+        )
+    file = Path(path) / "config.json"
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError) as broken:
+        return f"{str(file)!r} is not JSON ({broken}); copy or download it again"
+    kind = known.get("model_type") if isinstance(known, dict) else None
+    if not kind:
+        return f"{str(file)!r} has no model_type; it is not the config.json of a model"
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        return (
+            f"model {path!r}: model_type {kind!r} is unknown to the installed transformers, and "
+            "code from a model folder is never run; update transformers if it is new"
+        )
+    return f"{str(file)!r} is refused by transformers: {text}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()

@@ -1,0 +1,69 @@
+"""The models that a worker can run: a table from architecture to class, imported on use.
+
+Every model is one stage and one tensor rank's part, and offers
+
+    forward(batch, intermediate) -> hidden [T, hidden] of the last stage, else IntermediateTensors
+    compute_logits(hidden [S, hidden]) -> [S, vocab] float32, on every tensor rank
+    attention_layers() -> the attention layers of the stage, each of which wants a KV cache
+    make_empty_intermediate(tokens) -> room for what the stage before sends
+    pieces(stored) -> what it reads from a checkpoint that has the tensors named `stored`
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from swell.configs.schema import ModelConfig
+from swell.worker.mesh import Mesh
+
+NATIVE = {
+    "LlamaForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
+    "Qwen3ForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
+}
+"""Architecture, as config.json names it -> "module:Class"."""
+
+GENERIC = "swell.worker.models.generic:GenericForCausalLM"
+
+
+def build_model(
+    model_config: ModelConfig,
+    hf_config: Any,
+    mesh: Mesh,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> nn.Module:
+    """The part of the model that this worker runs, on `device`, its weights not yet loaded.
+
+    `hf_config` comes from `load_config`. Raises `ValueError` for an architecture or a split that
+    is not supported.
+    """
+    from swell.worker.loader import max_model_len
+
+    length = max_model_len(model_config, hf_config)
+    where = _choose(model_config.backend, architecture(hf_config))
+    module, _, name = where.partition(":")
+    kind = getattr(import_module(module), name)
+    model: nn.Module = kind(hf_config, mesh, torch.device(device), dtype, length)
+    return model.eval()
+
+
+def architecture(hf_config: Any) -> str:
+    """The first architecture that the model's config.json names; '' if it names none."""
+    return (getattr(hf_config, "architectures", None) or [""])[0]
+
+
+def _choose(backend: str, name: str) -> str:
+    if backend == "transformers" or (backend == "auto" and name not in NATIVE):
+        return GENERIC
+    if name not in NATIVE:
+        raise ValueError(
+            f"architecture {name!r} has no native model (native: {', '.join(NATIVE)}); "
+            "model.backend=transformers runs any causal LM of transformers"
+        )
+    return NATIVE[name]

@@ -1,0 +1,309 @@
+"""Any causal language model of transformers, through our paged cache.
+
+The modules are transformers' own; what is ours is the attention (`generic_attention`), the cut
+into ranks and stages (`generic_plan`) and the way weights come in (`generic_names`). The model
+sees one row [1, T] of tokens with their positions and no cache; all of its history is in ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
+from swell.worker.layers.piece import Piece, whole
+from swell.worker.mesh import Mesh
+from swell.worker.models import generic_attention
+from swell.worker.models.generic_attention import PagedCalls
+from swell.worker.models.generic_names import Names
+from swell.worker.models.generic_plan import Crossing, split_stages, split_tensors
+from swell.worker.models.intermediate import IntermediateTensors
+
+if TYPE_CHECKING:
+    from swell.worker.input_batch import InputBatch
+    from swell.worker.layers.attention import Attention
+
+SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
+
+_CONSTRUCTION = threading.Lock()
+"""While transformers builds or initializes a model it patches functions of torch."""
+
+
+class GenericForCausalLM(nn.Module):
+    """One pipeline stage, and one tensor rank's part of it, of a model of transformers."""
+
+    def __init__(
+        self,
+        config: Any,
+        mesh: Mesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_positions: int,
+    ) -> None:
+        """`config` is the model's; parameters lie uninitialized on `device`.
+
+        Runs one batch of two tokens through the stage, so all workers of a tensor group build at
+        the same time. Raises `ValueError` for what cannot be served or split.
+        """
+        super().__init__()
+        refuse_config(config, max_positions)
+        causal, base = _on_meta(config)
+        self.mesh, self.device, self.dtype = mesh, device, dtype
+        self.hidden, self.vocab = int(base.config.hidden_size), int(base.config.vocab_size)
+        self._crossing = Crossing()
+        self._calls = PagedCalls(type(causal).__name__)
+        self._names = Names(causal)
+        split_tensors(causal, base.config, mesh.tensor)
+        self.range = split_stages(causal, base, mesh, self._crossing)
+        if not mesh.is_last_stage:
+            _drop_head(causal, base)
+        _materialize(causal, device, dtype)
+        self._parts = list(causal.named_modules())
+        self._calls.attach(causal)
+        # The whole model serves as its own head: what stands for its body hands hidden states on.
+        self._head_input = _HeadInput()
+        setattr(causal, causal.base_model_prefix, self._head_input)
+        self.base, self.head = base, causal
+        self._learn()
+
+    def forward(
+        self, batch: InputBatch, intermediate: IntermediateTensors | None = None
+    ) -> torch.Tensor | IntermediateTensors:
+        """The stage's layers over a flat batch of T tokens.
+
+        The first stage reads `batch.input_ids`, the others `intermediate`. The last returns the
+        normed hidden states [T, hidden].
+        """
+        if not len(batch.positions):  # the dummy batch: transformers does not take empty rows
+            hidden = self.make_empty_intermediate(0).hidden_states
+            return hidden if self.mesh.is_last_stage else IntermediateTensors(hidden)
+        self._calls.metadata = batch.attention
+        incoming = None if intermediate is None else intermediate.hidden_states
+        hidden = self._run(batch.input_ids, batch.positions, incoming)
+        return hidden if self.mesh.is_last_stage else IntermediateTensors(hidden)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
+        self._head_input.hidden = hidden[None]
+        logits = self.head(input_ids=None, use_cache=False).logits[0]
+        return logits[:, : self.vocab].float()
+
+    def attention_layers(self) -> list[Attention]:
+        """Those of this stage, in order: each wants a KV cache."""
+        return [self._calls.layers[i] for i in self.range]
+
+    def make_empty_intermediate(self, tokens: int) -> IntermediateTensors:
+        """Room for what the stage before sends for `tokens` tokens."""
+        return IntermediateTensors(
+            torch.empty(tokens, self.hidden, dtype=self.dtype, device=self.device)
+        )
+
+    def pieces(self, stored: Collection[str] = ()) -> Iterator[Piece]:
+        """What this rank needs of the checkpoint, under the names that it has (`stored`)."""
+        yield from self._names.in_checkpoint(self._own_pieces(), stored)
+
+    def _own_pieces(self) -> Iterator[Piece]:
+        seen: set[int] = set()
+        for path, module in self._parts:
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                yield from module.pieces(path)
+                continue
+            persistent = [
+                (name, buffer)
+                for name, buffer in module._buffers.items()
+                if name not in module._non_persistent_buffers_set
+            ]
+            for name, tensor in [*module._parameters.items(), *persistent]:
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield whole(f"{path}.{name}".lstrip("."), tensor)
+
+    def _run(
+        self, ids: torch.Tensor, positions: torch.Tensor, incoming: torch.Tensor | None
+    ) -> torch.Tensor:
+        """ids, positions [T]; incoming [T, hidden] on later stages -> [T, hidden]"""
+        inputs: dict[str, torch.Tensor] = {"input_ids": ids[None].long()}
+        if incoming is not None:
+            # Its values are replaced again right before this stage's first layer, past whatever
+            # the model does to embeddings.
+            self._crossing.incoming = incoming[None]
+            inputs = {"inputs_embeds": incoming[None]}
+        out = self.base(position_ids=positions[None].long(), use_cache=False, **inputs)
+        hidden = out.last_hidden_state if self.mesh.is_last_stage else self._crossing.outgoing
+        self._crossing.incoming = self._crossing.outgoing = None
+        return hidden[0]
+
+    @torch.no_grad()
+    def _learn(self) -> None:
+        """Let two tokens through, so that every attention layer shows its shape."""
+        ids = torch.zeros(2, dtype=torch.long, device=self.device)
+        positions = torch.arange(2, device=self.device)
+        first = self.mesh.is_first_stage
+        incoming = None if first else self.make_empty_intermediate(2).hidden_states.zero_()
+        self._calls.learning = True
+        try:
+            hidden = self._run(ids, positions, incoming)
+        except ValueError:
+            raise
+        except Exception as error:
+            name = self._calls.architecture
+            raise ValueError(
+                f"architecture {name!r} cannot be served: its forward fails on two tokens: "
+                f"{_first_line(error)}"
+            ) from error
+        self._calls.learning = False
+        silent = [i for i in self.range if i not in self._calls.layers]
+        if silent:
+            self._calls.refuse(f"its layer {silent[0]} has no attention (a recurrent state?)")
+        assert hidden.shape == (2, self.hidden), f"hidden states of shape {tuple(hidden.shape)}"
+
+
+class _Body:
+    """What a model's body returns, as far as its head looks: anything but hidden states is None."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert index == 0
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _HeadInput(nn.Module):
+    """Stands for the body of a model, or a part of it, whose hidden states are known."""
+
+    hidden: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name.startswith("_") else self
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Body:
+        hidden, self.hidden = self.hidden, None
+        assert hidden is not None
+        return _Body(hidden)
+
+
+def _on_meta(config: Any) -> tuple[Any, Any]:
+    """The model without memory, and its body. Raises `ValueError` for what is no causal LM."""
+    from transformers import AutoModelForCausalLM
+
+    generic_attention.register()
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    try:
+        with _CONSTRUCTION, torch.device("meta"):
+            causal = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),
+                dtype=torch.float32,
+                attn_implementation=generic_attention.NAME,
+                trust_remote_code=False,
+            )
+    except KeyError as error:
+        raise ValueError(
+            f"architecture {name!r} cannot be served: its attention does not go through "
+            f"transformers' attention interface ({error})"
+        ) from None
+    except Exception as error:
+        raise ValueError(
+            f"architecture {name!r} is no causal LM that transformers can build: "
+            f"{_first_line(error)}"
+        ) from None
+    name, base = type(causal).__name__, causal.base_model
+    why = None
+    if base is causal:
+        why = "its body cannot be told from its head"
+    elif getattr(causal, "_is_stateful", False):
+        why = "its layers have a recurrent state"
+    elif "position_ids" not in inspect.signature(base.forward).parameters:
+        why = "its forward takes no positions"
+    elif not all(isinstance(getattr(base.config, k, None), int) for k in SIZES):
+        why = f"its config lacks one of {', '.join(SIZES)}"
+    if why:
+        raise ValueError(f"architecture {name!r} cannot be served: {why}")
+    return causal.eval(), base
+
+
+def refuse_config(config: Any, max_positions: int) -> None:
+    """Refuse, with a `ValueError`, what shows without building the model.
+
+    `max_positions`: tokens of the longest sequence that will be served.
+    """
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    text = config.get_text_config()
+    why = None
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if getattr(config, "is_encoder_decoder", False):
+        why = "it is an encoder-decoder"
+    elif kinds:
+        why = f"its layer_types have {sorted(kinds)[0]!r}"
+    elif getattr(config, "quantization_config", None):
+        why = "its weights are quantized"
+    if why:
+        raise ValueError(f"architecture {name!r} cannot be served: {why}")
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in [ropes, *(r for r in ropes.values() if isinstance(r, dict))]:
+        kind = rope.get("rope_type")
+        limit = text.max_position_embeddings
+        if kind == "longrope":
+            limit = rope.get("original_max_position_embeddings") or limit
+        if kind in ("dynamic", "longrope") and max_positions > limit:
+            raise ValueError(
+                f"architecture {name!r}: rope_type={kind!r} changes all angles beyond {limit} "
+                f"tokens, which no cache survives; set model.max_model_len={limit} or less"
+            )
+
+
+def _drop_head(causal: nn.Module, base: nn.Module) -> None:
+    """Only the last stage turns hidden states into logits."""
+    for name, child in list(causal.named_children()):
+        if child is not base:
+            setattr(causal, name, nn.Identity())
+
+
+def _materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Memory for parameters and buffers; what a checkpoint does not hold gets its value.
+
+    The way of `from_pretrained`: tensors marked as initialized are left alone.
+    """
+    fp32 = list(causal._keep_in_fp32_modules_strict)
+    if dtype == torch.float16:
+        fp32 += list(causal._keep_in_fp32_modules)
+    made: dict[int, torch.Tensor] = {}
+
+    def real(old: torch.Tensor, name: str) -> torch.Tensor:
+        if id(old) not in made:
+            keep = not old.is_floating_point() or any(part in name for part in fp32)
+            made[id(old)] = torch.empty(
+                old.shape, dtype=old.dtype if keep else dtype, device=device
+            )
+        return made[id(old)]
+
+    for path, module in causal.named_modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                data = real(old, f"{path}.{name}")
+                made[id(old)] = new = nn.Parameter(data, requires_grad=False)
+                new._is_hf_initialized = True  # type: ignore[attr-defined]
+                module._parameters[name] = new
+        for name, old in module._buffers.items():
+            if old is None:
+                continue
+            if name in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty(old.shape, dtype=old.dtype, device=device)
+            else:
+                module._buffers[name] = real(old, f"{path}.{name}")
+                module._buffers[name]._is_hf_initialized = True  # type: ignore[union-attr]
+    with _CONSTRUCTION:
+        causal.initialize_weights()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

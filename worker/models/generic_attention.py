@@ -1,0 +1,149 @@
+"""The door through which models of transformers call our paged attention.
+
+transformers looks attention up by name in one table and calls
+
+    f(module, q [1, H, T, D], k [1, KVH, T, D], v [1, KVH, T, Dv], mask, scaling=..., **kwargs)
+        -> out [1, T, H, Dv], weights
+
+We stand in that table as `swell`. Every module of a model that we build carries its model's
+`PagedCalls`, so the function itself keeps no state and models of several threads do not meet.
+How many heads and which window each layer has is not read from its config, whose names vary, but
+learned by letting one batch through (`learning`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from swell.worker.layers.attention import Attention
+
+NAME = "swell"
+
+HARMLESS = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "dropout",
+    "is_causal",
+    "layer_idx",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "scaling",
+    "sliding_window",
+    "softcap",
+    "use_cache",
+}
+"""Keywords that we honour, or that change nothing here; any other asks for what we cannot do."""
+
+
+class PagedCalls:
+    """The attention layers of one model, and the step that it is computing."""
+
+    def __init__(self, architecture: str) -> None:
+        self.architecture = architecture
+        self.layers: dict[int, Attention] = {}
+        """Layer index -> its attention."""
+        self.learning = False
+        self.metadata: Any = None
+        """`AttentionMetadata` of the forward under way."""
+
+    def attach(self, model: nn.Module) -> None:
+        """Make every module of `model` find these calls."""
+        for module in model.modules():
+            object.__setattr__(module, "swell_calls", self)
+
+    def __call__(
+        self,
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        index = getattr(module, "layer_idx", None)
+        if self.learning:
+            self._learn(module, index, q, k, v, mask, scaling, kwargs)
+            return v.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+        layer = self.layers[index]
+        tokens, width = q.shape[2], v.shape[3]
+        if width < layer.head_dim:  # values narrower than keys lie padded in the cache
+            v = F.pad(v, (0, layer.head_dim - width))
+        q, k, v = (t[0].transpose(0, 1).reshape(tokens, -1) for t in (q, k, v))
+        out = layer(q, k, v, self.metadata).view(1, tokens, -1, layer.head_dim)
+        return out[..., :width]
+
+    def _learn(
+        self,
+        module: Any,
+        index: int | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        causal = kwargs.get("is_causal")
+        if causal is None:
+            causal = getattr(module, "is_causal", True)
+        extra = sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS)
+        if index is None:
+            self.refuse(f"its {type(module).__name__} does not know its layer")
+        elif index in self.layers:
+            self.refuse(f"its layer {index} calls attention twice")
+        elif mask is not None:
+            self.refuse("its attention has a mask or bias of its own")
+        elif extra:
+            self.refuse(f"its attention takes {', '.join(extra)}")
+        elif not causal:
+            self.refuse("its attention is not causal")
+        elif v.shape[3] > q.shape[3]:
+            self.refuse(f"its values ({v.shape[3]}) are wider than its keys ({q.shape[3]})")
+        window = kwargs.get("sliding_window")
+        if window is None:
+            window = getattr(module, "sliding_window", None)
+        self.layers[index or 0] = Attention(
+            q.shape[1],
+            k.shape[1],
+            q.shape[3],
+            q.shape[3] ** -0.5 if scaling is None else float(scaling),
+            window=int(window or 0),
+            softcap=float(kwargs.get("softcap") or 0.0),
+        )
+
+    def refuse(self, why: str) -> None:
+        """Say that the architecture does not fit, and why."""
+        raise ValueError(
+            f"architecture {self.architecture!r} cannot be served: {why}, and that does not fit "
+            "the paged KV cache; choose a decoder with ordinary causal attention"
+        )
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    calls: PagedCalls = module.swell_calls
+    return calls(module, query, key, value, attention_mask, scaling, kwargs), None
+
+
+def register() -> None:
+    """Enter our function into transformers' table; no mask function, so no mask is made."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attention)

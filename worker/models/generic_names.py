@@ -1,0 +1,104 @@
+"""Which checkpoint tensors fill the parameters of a model of transformers.
+
+Names have changed over the years, and expert matrices that a checkpoint stores one by one are one
+parameter now. transformers keeps tables of these changes; here they are turned into pieces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from swell.worker.layers.piece import ALL, Piece
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One checkpoint tensor that goes into a parameter."""
+
+    name: str
+    converter: Any = None
+    """transformers' WeightConverter, where the parameter is made of several tensors."""
+    pattern: str | None = None
+    """The converter's source pattern that the name matched."""
+
+
+class Names:
+    """How the parameters of one model are called in checkpoints."""
+
+    def __init__(self, model: Any) -> None:
+        """`model` is complete, on meta, not yet cut."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        changes = get_model_conversion_mapping(model)
+        self.converters = [c for c in changes if isinstance(c, WeightConverter)]
+        self.renamings = [c for c in changes if not isinstance(c, WeightConverter)]
+        self.architecture, self.prefix = type(model).__name__, model.base_model_prefix
+        self.own: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
+
+    def in_checkpoint(self, pieces: Iterable[Piece], stored: Collection[str]) -> Iterator[Piece]:
+        """The pieces under the names that the checkpoint has; `stored` are those names.
+
+        Pieces that no stored tensor fits keep their names, so that the loader says what is
+        missing. Raises `ValueError` for a conversion that is not supported.
+        """
+        sources = self._sources(stored)
+        for piece in pieces:
+            name = piece.name
+            if name not in sources and name in self.tied:
+                name = self.tied[name]
+            found = sources.get(name, [_Stored(name)])
+            if found[0].converter is None:
+                yield Piece(found[0].name, piece.target, piece.index, piece.shape)
+            else:
+                yield from _converted(self.architecture, piece, found)
+
+    def _sources(self, stored: Collection[str]) -> dict[str, list[_Stored]]:
+        """Parameter name -> the checkpoint tensors that it is made of."""
+        from transformers.core_model_loading import rename_source_key
+
+        sources: dict[str, list[_Stored]] = defaultdict(list)
+        for name in sorted(stored, key=_natural):
+            target, pattern = rename_source_key(
+                name, self.renamings, self.converters, self.prefix, self.own
+            )
+            made_by = next((c for c in self.converters if pattern in c.source_patterns), None)
+            sources[target].append(_Stored(name, made_by, pattern))
+        return sources
+
+
+def _converted(architecture: str, piece: Piece, found: list[_Stored]) -> Iterator[Piece]:
+    """Experts, stored as one matrix each: parameter [E, rows, in] from E matrices a pattern.
+
+    parameter[e] = [ matrix e of pattern 0 | matrix e of pattern 1 | ... ]   along dimension 0
+    """
+    converter = found[0].converter
+    steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
+    if steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+        raise ValueError(
+            f"architecture {architecture!r}: its checkpoint's "
+            f"{converter.source_patterns} would have to be converted, which is not supported; "
+            "save the model with the parameter names of transformers 5"
+        )
+    target, patterns = piece.target, list(converter.source_patterns)
+    rows = target.shape[1] // len(patterns)
+    for order, pattern in enumerate(patterns):
+        names = [s.name for s in found if s.pattern == pattern]
+        if len(names) != target.shape[0]:
+            raise ValueError(
+                f"the weights have {len(names)} tensors {pattern!r} for {piece.name!r}, but "
+                f"config.json says {target.shape[0]} experts"
+            )
+        for expert, name in enumerate(names):
+            part = target[expert, order * rows : (order + 1) * rows]
+            yield Piece(name, part, (ALL,) * part.dim(), tuple(part.shape))
+
+
+def _natural(name: str) -> list[Any]:
+    """Expert 2 before expert 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

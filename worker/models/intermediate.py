@@ -1,0 +1,35 @@
+"""What one pipeline stage hands to the next, and which layers a stage has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class IntermediateTensors:
+    """The activations between two stages, in the order in which they are sent."""
+
+    hidden_states: torch.Tensor
+    """[T, hidden]"""
+    residual: torch.Tensor | None = None
+    """[T, hidden], where the model keeps a sum that `hidden_states` is yet to be added to."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in (self.hidden_states, self.residual) if t is not None]
+
+
+def stage_layers(layers: int, stages: int, stage: int) -> range:
+    """The contiguous layers of one stage; the first stages have one more where it is uneven.
+
+    Raises `ValueError` if there are fewer layers than stages.
+    """
+    if layers < stages:
+        raise ValueError(
+            f"parallel.pipeline={stages} is above the model's num_hidden_layers={layers}; "
+            f"set parallel.pipeline to {layers} or less"
+        )
+    each, extra = divmod(layers, stages)
+    start = stage * each + min(stage, extra)
+    return range(start, start + each + (stage < extra))

@@ -1,0 +1,258 @@
+"""The llama family as one diagram: llama, mistral, qwen2 and qwen3 differ in a few traits.
+
+    x = embed(ids)
+    for each layer:   x = x + attention(norm(x));   x = x + down(silu(gate(norm(x))) * up(norm(x)))
+    logits = head(norm(x))
+
+Tokens of all rows lie one behind the other, [T, hidden]; only attention knows where rows end.
+The sum `x` is carried as a pair (x, residual), so that each addition is fused with the norm that
+follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from swell.kernels.rope import apply_rope
+from swell.worker.layers.attention import Attention
+from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from swell.worker.layers.linear import QKVParallelLinear, RowParallelLinear
+from swell.worker.layers.mlp import GatedMLP
+from swell.worker.layers.norm import RMSNorm
+from swell.worker.layers.piece import Piece, materialize
+from swell.worker.layers.rotary import RotaryEmbedding
+from swell.worker.mesh import Group, Mesh
+from swell.worker.models.intermediate import IntermediateTensors, stage_layers
+
+if TYPE_CHECKING:
+    from swell.kernels.attention import AttentionMetadata
+    from swell.worker.input_batch import InputBatch
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Where the members of the family differ."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys are normalized per head, before their rotation."""
+    windows: tuple[int, ...] = ()
+    """Tokens that each layer looks back on, itself included; 0: all."""
+
+
+def _llama(config: Any) -> Traits:
+    bias = bool(config.attention_bias)
+    return Traits(qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.mlp_bias))
+
+
+def _mistral(config: Any) -> Traits:
+    return Traits(windows=(config.sliding_window or 0,) * config.num_hidden_layers)
+
+
+def _qwen2(config: Any) -> Traits:
+    return Traits(qkv_bias=True, windows=_windows(config))
+
+
+def _qwen3(config: Any) -> Traits:
+    bias = bool(config.attention_bias)
+    return Traits(qkv_bias=bias, out_bias=bias, qk_norm=True, windows=_windows(config))
+
+
+def _windows(config: Any) -> tuple[int, ...]:
+    """The config says for each layer which kind of attention it has."""
+    known = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
+    for kind in config.layer_types:
+        if kind not in known:
+            raise ValueError(
+                f"layer_types has {kind!r}, which is not supported natively "
+                f"(known: {', '.join(known)}); try model.backend=transformers"
+            )
+    return tuple(known[kind] for kind in config.layer_types)
+
+
+TRAITS: dict[str, Callable[[Any], Traits]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+}
+"""Architecture, as config.json names it -> its traits."""
+
+
+class LlamaAttention(nn.Module):
+    def __init__(self, config: Any, traits: Traits, layer: int, group: Group) -> None:
+        super().__init__()
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = head_dim(config)
+        self.qkv = QKVParallelLinear(
+            config.hidden_size, heads, kv_heads, self.head_dim, group, traits.qkv_bias
+        )
+        self.out = RowParallelLinear(
+            heads * self.head_dim, config.hidden_size, group, traits.out_bias
+        )
+        self.q_norm = self.k_norm = None
+        if traits.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.attention = Attention(
+            self.qkv.heads,
+            self.qkv.kv_heads,
+            self.head_dim,
+            self.head_dim**-0.5,
+            window=traits.windows[layer] if traits.windows else 0,
+        )
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
+        q, k, v = self.qkv(x)
+        q = q.unflatten(1, (self.qkv.heads, self.head_dim))
+        k = k.unflatten(1, (self.qkv.kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, k, cos, sin)
+        return self.out(self.attention(q.flatten(1), k.flatten(1), v, meta))
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        yield from self.qkv.pieces(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        yield from self.out.pieces(f"{name}.o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            yield from self.q_norm.pieces(f"{name}.q_norm")
+            yield from self.k_norm.pieces(f"{name}.k_norm")
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, config: Any, traits: Traits, layer: int, group: Group) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.attention_norm = RMSNorm(hidden, eps)
+        self.attention = LlamaAttention(config, traits, layer, group)
+        self.mlp_norm = RMSNorm(hidden, eps)
+        self.mlp = GatedMLP(hidden, config.intermediate_size, group, traits.mlp_bias)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        meta: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            x, residual = self.attention_norm(x), x
+        else:
+            x, residual = self.attention_norm.add(x, residual)
+        x = self.attention(x, cos, sin, meta)
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp(x), residual
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        yield from self.attention_norm.pieces(f"{name}.input_layernorm")
+        yield from self.attention.pieces(f"{name}.self_attn")
+        yield from self.mlp_norm.pieces(f"{name}.post_attention_layernorm")
+        yield from self.mlp.pieces(f"{name}.mlp")
+
+
+class LlamaForCausalLM(nn.Module):
+    """One pipeline stage, and one tensor rank's part of it."""
+
+    def __init__(
+        self,
+        config: Any,
+        mesh: Mesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_positions: int,
+    ) -> None:
+        """`config` is the model's; parameters lie uninitialized on `device`.
+
+        Raises `ValueError` for a configuration that the diagram does not cover, or that the mesh
+        cannot split.
+        """
+        super().__init__()
+        _check(config)
+        traits = TRAITS[config.architectures[0]](config)
+        group, self.mesh, self.hidden = mesh.tensor, mesh, config.hidden_size
+        self.device, self.dtype = device, dtype
+        stages = mesh.pipeline.size
+        self.range = stage_layers(config.num_hidden_layers, stages, mesh.stage)
+        self.layers = nn.ModuleList(LlamaLayer(config, traits, i, group) for i in self.range)
+        self.tied = bool(config.tie_word_embeddings)
+        if mesh.is_first_stage:
+            self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
+        if mesh.is_last_stage:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.head = ParallelLMHead(config.vocab_size, config.hidden_size, group)
+            if self.tied and mesh.is_first_stage:
+                self.head.tie(self.embed)
+        materialize(self, device, dtype)
+        self.rope = RotaryEmbedding(head_dim(config), max_positions, config.rope_parameters)
+        self.rope.to(device)
+
+    def forward(
+        self, batch: InputBatch, intermediate: IntermediateTensors | None = None
+    ) -> torch.Tensor | IntermediateTensors:
+        """The stage's layers over a flat batch of T tokens.
+
+        The first stage reads `batch.input_ids`, the others `intermediate`. The last returns the
+        normed hidden states [T, hidden].
+        """
+        residual: torch.Tensor | None = None
+        if self.mesh.is_first_stage:
+            x = self.embed(batch.input_ids)
+        else:
+            assert intermediate is not None, "a later stage needs what the one before it computed"
+            x, residual = intermediate.hidden_states, intermediate.residual
+        cos, sin = self.rope(batch.positions)
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin, batch.attention)
+        if not self.mesh.is_last_stage:
+            return IntermediateTensors(x, residual)
+        x, _ = self.norm.add(x, residual)
+        return x
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
+        return self.head(hidden)
+
+    def attention_layers(self) -> list[Attention]:
+        """Those of this stage, in order: each wants a KV cache."""
+        return [layer.attention.attention for layer in self.layers]
+
+    def make_empty_intermediate(self, tokens: int) -> IntermediateTensors:
+        """Room for what the stage before sends for `tokens` tokens."""
+        x, residual = torch.empty(2, tokens, self.hidden, dtype=self.dtype, device=self.device)
+        return IntermediateTensors(x, residual)
+
+    def pieces(self, stored: Collection[str] = ()) -> Iterator[Piece]:
+        """What this rank needs of the checkpoint; its names are the family's, whatever `stored`."""
+        if self.mesh.is_first_stage:
+            yield from self.embed.pieces("model.embed_tokens")
+        for i, layer in zip(self.range, self.layers, strict=True):
+            yield from layer.pieces(f"model.layers.{i}")
+        if self.mesh.is_last_stage:
+            yield from self.norm.pieces("model.norm")
+            if not self.tied:
+                yield from self.head.pieces("lm_head")
+            elif not self.mesh.is_first_stage:
+                yield from self.head.pieces("model.embed_tokens")
+
+
+def head_dim(config: Any) -> int:
+    """Size of one attention head; a config may leave it to the hidden size."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _check(config: Any) -> None:
+    if config.hidden_act != "silu":
+        raise ValueError(
+            f"hidden_act={config.hidden_act!r} is not supported natively (only 'silu'); "
+            "try model.backend=transformers"
+        )

@@ -1,0 +1,92 @@
+"""What the worker knows of each request, at a fixed slot of device tables.
+
+Tokens live on the device: a drawn token is written there, and the next step reads it there, before
+the host has seen it. What the host needs in order to decide which work a batch can skip stands
+beside in small numpy arrays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swell.worker.staging import StagedTable
+from swell.worker.wire import NewRow
+
+# Columns of `RequestStates.reals`, and of `RequestStates.integers`.
+TEMPERATURE, TOP_P, MIN_P = range(3)
+TOP_K, SEED, PROMPT_TOKENS = range(3)
+
+
+class RequestStates:
+    """Slots 0 .. max_rows - 1; a slot keeps its content until a `NewRow` takes it."""
+
+    def __init__(self, max_rows: int, max_model_len: int, device: torch.device) -> None:
+        self.max_rows = max_rows
+        self.max_model_len = max_model_len
+        # One place more than the longest sequence: the token drawn after its last position.
+        self._tokens = StagedTable(max_rows, max_model_len + 1, torch.int32, device)
+        self._reals = StagedTable(max_rows, 3, torch.float32, device)
+        self._integers = StagedTable(max_rows, 3, torch.int64, device)
+        # [max_rows] each, host
+        self.greedy_np = np.ones(max_rows, dtype=bool)
+        self.uses_top_np = np.zeros(max_rows, dtype=bool)
+        self.uses_min_p_np = np.zeros(max_rows, dtype=bool)
+        # [max_rows] first position at which an end token may stand
+        self.end_allowed_np = np.zeros(max_rows, dtype=np.int64)
+        self.end_token_ids: list[list[int]] = [[] for _ in range(max_rows)]
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[max_rows, max_model_len + 1] int32: the prompt, then the outputs."""
+        return self._tokens.tensor
+
+    @property
+    def reals(self) -> Tensor:
+        """[max_rows, 3] float32: columns TEMPERATURE, TOP_P, MIN_P."""
+        return self._reals.tensor
+
+    @property
+    def integers(self) -> Tensor:
+        """[max_rows, 3] int64: columns TOP_K, SEED, PROMPT_TOKENS."""
+        return self._integers.tensor
+
+    @property
+    def prompt_tokens(self) -> Tensor:
+        """[max_rows] int64, tokens of the prompt alone."""
+        return self.integers[:, PROMPT_TOKENS]
+
+    def stage(self, row: NewRow) -> None:
+        """Let a request take its slot at the next `apply`."""
+        if len(row.token_ids) > self.max_model_len:
+            raise ValueError(
+                f"slot {row.slot}: {len(row.token_ids)} tokens exceed the worker's "
+                f"max_model_len={self.max_model_len}; shorten the request or raise "
+                "model.max_model_len"
+            )
+        slot, sampler = row.slot, row.sampler
+        self._tokens.stage(slot, 0, row.token_ids)
+        self._reals.stage(slot, 0, (sampler.temperature, sampler.top_p, sampler.min_p))
+        self._integers.stage(slot, 0, (sampler.top_k, _signed(sampler.seed), row.prompt_tokens))
+        self.greedy_np[slot] = sampler.temperature <= 0
+        self.uses_top_np[slot] = sampler.top_k > 0 or sampler.top_p < 1
+        self.uses_min_p_np[slot] = sampler.min_p > 0
+        self.end_token_ids[slot] = row.end_token_ids
+        has_minimum = bool(row.end_token_ids) and row.min_tokens > 0
+        self.end_allowed_np[slot] = row.prompt_tokens + row.min_tokens if has_minimum else 0
+
+    def apply(self) -> None:
+        """Bring the staged rows to the device."""
+        self._tokens.apply()
+        self._reals.apply()
+        self._integers.apply()
+
+    def write_sampled(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """token_ids[slots[i], positions[i]] = tokens[i]; all [S] int64 on the device."""
+        self.token_ids[slots, positions] = tokens.to(torch.int32)
+
+
+def _signed(seed: int) -> int:
+    """The int64 with the low 64 bits of a seed."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
