@@ -50,7 +50,11 @@ class EngineActor:
         """Load the model and open the channel. Raises what stopped it, in words."""
         host = ray.util.get_node_ip_address()
         executor = build_executor(
-            self._config, placement_group=placement_group, keys=self._keys, host=host
+            self._config,
+            placement_group=placement_group,
+            keys=self._keys,
+            host=host,
+            workers_per_machine=self._config.parallel.world * self._config.parallel.data,
         )
         limits = executor.start(self._set_doing)
         core = EngineCore(self._config, executor, limits)

@@ -27,16 +27,20 @@ class WorkerActor:
     """Methods are called once each, in the order in which they stand here."""
 
     def __init__(
-        self, config: Config, rank: int, keys: ChannelKeys, engine: ChannelAddress
+        self,
+        config: Config,
+        rank: int,
+        local_workers: int,
+        keys: ChannelKeys,
+        engine: ChannelAddress,
     ) -> None:
         from swell.worker.worker import Worker
 
         self._rank = rank
         self._keys = keys
         self._engine = engine
-        local = config.parallel.world * config.parallel.data
         # Ray shows a worker only the GPU that it gave it.
-        self._worker = Worker(config, rank=rank, local_workers=local, local_rank=0)
+        self._worker = Worker(config, rank=rank, local_workers=local_workers, local_rank=0)
         self._store: Any = None
 
     def open_store(self) -> tuple[str, int]:

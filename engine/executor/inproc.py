@@ -26,11 +26,14 @@ from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, Schedul
 class WorkerThread:
     """Owns one worker. Calls run on its thread in order, and answer by a Future."""
 
-    def __init__(self, config: Config, rank: int) -> None:
+    def __init__(self, config: Config, rank: int, local_workers: int) -> None:
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]] | None]
         self._calls = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=self._run, args=(config, rank), name=f"swell-worker-{rank}", daemon=True
+            target=self._run,
+            args=(config, rank, local_workers),
+            name=f"swell-worker-{rank}",
+            daemon=True,
         )
         self._thread.start()
 
@@ -43,10 +46,10 @@ class WorkerThread:
         self._calls.put(None)
         self._thread.join()
 
-    def _run(self, config: Config, rank: int) -> None:
+    def _run(self, config: Config, rank: int, local_workers: int) -> None:
         from swell.worker.worker import Worker
 
-        worker = Worker(config, rank=rank, local_workers=config.parallel.world)
+        worker = Worker(config, rank=rank, local_workers=local_workers, local_rank=rank)
         while (call := self._calls.get()) is not None:
             method, args, future = call
             try:
@@ -76,8 +79,11 @@ class InprocOutput(AsyncModelRunnerOutput):
 class InprocExecutor(Executor):
     """All workers of the engine in this process, a thread each."""
 
-    def __init__(self, config: Config, **_shell: Any) -> None:
+    def __init__(
+        self, config: Config, *, workers_per_machine: int | None = None, **_shell: Any
+    ) -> None:
         self._config = config
+        self._local_workers = workers_per_machine or config.parallel.world
         self._threads: list[WorkerThread] = []
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
@@ -89,7 +95,7 @@ class InprocExecutor(Executor):
         progress("loading weights")
         try:
             for rank in range(self._config.parallel.world):
-                self._threads.append(WorkerThread(self._config, rank))
+                self._threads.append(WorkerThread(self._config, rank, self._local_workers))
             limits = agree_limits(self._config, self._call_all("load", store, 0))
             progress("allocating the KV cache")
             self._call_all("init_cache", limits.num_blocks, limits.max_model_len)

@@ -50,11 +50,18 @@ class RayExecutor(Executor):
     """One actor for each worker; tensor-parallel ranks are neighbours on a node."""
 
     def __init__(
-        self, config: Config, *, placement_group: Any, keys: ChannelKeys, host: str
+        self,
+        config: Config,
+        *,
+        placement_group: Any,
+        keys: ChannelKeys,
+        host: str,
+        workers_per_machine: int = 0,
     ) -> None:
         self._config = config
         self._placement_group = placement_group
         self._keys = keys
+        self._local_workers = workers_per_machine or config.parallel.world
         self._inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys, host)
         self._actors: list[Any] = []
         self._peers: dict[int, bytes] = {}
@@ -119,7 +126,7 @@ class RayExecutor(Executor):
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._placement_group, placement_group_bundle_index=bundle
             ),
-        ).remote(self._config, rank, self._keys, self._inbox.address)
+        ).remote(self._config, rank, self._local_workers, self._keys, self._inbox.address)
 
     def _receive(self) -> None:
         """Take in what workers said, or find out that one of them is dead."""

@@ -1,0 +1,39 @@
+# Everything sets itself up: `make demo`, `make test` on a machine with Python 3.11+ and pip.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test test-fast test-gpu lint typecheck bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip setuptools
+	$(BIN)/pip install --quiet --editable '.[test]'
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/python -m swell.cluster.demo
+
+test: setup lint typecheck
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-fast: setup
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+test-gpu:
+	python3 tests/gpu/run.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy cannot see that the repository's top is the package `swell`, so it reads an installed copy.
+typecheck: setup
+	rm -rf build/typecheck && $(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,131 @@
+"""The cluster as a Ray Serve application: Serve owns its life, and no token passes through it.
+
+    Ingress (any number of replicas) --handle, rarely--> Manager (one) --places--> engines
+
+Each ingress replica runs its own HTTP server on a shared port (see `edge.py`); Serve's proxy, where
+one runs, reaches the same routes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from swell.cluster.edge import EdgeServer, free_port, port_is_free
+from swell.cluster.ingress import Ingress
+from swell.cluster.manager import ClusterManager, ScaleRefused
+from swell.cluster.placement import Placement, resolve_device
+from swell.configs.log import configure_logging
+from swell.configs.schema import Config, ConfigError, load
+from swell.coordinator.coordinator import CoordinatorContact
+
+_ACTOR_OPTIONS = {"num_cpus": 0}
+
+
+@serve.deployment(
+    name="Manager", num_replicas=1, max_ongoing_requests=1000, ray_actor_options=_ACTOR_OPTIONS
+)
+class ManagerDeployment:
+    """`ClusterManager` under Serve's supervision."""
+
+    async def __init__(self, config: Config) -> None:
+        configure_logging()
+        namespace = f"swell-{serve.get_replica_context().app_name}"
+        config = resolve_device(config)
+        self._manager = ClusterManager(config, Placement(config, namespace))
+        await self._manager.start()
+
+    async def contact(self) -> CoordinatorContact:
+        contact = self._manager.contact
+        assert contact is not None
+        return contact
+
+    async def describe(self) -> dict[str, Any]:
+        return await self._manager.describe()
+
+    async def waiting_for(self) -> tuple[str, bool]:
+        return await self._manager.waiting_for()
+
+    async def scale(self, engines: int, drain_timeout_s: float | None) -> str | None:
+        """None, or why it is refused; a leading `!` marks a conflict with a running change."""
+        return _refusal(lambda: self._manager.scale(engines, drain_timeout_s))
+
+    async def drain(self, rank: int) -> str | None:
+        return _refusal(lambda: self._manager.drain(rank))
+
+    async def __del__(self) -> None:
+        await self._manager.stop()
+
+
+@serve.deployment(name="Ingress", max_ongoing_requests=100_000, ray_actor_options=_ACTOR_OPTIONS)
+@serve.ingress()
+class IngressDeployment:
+    """`Ingress` under Serve's supervision, with its own HTTP server."""
+
+    async def __init__(self, config: Config, manager: DeploymentHandle) -> None:
+        configure_logging()
+        contact = await manager.contact.remote()
+        self._ingress = Ingress(config, contact.address, contact.keys, manager)
+        await self._ingress.start()
+        self._edge = EdgeServer(
+            self._ingress.app, config.serve.host, config.serve.port, config.cluster.drain_timeout_s
+        )
+        await self._edge.start()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._ingress.app
+
+    async def __del__(self) -> None:
+        await self._edge.stop()
+        await self._ingress.stop()
+
+
+def application(config: Config) -> serve.Application:
+    """The Serve application of a configuration whose port is known to be usable."""
+    ingress = IngressDeployment.options(
+        num_replicas=config.serve.ingress_replicas,
+        graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + 10,
+    )
+    return ingress.bind(config, ManagerDeployment.bind(config))
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """For `serve run swell.cluster.app:build config=FILE [section.key=value ...]`."""
+    args = dict(args)
+    source = args.pop("config", None)
+    if not source:
+        raise ConfigError("say which configuration: serve run swell.cluster.app:build config=FILE")
+    return application(claim_port(load(source, args), beside_proxy=True))
+
+
+def claim_port(config: Config, *, beside_proxy: bool) -> Config:
+    """A configuration whose `serve.port` is free. Raises ConfigError if it is taken.
+
+    Under `serve run` the port may be taken by Serve's own proxy, which serves the same routes:
+    our servers then take another one.
+    """
+    host, port = config.serve.host, config.serve.port
+    if port and port_is_free(host, port):
+        return config
+    if port and not (beside_proxy and serve.status().proxies):
+        raise ConfigError(
+            f"serve.port={port} on {host} is in use; stop who listens there or choose another "
+            "port (--port P, or serve.port)"
+        )
+    chosen = free_port(host)
+    if port:
+        print(f"port {port} belongs to Ray Serve's proxy; the ingresses listen on {chosen}")
+    return msgspec.structs.replace(
+        config, serve=msgspec.structs.replace(config.serve, port=chosen)
+    )
+
+
+def _refusal(change: Any) -> str | None:
+    try:
+        change()
+    except ScaleRefused as refused:
+        return ("!" if refused.conflict else "") + str(refused)
+    return None

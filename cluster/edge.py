@@ -1,0 +1,97 @@
+"""The way in: an HTTP server run by the ingress itself, on a port that its siblings share.
+
+The kernel spreads connections over all sockets that listen with SO_REUSEPORT. A server that
+leaves closes its socket first, so that new connections go to the others, and then finishes its
+streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+_BACKLOG = 2048
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether nobody listens there, not even somebody who would share."""
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port(host: str) -> int:
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _shared_socket(host: str, port: int) -> socket.socket:
+    listener = socket.socket(_family(host), socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind((host, port))
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with signals left to whoever owns the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class EdgeServer:
+    """Serves an ASGI app in the running event loop until `stop`."""
+
+    def __init__(self, app: Any, host: str, port: int, drain_timeout_s: float) -> None:
+        self._socket = _shared_socket(host, port)
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+                server_header=False,
+                ws="none",
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.005)
+        if self._task.done():
+            await self._task
+
+    async def stop(self) -> None:
+        """Stop accepting, finish the streams, then return."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()

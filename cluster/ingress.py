@@ -1,0 +1,368 @@
+"""The HTTP routes of one ingress, and what they share: tokenizer, engines, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from swell.cluster.answers import Answer, ChatAnswer, CompletionAnswer
+from swell.cluster.async_llm import AsyncLLM, Ticket
+from swell.cluster.detokenizer import Detokenizer
+from swell.cluster.http import (
+    EventStream,
+    HTTPError,
+    KeyRing,
+    error_response,
+    guarded,
+    json_response,
+    read_json_body,
+    unless_gone,
+)
+from swell.cluster.metrics import PrometheusStats
+from swell.cluster.openai import responses as api
+from swell.cluster.openai.admin import DrainRequest, ScaleRequest
+from swell.cluster.openai.decode import decode
+from swell.cluster.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    RequestBody,
+    TokenizeRequest,
+)
+from swell.cluster.openapi import openapi_document
+from swell.cluster.outputs import RequestOutput, RequestOutputKind
+from swell.cluster.params import BadRequest, to_core_request, validate
+from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
+from swell.configs.schema import Config
+from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.metrics import ViewCollector
+
+
+class Ingress:
+    """One ingress replica without its shell. `manager` answers the admin routes."""
+
+    def __init__(
+        self, config: Config, coordinator: ChannelAddress, keys: ChannelKeys, manager: Any
+    ) -> None:
+        self._config = config
+        self._model = config.model.served_name
+        self._manager = manager
+        self._coordinator = coordinator
+        self._keys = keys
+        self._metrics = PrometheusStats()
+        self._users = KeyRing(config.serve.api_keys_file, "serve.api_keys_file")
+        admin = config.serve.admin_keys_file or config.serve.api_keys_file
+        self._admins = KeyRing(admin, "serve.admin_keys_file")
+        self._prompts: PromptProcessor | None = None
+        self._ends: list[int] = []
+        self.llm: AsyncLLM
+        self.app = Starlette(routes=self._routes())
+
+    async def start(self) -> None:
+        """Load the tokenizer and listen to the cluster."""
+        path = self._config.model.path
+        tokenizer = await asyncio.to_thread(load_tokenizer, path)
+        self._ends = end_token_ids(path, tokenizer)
+        self._prompts = PromptProcessor(
+            tokenizer, self._config.model.max_model_len or 1, 1, self._model
+        )
+        self.llm = AsyncLLM(
+            Detokenizer(tokenizer),
+            self._config.cache.block_tokens,
+            self._coordinator,
+            self._keys,
+            self._metrics,
+            self._learn_limits,
+        )
+        self._metrics.registry.register(ViewCollector(lambda: self.llm.view))
+
+    async def stop(self) -> None:
+        self.llm.close()
+
+    def _learn_limits(self, max_model_len: int, vocab_size: int) -> None:
+        """What the engines can take is known once the first is there."""
+        if self._prompts is not None:
+            self._prompts.set_limits(max_model_len, vocab_size)
+
+    def _routes(self) -> list[Route]:
+        def route(path: str, handler: Any, *methods: str) -> Route:
+            return Route(path, guarded(handler), methods=list(methods))
+
+        return [
+            route("/health", self._health, "GET"),
+            route("/ready", self._ready, "GET"),
+            route("/metrics", self._show_metrics, "GET"),
+            route("/openapi.json", self._openapi, "GET"),
+            route("/v1/models", self._models, "GET"),
+            route("/v1/models/{model:path}", self._one_model, "GET"),
+            route("/v1/completions", self._completions, "POST"),
+            route("/v1/chat/completions", self._chat, "POST"),
+            route("/tokenize", self._tokenize, "POST"),
+            route("/detokenize", self._detokenize, "POST"),
+            route("/admin/cluster", self._admin_cluster, "GET"),
+            route("/admin/scale", self._admin_scale, "POST"),
+            route("/admin/drain", self._admin_drain, "POST"),
+            Route("/{path:path}", self._unknown, methods=["GET", "POST", "PUT", "DELETE"]),
+        ]
+
+    # ---------------------------------------------------------------- generation
+
+    async def _completions(self, request: Request) -> Any:
+        body = await self._body(request, CompletionRequest)
+        prompts = await self._in_thread_if_long(
+            body.prompt, self._ready_prompts().completion_prompts
+        )
+        answer = CompletionAnswer(
+            "cmpl",
+            self._model,
+            include_usage=body.include_usage,
+            return_token_ids=bool(body.return_token_ids),
+        )
+        return await self._generate(request, body, prompts, answer, "prompt")
+
+    async def _chat(self, request: Request) -> Any:
+        body = await self._body(request, ChatCompletionRequest)
+        prompt = await self._in_thread_if_long(body.messages, self._ready_prompts().chat_prompt)
+        answer = ChatAnswer(
+            "chatcmpl",
+            self._model,
+            include_usage=body.include_usage,
+            return_token_ids=bool(body.return_token_ids),
+        )
+        return await self._generate(request, body, [prompt], answer, "messages")
+
+    async def _generate(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        prompts: list[list[int]],
+        answer: Answer,
+        field: str,
+    ) -> Any:
+        """Submit every prompt, then answer whole or as a stream."""
+        kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+        tickets = self._submit(body, prompts, kind, answer.id, field)
+        try:
+            if not body.stream:
+                outputs = await unless_gone(request, self._gather(tickets))
+                return json_response(answer.whole(outputs), headers=_engines(tickets))
+            # The status line waits for the first token: what fails before it has a status.
+            merged = _merge(self.llm, tickets)
+            first = await unless_gone(request, anext(merged))
+            events = answer.events(_chain(first, merged), len(tickets))
+            return EventStream(events, _engines(tickets))
+        except BaseException:
+            self.llm.abort([ticket.request.request_id for ticket in tickets])
+            raise
+
+    def _submit(
+        self,
+        body: GenerationRequest,
+        prompts: list[list[int]],
+        kind: RequestOutputKind,
+        external_id: str,
+        field: str,
+    ) -> list[Ticket]:
+        """All prompts or none."""
+        processor = self._ready_prompts()
+        params = body.sampling_params()
+        validate(params, vocab_size=processor.vocab_size)
+        requests = [
+            to_core_request(
+                params,
+                external_req_id=external_id,
+                prompt_token_ids=prompt,
+                max_tokens=processor.resolve_max_tokens(
+                    len(prompt), params.max_tokens, min_tokens=params.min_tokens, field=field
+                ),
+                eos_token_ids=self._ends,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+                data_parallel_rank=body.data_parallel_rank,
+                client_index=self.llm.client_index,
+            )
+            for prompt in prompts
+        ]
+        self._check_rank(body.data_parallel_rank)
+        return [self.llm.submit(core, params, kind) for core in requests]
+
+    async def _gather(self, tickets: Sequence[Ticket]) -> list[RequestOutput]:
+        return [await ticket.collector.get() for ticket in tickets]
+
+    def _check_rank(self, rank: int | None) -> None:
+        active = self.llm.active_ranks
+        if rank is not None and active and rank not in active:
+            raise BadRequest(
+                f"data_parallel_rank={rank} takes no requests; the engines are {active}",
+                "data_parallel_rank",
+            )
+
+    async def _body(self, request: Request, kind: type[Any]) -> Any:
+        """A checked body for this model. Raises BadRequest, HTTPError."""
+        self._users.check(request)
+        raw = await read_json_body(request, self._config.serve.max_body_bytes)
+        body: RequestBody = decode(raw, kind)
+        model = getattr(body, "model", None)
+        if model is not None and model != self._model:
+            raise BadRequest(
+                f"the model {model!r} does not exist; this server has {self._model!r}",
+                "model",
+                "model_not_found",
+            )
+        return body
+
+    def _ready_prompts(self) -> PromptProcessor:
+        """The prompt processor, once an engine has told its limits."""
+        if self._prompts is None or not self.llm.view.roster.members:
+            raise HTTPError(503, "no engine is ready yet", "no_engine", "server_error")
+        return self._prompts
+
+    async def _in_thread_if_long(self, prompt: Any, tokenize: Any) -> Any:
+        """Long texts must not hold up everybody else's tokens."""
+        if self._ready_prompts().is_long(prompt):
+            return await asyncio.to_thread(tokenize, prompt)
+        return tokenize(prompt)
+
+    # ---------------------------------------------------------------- the rest
+
+    async def _models(self, request: Request) -> Response:
+        self._users.check(request)
+        return json_response(api.ModelList(data=[self._card()]))
+
+    async def _one_model(self, request: Request) -> Response:
+        self._users.check(request)
+        model = request.path_params["model"]
+        if model != self._model:
+            raise BadRequest(f"the model {model!r} does not exist", "model", "model_not_found")
+        return json_response(self._card())
+
+    def _card(self) -> api.ModelCard:
+        longest = self._prompts.max_model_len if self._prompts else 0
+        return api.ModelCard(id=self._model, created=0, max_model_len=longest)
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await self._body(request, TokenizeRequest)
+        prompts = self._ready_prompts()
+        if body.messages is not None:
+            ids = prompts.chat_prompt(
+                body.messages, add_generation_prompt=body.add_generation_prompt
+            )
+        else:
+            ids = prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        words = prompts.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return json_response(
+            api.TokenizeResponse(
+                tokens=ids, count=len(ids), max_model_len=prompts.max_model_len, token_strs=words
+            )
+        )
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = await self._body(request, DetokenizeRequest)
+        return json_response(
+            api.DetokenizeResponse(prompt=self._ready_prompts().decode(body.tokens))
+        )
+
+    async def _health(self, request: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        if self.llm.active_ranks:
+            return json_response({"status": "ready", "engines": self.llm.active_ranks})
+        reason, failed = await self._manager.waiting_for.remote()
+        code = "cluster_failed" if failed else "starting"
+        raise HTTPError(503, reason, code, "server_error")
+
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def _openapi(self, request: Request) -> Response:
+        return json_response(openapi_document())
+
+    async def _unknown(self, request: Request) -> Response:
+        message = f"{request.method} {request.url.path} does not exist; see /openapi.json"
+        return error_response(HTTPError(404, message, "not_found"))
+
+    # ---------------------------------------------------------------- admin
+
+    async def _admin_cluster(self, request: Request) -> Response:
+        self._admins.check(request)
+        return json_response(await self._manager.describe.remote())
+
+    async def _admin_scale(self, request: Request) -> Response:
+        self._admins.check(request)
+        raw = await read_json_body(request, self._config.serve.max_body_bytes)
+        body = decode(raw, ScaleRequest)
+        return _admin_answer(
+            await self._manager.scale.remote(body.engines, body.drain_timeout_s)
+        )
+
+    async def _admin_drain(self, request: Request) -> Response:
+        self._admins.check(request)
+        raw = await read_json_body(request, self._config.serve.max_body_bytes)
+        return _admin_answer(await self._manager.drain.remote(decode(raw, DrainRequest).rank))
+
+
+def _admin_answer(refusal: str | None) -> Response:
+    if refusal is None:
+        return json_response({"status": "accepted"}, 202)
+    conflict = refusal.startswith("!")
+    raise HTTPError(409 if conflict else 400, refusal.removeprefix("!"), "refused")
+
+
+def _engines(tickets: Sequence[Ticket]) -> dict[str, str]:
+    """The ranks that served, in order."""
+    ranks = dict.fromkeys(rank for ticket in tickets for rank in ticket.ranks)
+    return {"x-swell-engine": ",".join(map(str, ranks))}
+
+
+async def _chain(
+    first: tuple[int, RequestOutput], rest: AsyncIterator[tuple[int, RequestOutput]]
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    yield first
+    async with contextlib.aclosing(rest) as outputs:  # type: ignore[type-var]
+        async for item in outputs:
+            yield item
+
+
+async def _merge(
+    llm: AsyncLLM, tickets: Sequence[Ticket]
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """Outputs of all tickets as they come; what is left is aborted when the reader leaves."""
+    if len(tickets) == 1:
+        async with contextlib.aclosing(llm.outputs(tickets[0])) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(1)
+
+    async def forward(index: int, ticket: Ticket) -> None:
+        try:
+            async for output in llm.outputs(ticket):
+                await queue.put((index, output))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(forward(i, ticket)) for i, ticket in enumerate(tickets)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,147 @@
+"""`swell serve`: brings a cluster up on this machine or on a running Ray, and takes it down."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+
+from swell.cluster.preflight import check
+from swell.configs.schema import Config
+
+_POLL_S = 0.25
+_LOCAL_CPUS = 16
+"""Logical CPUs of a Ray that we start ourselves: our actors reserve next to nothing."""
+
+
+class StartupError(RuntimeError):
+    """The cluster did not come up: why, in one line."""
+
+
+def serve_forever(config: Config, address: str | None) -> None:
+    """Serve until SIGINT or SIGTERM, then drain and end everything that was started.
+
+    Raises ConfigError and StartupError; nothing is left running then.
+    """
+    check(config)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with _ray(address, config), _application(config) as url:
+        if _wait_until_ready(url, stop):
+            print(f"ready: {url}", flush=True)
+            stop.wait()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        print("stopping: streams may finish", flush=True)
+
+
+@contextlib.contextmanager
+def _ray(address: str | None, config: Config) -> Iterator[None]:
+    """A Ray to live in: the one at `address`, or one of our own that leaves no file behind."""
+    import ray
+
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is not None:
+        ray.init(address=address, namespace="swell", **quiet)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    folder = tempfile.mkdtemp(prefix="swell-", dir="/tmp")
+    print("starting Ray on this machine", flush=True)
+    try:
+        ray.init(
+            num_cpus=max(_LOCAL_CPUS, os.cpu_count() or 1),
+            include_dashboard=False,
+            _temp_dir=folder,
+            namespace="swell",
+            **quiet,
+        )
+        yield
+    finally:
+        ray.shutdown()
+        if not os.environ.get("SWELL_KEEP_LOGS"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _application(config: Config) -> Iterator[str]:
+    """The Serve application, deployed; the URL at which it will answer."""
+    from ray import serve
+
+    from swell.cluster.app import claim_port
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    config = claim_port(config, beside_proxy=False)
+    proxy = config.serve.proxy_port
+    serve.start(
+        proxy_location="EveryNode" if proxy else "Disabled",
+        http_options={"host": config.serve.host, "port": proxy or 8000},
+    )
+    try:
+        _deploy(config)
+        host = config.serve.host
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        yield f"http://{shown}:{config.serve.port}"
+    finally:
+        serve.shutdown()
+
+
+def _deploy(config: Config) -> None:
+    from ray import serve
+
+    from swell.cluster.app import application
+
+    print("starting the ingress", flush=True)
+    try:
+        serve.run(application(config), name="swell", route_prefix="/")
+    except RuntimeError as error:
+        raise StartupError(_last_line(str(error))) from error
+
+
+def _last_line(text: str) -> str:
+    """The end of a remote traceback says what went wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error: " in line]
+    return (errors or lines or ["Ray Serve did not start the application"])[-1]
+
+
+def _wait_until_ready(url: str, stop: threading.Event) -> bool:
+    """Watch the cluster come up and say what it waits for. False: stopped meanwhile."""
+    started, told = time.monotonic(), ""
+    while not stop.is_set():
+        reason, failed = _look(url)
+        if reason is None:
+            return True
+        if failed:
+            raise StartupError(reason)
+        if reason != told:
+            seconds = time.monotonic() - started
+            print(f"[{seconds:5.1f} s] {reason}", file=sys.stderr, flush=True)
+            told = reason
+        stop.wait(_POLL_S)
+    return False
+
+
+def _look(url: str) -> tuple[str | None, bool]:
+    """What is being waited for (None: nothing), and whether the wait is in vain."""
+    try:
+        answer = httpx.get(f"{url}/ready", timeout=5)
+    except httpx.TransportError:
+        return "the ingress does not answer", False
+    if answer.status_code == 200:
+        return None, False
+    error = answer.json()["error"]
+    return error["message"], error["code"] == "cluster_failed"
+

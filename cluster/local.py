@@ -1,0 +1,157 @@
+"""The whole building in one process, without Ray and without sockets: offline generation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.progress import Progress
+
+from swell.cluster.detokenizer import Detokenizer
+from swell.cluster.output_processor import OutputProcessor
+from swell.cluster.outputs import CompletionOutput, RequestOutput, RequestOutputKind
+from swell.cluster.params import SamplingParams, to_core_request, validate
+from swell.cluster.preflight import check
+from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
+from swell.configs.schema import load
+from swell.engine.core import EngineCore
+from swell.engine.executor import build_executor
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+_CLIENT = b"local"
+
+
+class LLM:
+    """One engine in this process.
+
+    `model` is a model folder, a hub id or a YAML file of ours; the overrides are the keys of
+    `--set`: `LLM("folder", **{"cache.prefix_caching": False})`. Use it as a context manager, or
+    call `close`, to give its memory back. Not thread-safe.
+    """
+
+    def __init__(self, model: str, **overrides: Any) -> None:
+        overrides.setdefault("parallel.executor", "inproc")
+        self.config = load(model, overrides)
+        check(self.config)
+        path = self.config.model.path
+        tokenizer = load_tokenizer(path)
+        executor = build_executor(self.config)
+        limits = executor.start()
+        self._core = EngineCore(self.config, executor, limits)
+        self._prompts = PromptProcessor(
+            tokenizer, limits.max_model_len, limits.vocab_size, self.config.model.served_name
+        )
+        self._ends = end_token_ids(path, tokenizer)
+        self._processor = OutputProcessor(Detokenizer(tokenizer))
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer every prompt: strings or lists of token ids, in the order given.
+
+        One `SamplingParams` for all, or one for each. Raises BadRequest (a ValueError) for what
+        cannot be answered, before anything is computed.
+        """
+        if not isinstance(prompts, str):
+            prompts = [p if isinstance(p, str | int) else list(p) for p in prompts]  # type: ignore[assignment]
+        return self._run(self._prompts.completion_prompts(prompts), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Iterable[Any] = [messages] if one else messages
+        prompts = [
+            self._prompts.chat_prompt(self._prompts.chat_messages(talk)) for talk in conversations
+        ]
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def check_idle(self) -> None:
+        """Raise AssertionError unless every block and slot of the engine is free."""
+        self._core.check_idle()
+
+    def close(self) -> None:
+        """End the workers and give their memory back; may be called twice."""
+        self._core.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_core"):
+            self.close()
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        order = self._submit(prompts, _spread(sampling_params, len(prompts)))
+        answers: dict[str, RequestOutput] = {}
+        with Progress(disable=not use_tqdm, transient=False) as progress:
+            bar = progress.add_task("answers", total=len(order))
+            try:
+                while self._core.has_work:
+                    for outputs in self._core.step().values():
+                        done = self._processor.process_outputs(outputs)
+                        self._core.abort_requests(done.reqs_to_abort)
+                        answers.update((a.request_id, a) for a in done.request_outputs)
+                        progress.update(bar, completed=len(answers))
+            except BaseException:
+                self._abandon()
+                raise
+        return [answers[request_id] for request_id in order]
+
+    def _submit(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[str]:
+        """Check everything, then queue everything; external ids in the order of the prompts."""
+        requests = []
+        for prompt, wish in zip(prompts, params, strict=True):
+            validate(wish, vocab_size=self._prompts.vocab_size)
+            request = to_core_request(
+                wish,
+                external_req_id=str(next(self._ids)),
+                prompt_token_ids=prompt,
+                max_tokens=self._prompts.resolve_max_tokens(
+                    len(prompt), wish.max_tokens, min_tokens=wish.min_tokens
+                ),
+                eos_token_ids=self._ends,
+            )
+            requests.append(request)
+        for request, wish in zip(requests, params, strict=True):
+            self._processor.add_request(request, wish, kind=RequestOutputKind.FINAL_ONLY)
+            refused = self._core.add_request(request, _CLIENT)
+            assert refused is None, refused
+        return [str(request.external_req_id) for request in requests]
+
+    def _abandon(self) -> None:
+        """Forget unfinished requests, so that the next call starts clean."""
+        left = list(self._processor.request_states)
+        self._core.abort_requests(self._processor.abort_requests(left, internal=True))
+        while self._core.has_work:
+            self._core.step()
+
+
+def _spread(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling params for {count} prompts; give one or {count}")
+    return list(params)

@@ -1,0 +1,98 @@
+"""Bodies of the admin API and of the probes: what operators send, and what they are told."""
+
+from __future__ import annotations
+
+import math
+
+from swell.cluster.openai.requests import RequestBody
+from swell.cluster.openai.responses import Body
+from swell.cluster.params import BadRequest, shown
+
+_MAX_COUNT = 2**31 - 1
+
+
+class ScaleRequest(RequestBody, kw_only=True):
+    engines: int
+    drain_timeout_s: float | None = None
+    """Time that leaving engines may take for what they have; None: the configured one."""
+
+    def check(self) -> None:
+        _check_count("engines", self.engines, 1)
+        limit = self.drain_timeout_s
+        if limit is not None and not (math.isfinite(limit) and limit >= 0):
+            raise BadRequest(
+                f"drain_timeout_s={shown(limit)} must be a finite number of at least 0",
+                "drain_timeout_s",
+            )
+
+
+class DrainRequest(RequestBody, kw_only=True):
+    rank: int
+
+    def check(self) -> None:
+        _check_count("rank", self.rank, 0)
+
+
+def _check_count(name: str, value: int, low: int) -> None:
+    if not low <= value <= _MAX_COUNT:
+        raise BadRequest(f"{name}={shown(value)} must be between {low} and {_MAX_COUNT}", name)
+
+
+class Accepted(Body, kw_only=True):
+    """A change has begun; `GET /admin/cluster` tells its phase."""
+
+    status: str = "accepted"
+
+
+class WorkerState(Body, kw_only=True):
+    rank: int
+    tensor: int
+    pipeline: int
+    pid: int
+
+
+class EngineState(Body, kw_only=True):
+    rank: int
+    state: str
+    pid: int | None = None
+    node: str | None = None
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    """Share of the KV blocks in use, 0 .. 1."""
+    steps: int = 0
+    workers: list[WorkerState] = []
+
+
+class CoordinatorState(Body, kw_only=True):
+    pid: int | None = None
+
+
+class RescaleState(Body, kw_only=True):
+    """`phase` is idle, prepare, commit, drain or failed; `error` says why it failed."""
+
+    phase: str
+    error: str | None = None
+
+
+class ClusterState(Body, kw_only=True):
+    """`epoch` counts memberships, `wave` counts waves, `target` is the wanted number of engines."""
+
+    epoch: int
+    wave: int
+    state: str
+    target: int
+    engines: list[EngineState]
+    coordinator: CoordinatorState
+    rescale: RescaleState
+
+
+class Health(Body, kw_only=True):
+    status: str = "ok"
+
+
+class Readiness(Body, kw_only=True):
+    """The ranks that take requests."""
+
+    status: str = "ready"
+    engines: list[int]

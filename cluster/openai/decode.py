@@ -1,0 +1,158 @@
+"""Bytes to a typed request, or a `BadRequest` that names field, value and limit."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from functools import cache
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+from swell.cluster.openai.requests import (
+    RequestBody,
+    Role,
+)
+from swell.cluster.params import BadRequest, shown
+
+Request = TypeVar("Request", bound=RequestBody)
+
+
+@cache
+def _decoder(kind: type[RequestBody]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+_WORDS = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+}
+
+
+def decode(body: bytes, kind: type[Request]) -> Request:
+    """Read and check one request body. Raises `BadRequest` and nothing else."""
+    try:
+        request: Request = _decoder(kind).decode(body)
+    except msgspec.ValidationError as error:
+        raise _explain_validation(error, body, kind) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise _explain_syntax(error, body) from None
+    request.check()
+    return request
+
+
+def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
+    """Why the body is not JSON. Python's own reader accepts two things that JSON and we do not,
+    NaN and lone surrogates, so it can tell them from plain damage."""
+    if not body.strip():
+        return BadRequest("the body is empty; a JSON object is expected", code="invalid_json")
+    constants: list[str] = []
+    try:
+        value = json.loads(body.decode(), parse_constant=constants.append)
+    except UnicodeDecodeError as flaw:
+        return BadRequest(
+            f"the body is not UTF-8: {flaw.reason} at byte {flaw.start}", code="invalid_json"
+        )
+    except (ValueError, RecursionError):
+        return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
+    if constants:
+        return BadRequest(
+            f"the body is not valid JSON: {constants[0]} is no JSON number", code="invalid_json"
+        )
+    path = _find_surrogate(value, "")
+    if path is not None:
+        return BadRequest(
+            f"{path or 'the body'} holds a lone surrogate (half of a \\uD800-\\uDFFF pair), "
+            "which is no text",
+            path or None,
+            "invalid_json",
+        )
+    return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
+
+
+def _find_surrogate(value: object, path: str) -> str | None:
+    """The path of the first string that cannot be UTF-8."""
+    stack = [(value, path)]
+    while stack:
+        part, where = stack.pop()
+        if isinstance(part, str) and not _is_text(part):
+            return where
+        if isinstance(part, dict):
+            if not all(map(_is_text, part)):
+                return where
+            stack.extend((item, _join(where, key)) for key, item in part.items())
+        elif isinstance(part, list):
+            stack.extend((item, f"{where}[{index}]") for index, item in enumerate(part))
+    return None
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _explain_validation(
+    error: msgspec.ValidationError, body: bytes, kind: type[RequestBody]
+) -> BadRequest:
+    """msgspec tells the rule and the path; the value is looked up in the body."""
+    text, _, where = str(error).partition(" - at `")
+    path = where.rstrip("`").removeprefix("$").removeprefix(".")
+    name = _quoted(text)
+    if text.startswith("Object contains unknown field"):
+        return BadRequest(
+            _unknown_field(_join(path, name), name, path, kind), _join(path, name), "unknown_field"
+        )
+    if text.startswith("Object missing required field"):
+        full = _join(path, name)
+        return BadRequest(f"the required field {full!r} is missing", full, "missing_field")
+    text = _rule_in_words(text)
+    if path.endswith(".role") and "enum" in text:
+        text = f"must be one of {', '.join(get_args(Role))}"
+    if not path:
+        return BadRequest(f"the body is wrong: {text}", None, "invalid_type")
+    found, value = _lookup(body, path)
+    head = f"{path}={shown(value)}" if found else path
+    return BadRequest(f"{head}: {text}", path, "invalid_type")
+
+
+def _quoted(text: str) -> str:
+    found = re.search("`(.*)`", text, re.DOTALL)
+    return found.group(1) if found else ""
+
+
+def _rule_in_words(text: str) -> str:
+    """``Expected `int | null`, got `str` `` -> expected integer or null, got string."""
+
+    def words(match: re.Match[str]) -> str:
+        return " or ".join(_WORDS.get(part, part) for part in match.group(1).split(" | "))
+
+    text = re.sub("`([^`]*)`", words, text)
+    return text[:1].lower() + text[1:]
+
+
+def _unknown_field(full: str, name: str, path: str, kind: type[RequestBody]) -> str:
+    known = [] if path else list(kind.__struct_fields__)
+    near = difflib.get_close_matches(name[:100], known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"the field {shown(full)} is unknown{hint}"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _lookup(body: bytes, path: str) -> tuple[bool, Any]:
+    """The value at `path`, where one can be found."""
+    try:
+        value = msgspec.json.decode(body)
+        for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+            value = value[key] if key else value[int(index)]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False, None
+    return "[...]" not in path, value

@@ -1,0 +1,213 @@
+"""The OpenAPI description of every route, made from the very types that the routes use."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from swell.cluster.openai import admin
+from swell.cluster.openai import responses as api
+from swell.cluster.openai.requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    DetokenizeRequest,
+    RequestBody,
+    TokenizeRequest,
+)
+
+_SCHEMAS = "#/components/schemas/{name}"
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+
+_ERRORS = {
+    400: "A field is wrong; the message names it, its value and the limit.",
+    401: "The key is missing or unknown.",
+    404: "The model does not exist.",
+    409: "Another change of the cluster is running.",
+    413: "The body is longer than `serve.max_body_bytes`.",
+    415: "The content type is not application/json.",
+    500: "An engine failed and the request could not be moved.",
+    503: "No engine takes requests now; try again later.",
+}
+_BODY_ERRORS = (400, 401, 413, 415)
+_ENGINES = {
+    "x-swell-engine": {
+        "description": "Ranks of the engines that served, in order, comma-separated.",
+        "schema": {"type": "string"},
+    }
+}
+
+
+class Operation(NamedTuple):
+    """One method of one route. `answer` is a type, or the media type of an answer without one."""
+
+    method: str
+    path: str
+    summary: str
+    answer: type | str
+    body: type[RequestBody] | None = None
+    chunk: type | None = None
+    """What one event of a stream holds, where the answer may be streamed."""
+    errors: tuple[int, ...] = ()
+    status: int = 200
+
+    @property
+    def keyed(self) -> bool:
+        return 401 in self.errors
+
+
+OPERATIONS = (
+    Operation("get", "/health", "Whether the process is up.", admin.Health),
+    Operation("get", "/ready", "Whether an engine can answer.", admin.Readiness, errors=(503,)),
+    Operation("get", "/metrics", "Metrics for Prometheus.", "text/plain"),
+    Operation("get", "/openapi.json", "This document.", _JSON),
+    Operation("get", "/v1/models", "The models served.", api.ModelList, errors=(401,)),
+    Operation("get", "/v1/models/{model}", "One model.", api.ModelCard, errors=(401, 404)),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Continue texts or token ids.",
+        api.Completion,
+        CompletionRequest,
+        api.CompletionChunk,
+        (*_BODY_ERRORS, 404, 500, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation.",
+        api.ChatCompletion,
+        ChatCompletionRequest,
+        api.ChatChunk,
+        (*_BODY_ERRORS, 404, 500, 503),
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "The token ids of a text or a conversation.",
+        api.TokenizeResponse,
+        TokenizeRequest,
+        errors=(*_BODY_ERRORS, 404, 503),
+    ),
+    Operation(
+        "post",
+        "/detokenize",
+        "The text of token ids.",
+        api.DetokenizeResponse,
+        DetokenizeRequest,
+        errors=(*_BODY_ERRORS, 404, 503),
+    ),
+    Operation("get", "/admin/cluster", "The cluster's state.", admin.ClusterState, errors=(401,)),
+    Operation(
+        "post",
+        "/admin/scale",
+        "Grow or shrink to a number of engines.",
+        admin.Accepted,
+        admin.ScaleRequest,
+        errors=(*_BODY_ERRORS, 409),
+        status=202,
+    ),
+    Operation(
+        "post",
+        "/admin/drain",
+        "Take one engine out when it has finished.",
+        admin.Accepted,
+        admin.DrainRequest,
+        errors=(*_BODY_ERRORS, 409),
+        status=202,
+    ),
+)
+
+
+@cache
+def openapi_document() -> dict[str, Any]:
+    """OpenAPI 3.1. Made once; nobody may change it."""
+    types: set[Any] = {api.ErrorBody}
+    for operation in OPERATIONS:
+        types |= {operation.answer, operation.body, operation.chunk}
+    kinds = [kind for kind in types if isinstance(kind, type)]
+    references, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS)
+    schema_of = dict(zip(kinds, references, strict=True))
+    for kind in (CompletionRequest, ChatCompletionRequest, ChatMessage):
+        _mark_unsupported(kind, schemas[kind.__name__])
+    paths: dict[str, Any] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Swell",
+            "version": importlib.metadata.version("swell"),
+            "description": "Large language models on a cluster that may change meanwhile.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "bearer": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "Only where the server was given a file of keys.",
+                }
+            },
+        },
+    }
+
+
+def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"description": operation.summary}
+    if isinstance(operation.answer, str):
+        shape = "object" if operation.answer == _JSON else "string"
+        answer["content"] = {operation.answer: {"schema": {"type": shape}}}
+    else:
+        answer["content"] = {_JSON: {"schema": schema_of[operation.answer]}}
+    if operation.chunk is not None:
+        events = _event_schema(schema_of[operation.chunk], schema_of[api.ErrorBody])
+        answer["content"][_EVENTS] = {"schema": events}
+        answer["headers"] = _ENGINES
+    responses = {str(operation.status): answer}
+    for status in sorted(operation.errors):
+        responses[str(status)] = {
+            "description": _ERRORS[status],
+            "content": {_JSON: {"schema": schema_of[api.ErrorBody]}},
+        }
+    words = re.findall(r"\w+", operation.path)
+    described: dict[str, Any] = {
+        "operationId": "_".join([operation.method, *words]),
+        "summary": operation.summary,
+        "responses": responses,
+    }
+    names = re.findall(r"{(\w+)}", operation.path)
+    if names:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    if operation.body is not None:
+        content = {_JSON: {"schema": schema_of[operation.body]}}
+        described["requestBody"] = {"required": True, "content": content}
+    if operation.keyed:
+        described["security"] = [{"bearer": []}, {}]
+    return described
+
+
+def _event_schema(chunk: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "string",
+        "description": "With `stream: true`: events `data: JSON`, each a chunk or, after a "
+        "failure, an error; the last one is `data: [DONE]`.",
+        "contentMediaType": _JSON,
+        "contentSchema": {"oneOf": [chunk, error]},
+    }
+
+
+def _mark_unsupported(kind: type[RequestBody], schema: dict[str, Any]) -> None:
+    """Say which fields are known but not served, so that nobody plans with them."""
+    for name, neutral in kind.NOT_YET.items():
+        allowed = " or ".join(map(repr, (*neutral, None)))
+        schema["properties"][name]["description"] = f"Not served yet; it must be {allowed}."

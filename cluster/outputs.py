@@ -1,0 +1,122 @@
+"""What a request gives its asker, and the slot in which it waits to be taken."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+
+class RequestOutputKind(enum.IntEnum):
+    """How much each `RequestOutput` holds."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new since the last one."""
+    FINAL_ONLY = 2
+    """Everything, once, at the end."""
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One answer, whole or in part (see `RequestOutputKind`)."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    num_output_tokens: int
+    """Tokens of the answer so far, in every kind."""
+    logprobs: Any = None
+    finish_reason: str | None = None
+    """stop, length, abort or error."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it, or the message of an error."""
+
+    def add(self, newer: CompletionOutput) -> None:
+        """Append the next delta."""
+        self.text += newer.text
+        self.token_ids.extend(newer.token_ids)
+        self.num_output_tokens = newer.num_output_tokens
+        self.finish_reason = newer.finish_reason
+        self.stop_reason = newer.stop_reason
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    request_id: str
+    """The asker's own id."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt: str | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache."""
+
+    def add(self, newer: RequestOutput, *, aggregate: bool) -> None:
+        """Merge a later output into this one: deltas are joined, other kinds replaced."""
+        self.finished = self.finished or newer.finished
+        self.num_cached_tokens = newer.num_cached_tokens
+        for completion in newer.outputs:
+            for place, mine in enumerate(self.outputs):
+                if mine.index != completion.index:
+                    continue
+                if aggregate:
+                    mine.add(completion)
+                else:
+                    self.outputs[place] = completion
+                break
+            else:
+                self.outputs.append(completion)
+
+
+class RequestOutputCollector:
+    """A single slot between the loop over engine outputs and one waiting task.
+
+    The producer never waits: what the consumer has not taken is merged with what comes next. An
+    exception is delivered after the output that came before it, and again to whoever asks later.
+    Both sides live in one event loop.
+    """
+
+    def __init__(self, kind: RequestOutputKind, request_id: str = "") -> None:
+        self.request_id = request_id
+        self._aggregate = kind == RequestOutputKind.DELTA
+        self._output: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._finished = False
+        """The last output has been taken."""
+        self._ready = asyncio.Event()
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        if isinstance(output, Exception):
+            self._error = self._error or output
+        elif self._output is None:
+            self._output = output
+        else:
+            self._output.add(output, aggregate=self._aggregate)
+        self._ready.set()
+
+    async def get(self) -> RequestOutput:
+        """Wait for the next output. Raises a delivered exception."""
+        while (output := self.get_nowait()) is None:
+            if self._finished:
+                raise RuntimeError(f"request {self.request_id!r} has given its last output")
+            self._ready.clear()
+            await self._ready.wait()
+        return output
+
+    def get_nowait(self) -> RequestOutput | None:
+        """The next output if there is one. Raises a delivered exception."""
+        output = self._output
+        if output is None:
+            if self._error is not None:
+                raise self._error
+            return None
+        self._output = None
+        self._finished = output.finished
+        return output
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        while not self._finished:
+            yield await self.get()

@@ -1,0 +1,88 @@
+"""What can be known to be wrong before anything is started: files and numbers, no process.
+
+Every check raises ConfigError with one line: what, its value, the limit, the way out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from swell.configs.schema import Config, ConfigError
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def check(config: Config) -> None:
+    """All checks of `swell serve`. A hub id is left to the loader."""
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        if _looks_like_a_path(config.model.path):
+            raise ConfigError(
+                f"model.path={config.model.path!r} is no folder; give a folder with config.json "
+                "and safetensors, or a hub id such as owner/name"
+            )
+        return
+    model = _read_json(folder / "config.json", "a model folder holds one")
+    if not model.get("architectures") and not model.get("model_type"):
+        raise ConfigError(f"{folder / 'config.json'} names no architecture")
+    if config.model.load_format != "dummy":
+        _check_weights(folder)
+    _check_split(config, model)
+
+
+def _looks_like_a_path(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or path.count("/") != 1
+
+
+def _read_json(path: Path, why: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except OSError:
+        raise ConfigError(f"{path} cannot be read; {why}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return data
+
+
+def _check_weights(folder: Path) -> None:
+    if (folder / _WEIGHTS).is_file():
+        return
+    if not (folder / _INDEX).is_file():
+        raise ConfigError(
+            f"{folder} holds no weights: neither {_WEIGHTS} nor {_INDEX}; copy them there, or set "
+            "model.load_format=dummy to run with random ones"
+        )
+    shards = set(_read_json(folder / _INDEX, "it lists the shards").get("weight_map", {}).values())
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing:
+        raise ConfigError(
+            f"{folder} lacks {len(missing)} of {len(shards)} weight shards, first {missing[0]!r}; "
+            "copy the missing files there"
+        )
+
+
+def _check_split(config: Config, model: dict[str, Any]) -> None:
+    """Numbers of the model against the numbers of workers."""
+    parallel = config.parallel
+    heads, layers = model.get("num_attention_heads"), model.get("num_hidden_layers")
+    if isinstance(heads, int) and heads % parallel.tensor:
+        raise ConfigError(
+            f"parallel.tensor={parallel.tensor} does not divide the model's {heads} attention "
+            f"heads; take a divisor of {heads}"
+        )
+    if isinstance(layers, int) and layers < parallel.pipeline:
+        raise ConfigError(
+            f"parallel.pipeline={parallel.pipeline} is above the model's {layers} layers"
+        )
+    positions = model.get("max_position_embeddings")
+    longest = config.model.max_model_len
+    if isinstance(positions, int) and longest is not None and longest > positions:
+        raise ConfigError(
+            f"model.max_model_len={longest} is above the model's max_position_embeddings="
+            f"{positions}"
+        )

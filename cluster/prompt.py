@@ -1,0 +1,321 @@
+"""Prompts to token ids, once: router, prefix hash, engine and any retry reuse them.
+
+Everything that a prompt can be refused for is refused here, before an engine hears of it. Text
+that cannot fit is refused by its length in bytes alone: a token covers at most as many bytes as
+the longest one of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from swell.cluster.openai.requests import ChatMessage, check_messages
+from swell.cluster.params import BadRequest, check_token_ids, shown
+from swell.configs.schema import ConfigError
+
+LONG_TEXT_CHARS = 16_384
+"""Tokenizing more takes some milliseconds: for a thread, not for the event loop."""
+MAX_PROMPTS = 1024
+"""Prompts of one completions request."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
+Prompt = str | list[int]
+
+
+@lru_cache(maxsize=8)
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model folder or hub id, as transformers reads it; loaded once."""
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"model.path={path!r} holds no tokenizer: one of {', '.join(TOKENIZER_FILES)} is "
+            "needed; copy it there from the original model"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"the tokenizer of model.path={path!r} cannot be loaded: {reason}; give a folder with "
+            "tokenizer.json, or a hub id that can be reached"
+        ) from None
+
+
+def end_token_ids(path: str, tokenizer: Any) -> list[int]:
+    """Ids that end an answer: the model's (generation_config.json, else config.json) and the
+    tokenizer's own."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(path, name).get("eos_token_id")
+        if ids is not None:
+            found = [ids] if isinstance(ids, int) else list(ids)
+            break
+    if tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    return sorted(set(found))
+
+
+def _read_json(path: str, name: str) -> dict[str, Any]:
+    """A JSON file of a model, or nothing where there is none."""
+    file = Path(path) / name
+    if not Path(path).is_dir():
+        from transformers.utils import cached_file
+
+        cached = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if cached is None:
+            return {}
+        file = Path(cached)
+    try:
+        data = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    return data if isinstance(data, dict) else {}
+
+
+class PromptProcessor:
+    """One model's way from text to ids. Safe to call from several threads.
+
+    `vocab_size` is the model's, which may exceed the tokenizer's.
+    """
+
+    def __init__(
+        self, tokenizer: Any, max_model_len: int, vocab_size: int, model_name: str
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.model_name = model_name
+        self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            # A tokenizer.json may bring both; transformers would reset them at every call, which
+            # is also what makes its own calls unsafe among threads.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self._longest_token = self._longest_token_bytes()
+
+    @property
+    def max_prompt_bytes(self) -> int:
+        return self.max_model_len * self._longest_token
+
+    def set_limits(self, max_model_len: int, vocab_size: int) -> None:
+        """What the engines can take, once they have told it."""
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+
+    def is_long(self, prompt: object) -> bool:
+        """Whether tokenizing belongs in a thread: a prompt of any form, or chat messages."""
+        return _chars(prompt) > LONG_TEXT_CHARS
+
+    def completion_prompts(self, prompt: str | Sequence[Any]) -> list[list[int]]:
+        """The ids of each prompt: of a text, texts, token ids, or lists of token ids."""
+        prompts = self.split(prompt)
+        ids = []
+        for index, one in enumerate(prompts):
+            field = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+            if isinstance(one, str):
+                ids.append(self.encode(one, field=field))
+            else:
+                ids.append(self.check_ids(one, field=field))
+        return ids
+
+    def split(self, prompt: str | Sequence[Any]) -> list[Prompt]:
+        """The prompts of one request, each a text or a list of ids."""
+        if isinstance(prompt, str):
+            return [prompt]
+        parts = list(prompt)
+        if not parts:
+            raise BadRequest("prompt=[] is empty; a prompt needs at least one token", "prompt")
+        kinds = {type(part) for part in parts}
+        if kinds == {int}:
+            return [parts]
+        if kinds not in ({str}, {list}):
+            raise BadRequest(
+                f"prompt={shown(parts)} mixes its forms: send a text, a list of texts, a list of "
+                "token ids, or a list of lists of token ids",
+                "prompt",
+            )
+        if len(parts) > MAX_PROMPTS:
+            raise BadRequest(
+                f"prompt holds {len(parts)} prompts; at most {MAX_PROMPTS} are allowed", "prompt"
+            )
+        return parts
+
+    def check_ids(self, token_ids: list[int], *, field: str = "prompt") -> list[int]:
+        if not token_ids:
+            raise BadRequest(f"{field}=[] is empty; a prompt needs at least one token", field)
+        if len(token_ids) >= self.max_model_len:
+            raise self._too_long(len(token_ids), field)
+        check_token_ids(field, token_ids, self.vocab_size)
+        return token_ids
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
+    ) -> list[int]:
+        """The ids of one text. May take long (see `is_long`)."""
+        if not text:
+            raise BadRequest(f"{field}='' is empty; a prompt needs at least one token", field)
+        self._check_bytes(text, field)
+        if self._backend is not None:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            token_ids: list[int] = encoding.ids
+        else:
+            token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.check_ids(token_ids, field=field)
+
+    def chat_messages(
+        self, messages: Sequence[Mapping[str, Any] | ChatMessage]
+    ) -> list[ChatMessage]:
+        """Messages of Python callers, checked as those of HTTP are."""
+        try:
+            plain = [msgspec.to_builtins(message) for message in messages]
+            typed = msgspec.convert(plain, list[ChatMessage])
+        except (msgspec.ValidationError, TypeError) as error:
+            raise BadRequest(f"messages: {error}", "messages") from None
+        check_messages(typed)
+        return typed
+
+    def chat_prompt(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The ids of a conversation, as the model's chat template writes it."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False, field="messages")
+
+    def render_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+    ) -> str:
+        if self.tokenizer.chat_template is None:
+            raise BadRequest(
+                f"the model {self.model_name!r} has no chat template: use /v1/completions, or add "
+                "a chat_template to the model's tokenizer_config.json",
+                "messages",
+                "no_chat_template",
+            )
+        for index, message in enumerate(messages):
+            self._check_bytes(message.text, f"messages[{index}].content")
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    self._template_messages(messages),
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
+        except Exception as error:  # a template may raise anything: it is a program
+            reason = str(error).strip() or type(error).__name__
+            raise BadRequest(
+                f"the model's chat template refuses these messages: {reason}",
+                "messages",
+                "chat_template_error",
+            ) from None
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of ids, special tokens included."""
+        check_token_ids("tokens", token_ids, self.vocab_size)
+        return str(self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
+    def resolve_max_tokens(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        *,
+        min_tokens: int = 0,
+        field: str = "prompt",
+    ) -> int:
+        """The answer's budget: as asked, or what the prompt leaves (None)."""
+        if num_prompt_tokens >= self.max_model_len:
+            raise self._too_long(num_prompt_tokens, field, max_tokens)
+        left = self.max_model_len - num_prompt_tokens
+        if max_tokens is not None and max_tokens > left:
+            raise self._too_long(num_prompt_tokens, field, max_tokens)
+        budget = left if max_tokens is None else max_tokens
+        if min_tokens > budget:
+            raise BadRequest(
+                f"min_tokens={shown(min_tokens)} is above the {budget} tokens that the answer "
+                f"may have (max_model_len={self.max_model_len}, prompt={num_prompt_tokens})",
+                "min_tokens",
+            )
+        return budget
+
+    def _template_messages(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+        """Most templates know `system` and not its newer name `developer`."""
+        knows_developer = "developer" in str(self.tokenizer.chat_template)
+        plain = []
+        for message in messages:
+            rename = message.role == "developer" and not knows_developer
+            one = {"role": "system" if rename else message.role, "content": message.text}
+            if message.name is not None:
+                one["name"] = message.name
+            if message.tool_call_id is not None:
+                one["tool_call_id"] = message.tool_call_id
+            plain.append(one)
+        return plain
+
+    def _check_bytes(self, text: str, field: str) -> None:
+        """Refuse what cannot fit (or is no text) without tokenizing it."""
+        try:
+            num_bytes = len(text) if text.isascii() else len(text.encode())
+        except UnicodeEncodeError:
+            raise BadRequest(f"{field} holds a lone surrogate, which is no text", field) from None
+        if num_bytes > self.max_prompt_bytes:
+            raise BadRequest(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, "
+                f"{field} has {num_bytes} bytes, and no more than {self.max_prompt_bytes} bytes "
+                "can fit. Please reduce the length of the input.",
+                field,
+                "context_length_exceeded",
+            )
+
+    def _too_long(
+        self, num_prompt_tokens: int, field: str, max_tokens: int | None = None
+    ) -> BadRequest:
+        head = f"This model's maximum context length is {self.max_model_len} tokens. However, "
+        if max_tokens is None:
+            what = (
+                f"your {field} has {num_prompt_tokens} tokens, and at least one is needed for the "
+                f"answer. Please reduce the length of the {field}."
+            )
+        else:
+            what = (
+                f"you requested {shown(num_prompt_tokens + max_tokens)} tokens "
+                f"({num_prompt_tokens} in the {field}, max_tokens={shown(max_tokens)} for the "
+                f"answer). Please reduce the length of the {field} or max_tokens."
+            )
+        return BadRequest(head + what, field, "context_length_exceeded")
+
+    def _longest_token_bytes(self) -> int:
+        """In a byte-level alphabet each character of a token is one byte."""
+        vocab = self.tokenizer.get_vocab()
+        byte_level = self._backend is not None and "ByteLevel" in repr(self._backend.decoder)
+        return max((len(t) if byte_level else len(t.encode()) for t in vocab), default=1)
+
+
+def _chars(prompt: object) -> int:
+    """Characters of all texts in a prompt or in messages."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, ChatMessage):
+        return len(prompt.text)
+    if isinstance(prompt, list | tuple):
+        return sum(map(_chars, prompt)) if prompt and not isinstance(prompt[0], int) else 0
+    return 0

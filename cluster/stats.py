@@ -1,0 +1,97 @@
+"""Times and counts of requests, gathered in the loop over outputs and handed to a sink.
+
+    arrival -- queue -- scheduled -- prefill -- first token -- decode -- last token
+    |<------------- time to first token ------------->|<- inter-token ->|
+    |<------------------------------- end to end -------------------------------->|
+
+`queue` is measured by the engine on its own clock; everything else on the ingress's.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from swell.engine.wire import EngineCoreOutput
+
+
+class FinishedRequestStats(msgspec.Struct, frozen=True, kw_only=True):
+    finish_reason: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    e2e_s: float
+    queue_s: float
+    prefill_s: float
+    """From first schedule to first token."""
+    decode_s: float
+    """From first to last token."""
+
+
+class IterationStats(msgspec.Struct, kw_only=True):
+    """What one call of the loop saw."""
+
+    num_prompt_tokens: int = 0
+    """Prompts whose first token came."""
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    time_to_first_token_s: list[float] = []
+    inter_token_latency_s: list[float] = []
+    """One entry a token; tokens that came together share their gap evenly."""
+    finished: list[FinishedRequestStats] = []
+
+
+class StatsSink(Protocol):
+    def record(self, stats: IterationStats) -> None:
+        """Take the statistics of one iteration."""
+
+
+class NoStats:
+    """Statistics are off."""
+
+    def record(self, stats: IterationStats) -> None:
+        pass
+
+
+class RequestTimes:
+    """The clock readings of one request."""
+
+    def __init__(self, arrival_s: float) -> None:
+        self.arrival_s = arrival_s
+        self.first_token_s: float | None = None
+        self.last_token_s = arrival_s
+        self.queue_s = 0.0
+
+    def tokens(
+        self, output: EngineCoreOutput, num_prompt_tokens: int, now_s: float, stats: IterationStats
+    ) -> None:
+        """Account for the tokens of one output."""
+        stats.num_preemptions += output.num_preemptions
+        count = len(output.new_token_ids)
+        if not count:
+            return
+        stats.num_output_tokens += count
+        if self.first_token_s is None:
+            self.first_token_s = self.last_token_s = now_s
+            self.queue_s = output.queue_s
+            stats.num_prompt_tokens += num_prompt_tokens
+            stats.time_to_first_token_s.append(now_s - self.arrival_s)
+            count -= 1
+        if count:
+            gap_s = (now_s - self.last_token_s) / count
+            stats.inter_token_latency_s.extend([gap_s] * count)
+        self.last_token_s = now_s
+
+    def finish(
+        self, reason: str, num_prompt_tokens: int, num_output_tokens: int, now_s: float
+    ) -> FinishedRequestStats:
+        first_s = now_s if self.first_token_s is None else self.first_token_s
+        return FinishedRequestStats(
+            finish_reason=reason,
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+            e2e_s=now_s - self.arrival_s,
+            queue_s=self.queue_s,
+            prefill_s=max(first_s - self.arrival_s - self.queue_s, 0.0),
+            decode_s=max(self.last_token_s - first_s, 0.0),
+        )

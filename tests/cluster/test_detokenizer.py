@@ -1,0 +1,164 @@
+"""The text of all pieces is the tokenizer's own decoding of all ids."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from swell.cluster import detokenizer as module
+from swell.cluster.detokenizer import Detokenizer, WindowText
+
+from tests.cluster import tokenizers_for_tests as made
+
+SHARED = {name: Detokenizer(make()) for name, make in {**made.EXACT, **made.WINDOWED}.items()}
+
+
+def incremental(shared: Detokenizer, ids: list[int], skip: bool) -> str:
+    text = shared.start(skip)
+    return "".join(map(text.push, ids)) + text.flush()
+
+
+def ids_of(name: str) -> st.SearchStrategy[list[int]]:
+    """Ids of the whole vocabulary and a little beyond it, with more than their share of byte
+    tokens and special ones."""
+    tokenizer = {**made.EXACT, **made.WINDOWED}[name]()
+    vocab = tokenizer.get_vocab()
+    rare = [i for token, i in vocab.items() if token.startswith("<0x") or len(token) == 1]
+    rare += list(tokenizer.get_added_tokens_decoder())
+    one = st.one_of(st.integers(0, max(vocab.values()) + 3), st.sampled_from(sorted(rare)))
+    return st.lists(one, max_size=60)
+
+
+@pytest.mark.parametrize("name", sorted(made.EXACT))
+@pytest.mark.parametrize("skip", [True, False])
+def test_pieces_are_the_decoding_of_random_ids(name: str, skip: bool) -> None:
+    @settings(max_examples=80, deadline=None)
+    @given(ids_of(name))
+    def law(ids: list[int]) -> None:
+        decoded = made.EXACT[name]().decode(ids, skip_special_tokens=skip)
+        assert incremental(SHARED[name], ids, skip) == decoded
+
+    law()
+
+
+@pytest.mark.parametrize("name", sorted(SHARED))
+@pytest.mark.parametrize("line", sorted(set(made.CORPUS)))
+def test_pieces_are_the_decoding_of_real_text(name: str, line: str) -> None:
+    tokenizer = {**made.EXACT, **made.WINDOWED}[name]()
+    ids = tokenizer.encode(line).ids
+    assert incremental(SHARED[name], ids, True) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", sorted(made.EXACT))
+def test_known_decoders_get_an_exact_machine(name: str) -> None:
+    assert not isinstance(SHARED[name].start(True), WindowText)
+    assert not isinstance(SHARED[name].start(False), WindowText)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama2", "gemma"])
+def test_every_prefix_shown_is_a_prefix_of_the_end(name: str) -> None:
+    draw, vocab = random.Random(1), made.EXACT[name]().get_vocab_size()
+    for _ in range(100):
+        ids = [draw.randrange(vocab) for _ in range(20)]
+        whole = made.EXACT[name]().decode(ids, skip_special_tokens=False)
+        text, shown = SHARED[name].start(False), ""
+        for token_id in ids:
+            shown += text.push(token_id)
+            assert whole.startswith(shown)
+
+
+@pytest.mark.parametrize("tokens", [["▁▁", "a"], ["▁", "▁", "a"], ["</s>", "▁", "</s>", "▁"]])
+@pytest.mark.parametrize("name", ["llama2", "gemma"])
+def test_only_one_leading_space_is_lost(name: str, tokens: list[str]) -> None:
+    tokenizer = made.EXACT[name]()
+    ids = [tokenizer.token_to_id(token) for token in tokens]
+    assert incremental(SHARED[name], ids, True) == tokenizer.decode(ids)
+
+
+def test_a_character_leaves_with_its_last_byte() -> None:
+    tokenizer = made.byte_level()
+    ids = [tokenizer.token_to_id(char) for char in "ðŁĺĢ"]
+    text = SHARED["byte_level"].start()
+    assert [text.push(token_id) for token_id in ids] == ["", "", "", "😀"]
+
+
+def test_one_bad_byte_spoils_its_run_but_not_the_text_before() -> None:
+    vocab = made.gemma().get_vocab()
+    run = [vocab[f"<0x{byte:02X}>"] for byte in "我".encode()]
+    text = SHARED["gemma"].start()
+    shown = [text.push(token_id) for token_id in [vocab["a"], *run, vocab["<0xFF>"], vocab["b"]]]
+    assert shown == ["a", "", "", "", "", "\ufffd" * 4 + "b"]
+
+
+def test_a_long_run_is_not_held_for_ever() -> None:
+    vocab = made.gemma().get_vocab()
+    run = [vocab[f"<0x{byte:02X}>"] for byte in "我".encode()] * 200
+    text, held = SHARED["gemma"].start(), 0
+    for count, token_id in enumerate(run, 1):
+        held += len(text.push(token_id))
+        assert count - 3 * held <= module.MAX_RUN_TOKENS
+    assert held + len(text.flush()) == 200
+
+
+def test_a_rule_over_the_whole_text_falls_back_to_a_window() -> None:
+    tokenizer = made.replaced_after_fusing()
+    shared = Detokenizer(tokenizer)
+    assert isinstance(shared.start(), WindowText)
+    ids = tokenizer.encode("the▁fox▁a").ids
+    assert incremental(shared, ids, True) == tokenizer.decode(ids)
+
+
+def test_a_machine_that_disagrees_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "to_bytes", lambda token: token.encode())
+    assert isinstance(Detokenizer(made.byte_level()).start(), WindowText)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 430), max_size=40))
+def test_a_window_keeps_the_law_where_it_showed_only_truth(ids: list[int]) -> None:
+    """Even for bytes that are no UTF-8, whose window can be wrong in the middle."""
+    tokenizer = made.byte_level()
+    text, shown = WindowText(lambda part: tokenizer.decode(part, skip_special_tokens=True)), ""
+    for token_id in ids:
+        shown += text.push(token_id)
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    if whole.startswith(shown):
+        assert shown + text.flush() == whole
+
+
+def test_tokens_without_text_keep_the_context_of_a_window() -> None:
+    tokenizer = made.llama2()
+    the, blank = tokenizer.token_to_id("▁the"), tokenizer.token_to_id("</s>")
+    ids = [the, *[blank] * 50, the]
+    text = WindowText(lambda part: tokenizer.decode(part, skip_special_tokens=True))
+    assert "".join(map(text.push, ids)) + text.flush() == "the the"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama2", "suffix_bpe"])
+def test_cost_of_a_token_does_not_grow_with_the_answer(name: str) -> None:
+    tokenizer = {**made.EXACT, **made.WINDOWED}[name]()
+    ids = tokenizer.encode(made.CORPUS[0]).ids * 300
+    text = SHARED[name].start()
+
+    def seconds(part: list[int]) -> float:
+        start = time.perf_counter()
+        for token_id in part:
+            text.push(token_id)
+        return time.perf_counter() - start
+
+    third = len(ids) // 3
+    early, _, late = seconds(ids[:third]), seconds(ids[third:-third]), seconds(ids[-third:])
+    assert late < 4 * early + 0.01
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    assert incremental(Detokenizer(None), [1, 2, 3], True) == ""
+
+
+def test_transformers_tokenizer_decodes_alike() -> None:
+    tokenizer = made.chat_tokenizer()
+    ids = tokenizer.encode("it's 12:45 , isn't it ? 我喜欢 😀")
+    assert incremental(Detokenizer(tokenizer), ids, True) == tokenizer.decode(ids)
