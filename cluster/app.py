@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from swell.cluster.edge import EdgeServer, free_port, port_is_free
+from swell.cluster.edge import EdgeServer, claim_port, next_free_port, with_port
 from swell.cluster.ingress import Ingress
 from swell.cluster.manager import ClusterManager, ScaleRefused
 from swell.cluster.placement import Placement, resolve_device
 from swell.configs.log import configure_logging
-from swell.configs.schema import Config, ConfigError, load
+from swell.configs.schema import Config, ConfigError, load, parse_override
 from swell.coordinator.coordinator import CoordinatorContact
 
 _ACTOR_OPTIONS = {"num_cpus": 0}
+_SERVE_PROXY_PORT = 8000
+"""Where `serve run` starts Serve's proxy."""
 
 
 @serve.deployment(
@@ -93,34 +94,20 @@ def application(config: Config) -> serve.Application:
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """For `serve run swell.cluster.app:build config=FILE [section.key=value ...]`."""
+    """For `serve run swell.cluster.app:build config=FILE [section.key=value ...]`.
+
+    Serve's own proxy takes its port and serves the same routes; if `serve.port` is the same, the
+    ingresses listen on the next free one.
+    """
     args = dict(args)
     source = args.pop("config", None)
     if not source:
         raise ConfigError("say which configuration: serve run swell.cluster.app:build config=FILE")
-    return application(claim_port(load(source, args), beside_proxy=True))
-
-
-def claim_port(config: Config, *, beside_proxy: bool) -> Config:
-    """A configuration whose `serve.port` is free. Raises ConfigError if it is taken.
-
-    Under `serve run` the port may be taken by Serve's own proxy, which serves the same routes:
-    our servers then take another one.
-    """
-    host, port = config.serve.host, config.serve.port
-    if port and port_is_free(host, port):
-        return config
-    if port and not (beside_proxy and serve.status().proxies):
-        raise ConfigError(
-            f"serve.port={port} on {host} is in use; stop who listens there or choose another "
-            "port (--port P, or serve.port)"
-        )
-    chosen = free_port(host)
-    if port:
-        print(f"port {port} belongs to Ray Serve's proxy; the ingresses listen on {chosen}")
-    return msgspec.structs.replace(
-        config, serve=msgspec.structs.replace(config.serve, port=chosen)
-    )
+    config = load(source, dict(parse_override(f"{key}={value}") for key, value in args.items()))
+    if config.serve.port == _SERVE_PROXY_PORT:
+        config = with_port(config, next_free_port(config.serve.host, _SERVE_PROXY_PORT + 1))
+        print(f"Ray Serve's proxy has port {_SERVE_PROXY_PORT}; ours is {config.serve.port}")
+    return application(claim_port(config))
 
 
 def _refusal(change: Any) -> str | None:

@@ -39,7 +39,7 @@ class Ticket:
 class AsyncLLM:
     """The engines as one: whoever asks never learns which of them answered, nor that one left.
 
-    `on_limits` is told max_model_len (tokens) and the vocabulary's size whenever the members change.
+    `on_limits` is told max_model_len (tokens) and the vocabulary's size with every view.
 
     Resumption: when an engine leaves the roster, what it held is sent to another one with the
     outputs that were already seen; that one recomputes them and continues.

@@ -13,7 +13,10 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import uvicorn
+
+from swell.configs.schema import Config, ConfigError
 
 _BACKLOG = 2048
 
@@ -34,6 +37,27 @@ def free_port(host: str) -> int:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def claim_port(config: Config) -> Config:
+    """A configuration whose `serve.port` is free. Raises ConfigError if it is taken."""
+    host, port = config.serve.host, config.serve.port
+    if port == 0:
+        return with_port(config, free_port(host))
+    if not port_is_free(host, port):
+        raise ConfigError(
+            f"serve.port={port} on {host} is in use; stop who listens there or choose another "
+            "port (--port P, or serve.port)"
+        )
+    return config
+
+
+def with_port(config: Config, port: int) -> Config:
+    return msgspec.structs.replace(config, serve=msgspec.structs.replace(config.serve, port=port))
+
+
+def next_free_port(host: str, first: int) -> int:
+    return next(port for port in range(first, 65536) if port_is_free(host, port))
 
 
 def _family(host: str) -> socket.AddressFamily:

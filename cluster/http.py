@@ -32,7 +32,11 @@ class HTTPError(Exception):
     """An answer with a status of its own."""
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, kind: str = "invalid_request_error"
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -82,6 +86,14 @@ def guarded(handler: Handler) -> Handler:
             return error_response(error)
 
     return run
+
+
+async def no_such_route(request: Request, error: Exception) -> Response:
+    """A path or a method that is not ours; Starlette knows which."""
+    status = getattr(error, "status_code", 404)
+    what = "is not allowed" if status == 405 else "does not exist"
+    message = f"{request.method} {request.url.path} {what}; see /openapi.json"
+    return error_response(HTTPError(status, message, "not_found"))
 
 
 async def read_json_body(request: Request, limit_bytes: int) -> bytes:
@@ -189,6 +201,4 @@ class KeyRing:
         shown = hashlib.sha256(key.strip().encode()).digest()
         known = [hmac.compare_digest(shown, one) for one in self._hashes]
         if scheme.lower() != "bearer" or not any(known):
-            raise HTTPError(
-                401, "send a valid key: 'Authorization: Bearer KEY'", "invalid_api_key"
-            )
+            raise HTTPError(401, "send a valid key: 'Authorization: Bearer KEY'", "invalid_api_key")

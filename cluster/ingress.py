@@ -19,9 +19,9 @@ from swell.cluster.http import (
     EventStream,
     HTTPError,
     KeyRing,
-    error_response,
     guarded,
     json_response,
+    no_such_route,
     read_json_body,
     unless_gone,
 )
@@ -64,7 +64,9 @@ class Ingress:
         self._prompts: PromptProcessor | None = None
         self._ends: list[int] = []
         self.llm: AsyncLLM
-        self.app = Starlette(routes=self._routes())
+        self.app = Starlette(
+            routes=self._routes(), exception_handlers={404: no_such_route, 405: no_such_route}
+        )
 
     async def start(self) -> None:
         """Load the tokenizer and listen to the cluster."""
@@ -110,7 +112,6 @@ class Ingress:
             route("/admin/cluster", self._admin_cluster, "GET"),
             route("/admin/scale", self._admin_scale, "POST"),
             route("/admin/drain", self._admin_drain, "POST"),
-            Route("/{path:path}", self._unknown, methods=["GET", "POST", "PUT", "DELETE"]),
         ]
 
     # ---------------------------------------------------------------- generation
@@ -286,10 +287,6 @@ class Ingress:
     async def _openapi(self, request: Request) -> Response:
         return json_response(openapi_document())
 
-    async def _unknown(self, request: Request) -> Response:
-        message = f"{request.method} {request.url.path} does not exist; see /openapi.json"
-        return error_response(HTTPError(404, message, "not_found"))
-
     # ---------------------------------------------------------------- admin
 
     async def _admin_cluster(self, request: Request) -> Response:
@@ -300,9 +297,7 @@ class Ingress:
         self._admins.check(request)
         raw = await read_json_body(request, self._config.serve.max_body_bytes)
         body = decode(raw, ScaleRequest)
-        return _admin_answer(
-            await self._manager.scale.remote(body.engines, body.drain_timeout_s)
-        )
+        return _admin_answer(await self._manager.scale.remote(body.engines, body.drain_timeout_s))
 
     async def _admin_drain(self, request: Request) -> Response:
         self._admins.check(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import shutil
@@ -15,10 +16,13 @@ from collections.abc import Iterator
 
 import httpx
 
+from swell.cluster.edge import claim_port
 from swell.cluster.preflight import check
 from swell.configs.schema import Config
 
 _POLL_S = 0.25
+_QUIET_S = 0.2
+"""How long Ray's messages about the shutdown may take to arrive."""
 _LOCAL_CPUS = 16
 """Logical CPUs of a Ray that we start ourselves: our actors reserve next to nothing."""
 
@@ -33,6 +37,7 @@ def serve_forever(config: Config, address: str | None) -> None:
     Raises ConfigError and StartupError; nothing is left running then.
     """
     check(config)
+    config = claim_port(config)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -80,10 +85,7 @@ def _application(config: Config) -> Iterator[str]:
     """The Serve application, deployed; the URL at which it will answer."""
     from ray import serve
 
-    from swell.cluster.app import claim_port
-
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    config = claim_port(config, beside_proxy=False)
     proxy = config.serve.proxy_port
     serve.start(
         proxy_location="EveryNode" if proxy else "Disabled",
@@ -95,7 +97,10 @@ def _application(config: Config) -> Iterator[str]:
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         yield f"http://{shown}:{config.serve.port}"
     finally:
-        serve.shutdown()
+        # Ray writes to standard error that the controller, which ends itself, was killed.
+        with contextlib.redirect_stderr(io.StringIO()):
+            serve.shutdown()
+            time.sleep(_QUIET_S)
 
 
 def _deploy(config: Config) -> None:
@@ -144,4 +149,3 @@ def _look(url: str) -> tuple[str | None, bool]:
         return None, False
     error = answer.json()["error"]
     return error["message"], error["code"] == "cluster_failed"
-

@@ -6,6 +6,7 @@ import os
 
 import msgspec
 import ray
+
 from swell.configs.schema import ClusterConfig
 from swell.coordinator import roster
 from swell.coordinator.channel import ChannelAddress, ChannelKeys

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterable
 
 import msgspec
+
 from swell.coordinator.channel import ChannelAddress
 
 

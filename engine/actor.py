@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import ray
+
 from swell.configs.log import FactLogger, configure_logging
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys

@@ -78,6 +78,12 @@ class BlockPool:
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free: the conservation check when idle."""
-        held = [block for block, count in enumerate(self._references) if count]
-        assert not held and len(self._free) == self.num_blocks, f"blocks leaked: {held[:10]}"
-        assert all(self._names[block] == name for name, block in self._cached.items())
+        leaked = self.num_blocks - len(self._free)
+        assert leaked == 0, f"{leaked} blocks leaked"
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is either held or free, and names agree."""
+        for block, count in enumerate(self._references):
+            assert (count == 0) == (block in self._free), f"block {block} is held {count} times"
+        for name, block in self._cached.items():
+            assert self._names[block] == name, f"block {block} has lost its name"

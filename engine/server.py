@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 
 import msgspec
+
+from swell.configs.log import FactLogger
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Outlet
 from swell.coordinator.wire import EngineReport
@@ -66,6 +68,7 @@ class EngineServer:
         host: str = "127.0.0.1",
     ) -> None:
         self.rank = rank
+        self._log = FactLogger("engine", rank=rank)
         self.core = core
         self._inbox: Inbox[EngineMessage] = Inbox(EngineMessage, keys, host)
         self._outlet: Outlet[None] = Outlet(coordinator, None, keys)
@@ -106,6 +109,8 @@ class EngineServer:
             self._reporter.changed()
             for client, outputs in self.core.step(self._intake).items():
                 self._send(client, outputs)
+            if not self.core.has_work:
+                self._check_conservation()
 
     def _intake(self, timeout_s: float = 0.0) -> None:
         for peer, message in self._inbox.receive(timeout_s):
@@ -121,6 +126,13 @@ class EngineServer:
                     self._serve(peer, message)
                 case StartDPWave():
                     """Engines that share no collectives have no waves."""
+
+    def _check_conservation(self) -> None:
+        """An idle engine holds nothing; if it does, say so, once it is known and not later."""
+        try:
+            self.core.check_idle()
+        except AssertionError as leak:
+            self._log.error("idle, but not everything is free", leak=str(leak))
 
     def _serve(self, peer: bytes, call: UtilityCall) -> None:
         """Run a service; whatever it raises is the answer."""

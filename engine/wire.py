@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 
 import msgspec
+
 from swell.worker.wire import SamplerParams
 
 

@@ -16,13 +16,13 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
 
     53 bits of mix(mix(seed + g) + (position + 1) * g), where mix is the finalizer and g the
     increment of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195; constants as
-    in https://prng.di.unimi.it/splitmix64.c). Columns: reference.
+    in https://prng.di.unimi.it/splitmix64.c). Columns: reference, cpu.
     """
     return columns.pick("sample", seeds.device.type).uniform_noise(seeds, positions)  # type: ignore[no-any-return]
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """logits [N, V] -> the most likely tokens [N] int64. Columns: reference."""
+    """logits [N, V] -> the most likely tokens [N] int64. Columns: reference, cpu."""
     return columns.pick("sample", logits.device.type).greedy_tokens(logits)  # type: ignore[no-any-return]
 
 
@@ -49,7 +49,7 @@ def sample_tokens(
 
     `any_min_p` and `any_top` say whether some row uses min_p, or top_k or top_p: without the
     latter nothing is sorted. They must hold for the batch; they cost no look at the device.
-    Columns: reference.
+    Columns: reference, cpu.
     """
     return columns.pick("sample", logits.device.type).sample_tokens(  # type: ignore[no-any-return]
         logits, temperature, top_k, top_p, min_p, u, any_min_p=any_min_p, any_top=any_top

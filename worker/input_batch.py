@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from swell.kernels.attention import AttentionMetadata
@@ -92,7 +93,7 @@ def build_batch(plan: SchedulerOutput, states: RequestStates, blocks: BlockTable
         sample_positions,
         context,
         query_start,
-    ) = packed.split([len(part) for part in parts])
+    ) = torch.split(packed, [len(part) for part in parts])
     max_context = int(host.context.max(initial=0))
     attention = AttentionMetadata(
         query_start=query_start.int(),

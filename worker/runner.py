@@ -42,7 +42,7 @@ class CopyingOutput(AsyncModelRunnerOutput):
         stream.wait_stream(torch.cuda.current_stream(tokens.device))
         with torch.cuda.stream(stream):
             self._host = tokens.to("cpu", non_blocking=True)
-            self._done = torch.cuda.Event()
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(stream)
 
     def get_output(self) -> ModelRunnerOutput:
@@ -76,7 +76,9 @@ class ModelRunner:
         self.feedback = make_feedback(mesh, self.states)
         # The engine does not plan further ahead than this, so an older send has been received.
         self._outbox = Outbox(scheduler.steps_in_flight)
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy_stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def is_output_rank(self) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from swell.configs.schema import Config
 from swell.worker import kv_cache
@@ -16,6 +15,9 @@ from swell.worker.mesh import Mesh
 from swell.worker.models import build_model
 from swell.worker.runner import ModelRunner
 from swell.worker.wire import AsyncModelRunnerOutput, SchedulerOutput, WorkerLimits
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 class Worker:
@@ -46,7 +48,7 @@ class Worker:
         self._dtype = torch.float32
         self._prepared = threading.local()
 
-    def load(self, store: dist.Store | None = None, epoch: int = 0) -> WorkerLimits:
+    def load(self, store: Store | None = None, epoch: int = 0) -> WorkerLimits:
         """Join the engine's groups of `epoch`, build and fill the model, measure the memory.
 
         `store` is where the engine's workers meet; one worker alone needs none. Raises

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+
 from swell.configs.schema import Config, ConfigError
 from swell.worker.wire import AsyncModelRunnerOutput, SchedulerOutput, WorkerLimits
 

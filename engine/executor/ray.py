@@ -12,6 +12,7 @@ import msgspec
 import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelKeys, Inbox
 from swell.engine.executor import (

@@ -23,14 +23,20 @@ def paged_attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """See `swell.kernels.attention.paged_attention`."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    rows = meta.context_tokens.shape[0]
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    rows, tokens = meta.context_tokens.shape[0], torch.arange(q.shape[0], device=q.device)
+    row = torch.searchsorted(meta.query_start.long(), tokens, right=True) - 1  # [T]
+    index = tokens - meta.query_start.long()[row]  # [T], of the token in its row
     per_row = q.shape[1] * meta.max_query_tokens * meta.max_context_tokens
     chunk = max(1, MAX_SCORE_ELEMENTS // max(1, per_row))
-    if q.shape[0]:
-        for first in range(0, rows, chunk):
-            last = min(rows, first + chunk)
-            _attend_rows(q, k_cache, v_cache, meta, first, last, out, scale, window, softcap)
+    for first in range(0, rows if per_row else 0, chunk):
+        last = min(rows, first + chunk)
+        # [rows of the chunk, Q, heads, head_dim]
+        answer = _attend_rows(q, k_cache, v_cache, meta, first, last, scale, window, softcap)
+        # Chosen by a mask: how many tokens the chunk has is known to the device only.
+        inside = (row >= first) & (row < last)
+        answer = answer[(row - first).clamp(0, last - first - 1), index]
+        out = torch.where(inside[:, None, None], answer.to(q.dtype), out)
     return out
 
 
@@ -41,14 +47,14 @@ def _attend_rows(
     meta: AttentionMetadata,
     first: int,
     last: int,
-    out: Tensor,
     scale: float,
     window: int,
     softcap: float,
-) -> None:
+) -> Tensor:
     """The rows first .. last - 1, padded to Q query and C context tokens."""
     device, queries, context = q.device, meta.max_query_tokens, meta.max_context_tokens
-    heads, kv_heads, block_tokens = q.shape[1], k_cache.shape[1], k_cache.shape[2]
+    kv_heads, block_tokens, head_dim = k_cache.shape[1:]
+    group = q.shape[1] // kv_heads
     start = meta.query_start[first:last].long()  # [B]
     length = meta.query_start[first + 1 : last + 1].long() - start  # [B]
     total = meta.context_tokens[first:last].long()  # [B]
@@ -58,7 +64,8 @@ def _attend_rows(
     position = total[:, None] - length[:, None] + index  # [B, Q]
 
     # [B, kv_heads, group, Q, head_dim]
-    rows_q = q[token].float().transpose(1, 2).unflatten(1, (kv_heads, heads // kv_heads))
+    rows_q = q[token].float().transpose(1, 2)
+    rows_q = rows_q.reshape(-1, kv_heads, group, queries, head_dim)
     blocks = meta.block_table[first:last, : -(-context // block_tokens)].long()  # [B, blocks]
     key_index = torch.arange(context, device=device)  # [C]
     rows_k = k_cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :context].float()
@@ -73,5 +80,4 @@ def _attend_rows(
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
     # What lies behind a row's context is another's or nobody's: it may be anything, even NaN.
     rows_v = rows_v.masked_fill((key_index >= total[:, None])[:, None, :, None], 0.0)
-    answer = (torch.softmax(scores, dim=-1) @ rows_v[:, :, None]).flatten(1, 2).transpose(1, 2)
-    out[token[real]] = answer[real].to(q.dtype)
+    return (torch.softmax(scores, dim=-1) @ rows_v[:, :, None]).flatten(1, 2).transpose(1, 2)

@@ -59,7 +59,7 @@ def sample_tokens(
     scaled /= torch.where(greedy, 1.0, temperature)[:, None]
     if any_min_p:
         # p >= min_p * p_max in logarithms; log(0) = -inf keeps all.
-        scaled = scaled.masked_fill(scaled < min_p.log()[:, None], float("-inf"))
+        scaled = scaled.masked_fill(scaled < min_p.log().clamp(max=0)[:, None], float("-inf"))
     if any_top:
         scaled = scaled.masked_fill(~_top(scaled, top_k, top_p), float("-inf"))
     # float64: in a large vocabulary the float32 sum would swallow rare tokens.

@@ -8,9 +8,9 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from swell.cluster import detokenizer as module
 from swell.cluster.detokenizer import Detokenizer, WindowText
-
 from tests.cluster import tokenizers_for_tests as made
 
 SHARED = {name: Detokenizer(make()) for name, make in {**made.EXACT, **made.WINDOWED}.items()}

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion as OpenAIChatCompletion
+
 from swell.cluster.openai import (
     ChatChoice,
     ChatCompletion,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.metrics import PrometheusStats
 from swell.cluster.output_processor import (
@@ -21,7 +22,6 @@ from swell.cluster.output_processor import (
 from swell.cluster.params import SamplingParams, to_core_request
 from swell.cluster.stats import IterationStats
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
-
 from tests.cluster import tokenizers_for_tests as made
 
 TOKENIZER = made.byte_level()

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from swell.cluster.params import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,

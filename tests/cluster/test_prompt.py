@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from swell.cluster.openai import ChatMessage, ContentPart
 from swell.cluster.params import BadRequest
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
 from swell.configs.schema import ConfigError
-
 from tests.cluster import tokenizers_for_tests as made
 
 MAX_LEN = 64

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
+
 from swell.cluster import sse
 from swell.cluster.openai import (
     ChatChunk,

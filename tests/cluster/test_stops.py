@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from swell.cluster.stops import NoStops, StopChecker, stop_checker
 
 PIECES = st.lists(st.text("ab ", max_size=4), max_size=12)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.fake_worker import expected, make_core, run, token_ids
 
 from swell.engine.wire import EngineCoreRequest, FinishReason
 from swell.worker.wire import SamplerParams
+from tests.engine.fake_worker import expected, make_core, run, token_ids
 
 CLIENT = b"ingress"
 
@@ -82,6 +82,7 @@ def test_answers_do_not_depend_on_the_schedule(
         clock += 1
         assert clock < 5000, "no progress"
     core.check_idle()
+    core.scheduler.kv.pool.check()
     for i, (r, _) in enumerate(wanted):
         got = outputs.get(f"r{i}", [])
         tokens = list(r.output_token_ids) + token_ids(got)

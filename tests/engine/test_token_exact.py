@@ -7,19 +7,19 @@ differences left are rounding, far below the gap between the first and the secon
 from __future__ import annotations
 
 import random
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from tests.worker import tiny_models
 
 from swell.configs.schema import load
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
 from swell.worker.wire import SamplerParams
+from tests.worker import tiny_models
 
 NATIVE = ["llama-llama3", "mistral", "qwen2", "qwen3"]
 GENERIC = ["gpt_neox", "starcoder2"]
@@ -34,7 +34,7 @@ PROMPTS.append(PROMPTS[2][:32] + [7, 8])  # shares a prefix of two blocks
 def folder(tmp_path_factory: pytest.TempPathFactory):
     root = tmp_path_factory.mktemp("models")
 
-    @lru_cache(maxsize=None)
+    @cache
     def make(family: str) -> Path:
         tiny_models.make(root / family, family)
         return root / family
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 def truth(folder):
     """What transformers answers, one prompt at a time."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def answers(family: str) -> list[list[int]]:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder(family), dtype=torch.float32

@@ -46,10 +46,10 @@ class Case:
         for i, r in enumerate(order):
             table[i, : counts[i]] = free[taken : taken + counts[i]]
             taken += counts[i]
-            for position in range(self.rows[r][1]):
-                block = table[i, position // self.block_tokens]
-                k_cache[block, :, position % self.block_tokens] = self.k[r][position]
-                v_cache[block, :, position % self.block_tokens] = self.v[r][position]
+            position = torch.arange(self.rows[r][1])
+            block, offset = table[i, position // self.block_tokens], position % self.block_tokens
+            k_cache[block, :, offset] = self.k[r]
+            v_cache[block, :, offset] = self.v[r]
         starts = torch.tensor([0] + [self.rows[r][0] for r in order]).cumsum(0)
         meta = AttentionMetadata(
             query_start=starts.int(),
@@ -70,20 +70,18 @@ def column(name: str):
 
 
 def by_definition(case: Case, row: int, window: int, softcap: float) -> Tensor:
-    """One row in float64, one query token and head at a time."""
+    """One row in float64, one query token at a time over exactly the positions that it sees."""
     n, c = case.rows[row]
-    group = case.heads // case.kv_heads
+    head = torch.arange(case.heads) // (case.heads // case.kv_heads)
+    q, k, v = case.q[row].double(), case.k[row].double()[:, head], case.v[row].double()[:, head]
     out = torch.empty(n, case.heads, case.head_dim, dtype=torch.float64)
     for i in range(n):
         position = c - n + i
-        first = max(0, position - window + 1) if window else 0
-        for h in range(case.heads):
-            k = case.k[row][first : position + 1, h // group].double()
-            v = case.v[row][first : position + 1, h // group].double()
-            scores = k @ case.q[row][i, h].double() * case.head_dim**-0.5
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            out[i, h] = torch.softmax(scores, 0) @ v
+        seen = slice(max(0, position - window + 1) if window else 0, position + 1)
+        scores = torch.einsum("hd,jhd->hj", q[i], k[seen]) * case.head_dim**-0.5
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        out[i] = torch.einsum("hj,jhd->hd", torch.softmax(scores, 1), v[seen])
     return out
 
 

@@ -6,12 +6,21 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swell.kernels.sample import greedy_tokens, sample_tokens, uniform_noise
+from swell.kernels import columns
+from swell.kernels.reference import sample as reference
 
 MASK = (1 << 64) - 1
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def column(request):
+    module = columns.load(request.param, "sample")
+    if module is None:
+        pytest.skip(f"the column {request.param} cannot run here")
+    return module
 
 
 def splitmix_finalizer(z: int) -> int:
@@ -20,13 +29,15 @@ def splitmix_finalizer(z: int) -> int:
     return z ^ (z >> 31)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(-(1 << 63), (1 << 63) - 1), position=st.integers(0, 1 << 40))
-def test_noise_is_splitmix(seed, position):
+def test_noise_is_splitmix(column, seed, position):
     golden = 0x9E3779B97F4A7C15
     hashed = splitmix_finalizer((seed + golden) & MASK)
     hashed = splitmix_finalizer((hashed + (position + 1) * golden) & MASK)
-    got = uniform_noise(torch.tensor([seed]), torch.tensor([position]))
+    got = column.uniform_noise(torch.tensor([seed]), torch.tensor([position]))
     assert got.dtype == torch.float64
     assert got.item() == (hashed >> 11) / (1 << 53)
     assert 0 <= got.item() < 1
@@ -37,21 +48,21 @@ def test_the_finalizer_is_the_published_one():
     assert splitmix_finalizer(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
 
 
-def test_noise_does_not_depend_on_the_place_in_the_batch():
+def test_noise_does_not_depend_on_the_place_in_the_batch(column):
     seeds, positions = torch.randint(-(1 << 62), 1 << 62, (50,)), torch.randint(0, 9999, (50,))
-    together = uniform_noise(seeds, positions)
+    together = column.uniform_noise(seeds, positions)
     shuffle = torch.randperm(50)
-    assert torch.equal(uniform_noise(seeds[shuffle], positions[shuffle]), together[shuffle])
-    assert torch.equal(uniform_noise(seeds[7:8], positions[7:8]), together[7:8])
+    assert torch.equal(column.uniform_noise(seeds[shuffle], positions[shuffle]), together[shuffle])
+    assert torch.equal(column.uniform_noise(seeds[7:8], positions[7:8]), together[7:8])
 
 
-def test_noise_is_uniform_along_seeds_and_positions():
+def test_noise_is_uniform_along_seeds_and_positions(column):
     """Chi-square of 20 bins; 43.8 is exceeded by chance once in a thousand."""
     count = torch.arange(20_000)
     for u in (
-        uniform_noise(torch.zeros_like(count), count),
-        uniform_noise(count, torch.zeros_like(count)),
-        uniform_noise(count, count),
+        column.uniform_noise(torch.zeros_like(count), count),
+        column.uniform_noise(count, torch.zeros_like(count)),
+        column.uniform_noise(count, count),
     ):
         observed = torch.histc(u, 20, 0, 1)
         assert ((observed - 1000) ** 2 / 1000).sum() < 43.8
@@ -82,7 +93,7 @@ def plain_draw(share: dict[int, float], u: float) -> int:
     return max(share)
 
 
-def columns_of(rows):
+def tensors(rows):
     """(temperature, top_k, top_p, min_p) per row -> the tensors."""
     t, k, p, m = zip(*rows, strict=True)
     return torch.tensor(t), torch.tensor(k), torch.tensor(p), torch.tensor(m)
@@ -103,13 +114,13 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_against_the_plain_reference(seed):
+def test_against_the_plain_reference(column, seed):
     torch.manual_seed(seed)
     rows = PARAMETERS * 8
     logits = torch.randn(len(rows), 50) * 2
     logits[:, 7] = -torch.inf
     u = torch.rand(len(rows), dtype=torch.float64)
-    got = sample_tokens(logits, *columns_of(rows), u).tolist()
+    got = column.sample_tokens(logits, *tensors(rows), u).tolist()
     for row, (t, k, p, m) in enumerate(rows):
         values = logits[row].tolist()
         if t == 0:
@@ -118,16 +129,16 @@ def test_against_the_plain_reference(seed):
         assert got[row] == plain_draw(plain_keep(values, t, k, p, m), u[row].item()), rows[row]
 
 
-def test_rows_do_not_depend_on_each_other():
+def test_rows_do_not_depend_on_each_other(column):
     """Also where a neighbour makes the batch sort."""
     torch.manual_seed(0)
     logits = torch.randn(len(PARAMETERS), 300)
     u = torch.rand(len(PARAMETERS), dtype=torch.float64)
-    together = sample_tokens(logits, *columns_of(PARAMETERS), u)
+    together = column.sample_tokens(logits, *tensors(PARAMETERS), u)
     for i, row in enumerate(PARAMETERS):
-        alone = sample_tokens(
+        alone = column.sample_tokens(
             logits[i : i + 1],
-            *columns_of([row]),
+            *tensors([row]),
             u[i : i + 1],
             any_min_p=row[3] > 0,
             any_top=row[1] > 0 or row[2] < 1,
@@ -135,49 +146,80 @@ def test_rows_do_not_depend_on_each_other():
         assert alone.item() == together[i].item()
 
 
-def test_ties_go_to_the_lower_token():
+def test_ties_go_to_the_lower_token(column):
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]).repeat(200, 1)
     u = torch.linspace(0, 0.999, 200, dtype=torch.float64)
     for row, allowed in [((1.0, 2, 1.0, 0.0), {1, 2}), ((1.0, 0, 0.3, 0.0), {1, 2})]:
-        got = sample_tokens(logits, *columns_of([row] * 200), u)
+        got = column.sample_tokens(logits, *tensors([row] * 200), u)
         assert set(got.tolist()) == allowed
-    assert greedy_tokens(logits)[0] == 1
+    assert column.greedy_tokens(logits)[0] == 1
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
-def test_forbidden_tokens_are_never_drawn(u):
+def test_forbidden_tokens_are_never_drawn(column, u):
     logits = torch.full((1, 9), -torch.inf)
     logits[0, 4] = -3.0
-    got = sample_tokens(
-        logits, *columns_of([(1.0, 0, 1.0, 0.0)]), torch.tensor([u], dtype=torch.float64)
+    got = column.sample_tokens(
+        logits, *tensors([(1.0, 0, 1.0, 0.0)]), torch.tensor([u], dtype=torch.float64)
     )
     assert got.item() == 4
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-5, 1e30])
-def test_extreme_temperatures(temperature):
+def test_extreme_temperatures(column, temperature):
     logits = torch.tensor([[1e4, -1e4, 2e4, 0.0]])
-    got = sample_tokens(
-        logits, *columns_of([(temperature, 0, 1.0, 0.0)]), torch.tensor([0.6], dtype=torch.float64)
+    got = column.sample_tokens(
+        logits, *tensors([(temperature, 0, 1.0, 0.0)]), torch.tensor([0.6], dtype=torch.float64)
     )
     assert got.item() == 2
 
 
-def test_distribution():
+def test_distribution(column):
     """Chi-square of drawn tokens against the softmax: 8 tokens, 7 degrees of freedom, 24.3 is
     exceeded once in a thousand."""
     logits = torch.tensor([0.3, 1.0, -1.0, 0.0, 2.0, 0.5, -0.5, 1.5])
     count = 20_000
     seeds = torch.arange(count)
-    u = uniform_noise(seeds, torch.full_like(seeds, 17))
-    got = sample_tokens(logits.repeat(count, 1), *columns_of([(0.8, 0, 1.0, 0.0)] * count), u)
+    u = column.uniform_noise(seeds, torch.full_like(seeds, 17))
+    got = column.sample_tokens(logits.repeat(count, 1), *tensors([(0.8, 0, 1.0, 0.0)] * count), u)
     expected = torch.softmax(logits / 0.8, 0) * count
     observed = torch.bincount(got, minlength=8)
     assert ((observed - expected) ** 2 / expected).sum() < 24.3
 
 
-def test_logits_are_not_changed():
+def test_logits_are_not_changed(column):
     logits = torch.randn(3, 20)
     before = logits.clone()
-    sample_tokens(logits, *columns_of(PARAMETERS[7:10]), torch.rand(3, dtype=torch.float64))
+    column.sample_tokens(logits, *tensors(PARAMETERS[7:10]), torch.rand(3, dtype=torch.float64))
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("vocab", [5, 8, 255, 256, 257, 5000])
+def test_columns_agree(column, vocab):
+    """The same tokens as the reference, in large vocabularies too, tails included."""
+    torch.manual_seed(vocab)
+    rows = PARAMETERS * 20 + [(1.0, 0, 0.9999, 0.0), (0.3, vocab - 1, 0.95, 0.0)] * 10
+    logits = torch.randn(len(rows), vocab) * 3
+    logits[torch.rand(logits.shape) < 0.05] = -torch.inf
+    logits[:, 2] = 1.0
+    u = torch.rand(len(rows), dtype=torch.float64)
+    wanted = reference.sample_tokens(logits, *tensors(rows), u)
+    assert torch.equal(column.sample_tokens(logits, *tensors(rows), u), wanted)
+    assert torch.equal(column.greedy_tokens(logits), logits.argmax(-1))
+
+
+def test_the_last_token_can_be_drawn_and_nothing_behind_it(column):
+    logits = torch.zeros(2, 300)
+    logits[1, 299] = -torch.inf
+    u = torch.full((2,), 1 - 2**-53, dtype=torch.float64)
+    got = column.sample_tokens(logits, *tensors([(1.0, 0, 1.0, 0.0)] * 2), u)
+    assert got.tolist() == [299, 298]
+
+
+def test_logits_that_are_not_numbers_give_some_token(column):
+    logits = torch.full((2, 20), float("nan"))
+    logits[1] = -torch.inf
+    for row in PARAMETERS:
+        u = torch.full((2,), 0.5, dtype=torch.float64)
+        got = column.sample_tokens(logits, *tensors([row] * 2), u)
+        assert ((got >= 0) & (got < 20)).all()

@@ -46,9 +46,10 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
         """q [T, heads * head_dim], k and v [T, kv_heads * head_dim] -> [T, heads * head_dim]"""
-        q = q.unflatten(1, (self.heads, self.head_dim))
-        k = k.unflatten(1, (self.kv_heads, self.head_dim))
-        v = v.unflatten(1, (self.kv_heads, self.head_dim))
+        tokens = len(q)
+        q = q.view(tokens, self.heads, self.head_dim)
+        k = k.view(tokens, self.kv_heads, self.head_dim)
+        v = v.view(tokens, self.kv_heads, self.head_dim)
         write_kv(k, v, self.k_cache, self.v_cache, meta.slot_mapping)
         out = paged_attention(
             q,
