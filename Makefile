@@ -23,8 +23,10 @@ test: setup lint typecheck
 test-fast: setup
 	$(BIN)/python -m pytest -m "not gpu and not slow"
 
+# Needs torch, transformers, msgspec, pyzmq and pytest of the machine's own Python; no Ray, no network.
 test-gpu:
-	python3 tests/gpu/run.py
+	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
+	PYTHONPATH=build/gpu:. $(PYTHON) -m pytest tests/gpu -m gpu
 
 lint: setup
 	$(BIN)/ruff check .

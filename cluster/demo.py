@@ -182,7 +182,10 @@ async def perform(url: str) -> Story:
                 if growing.done():
                     growing.result()
                     if story.now_s() - story.grown_s > _SERVED_S:
-                        raise DemoFailed("the new engine served nothing")
+                        raise DemoFailed(
+                            f"the new engine served {story.by_newcomers()} of "
+                            f"{len(story.answers)} answers in {_SERVED_S:g} s"
+                        )
                 _check_answers(story)
                 while not notes.empty():
                     screen.note(f"[{story.now_s():5.1f} s] {notes.get_nowait()}")

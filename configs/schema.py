@@ -8,7 +8,7 @@ Struct is constructed.
 
 from __future__ import annotations
 
-import json
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class ModelConfig(Section, frozen=True):
-    path: str
+    path: Annotated[str, Meta(min_length=1)]
     """A local folder with config.json, or a hub id."""
     name: str | None = None
     """The id under which the API serves the model; None: the last part of `path`."""
@@ -165,13 +165,13 @@ def parse_override(text: str) -> tuple[str, Any]:
     try:
         return key.strip(), msgspec.yaml.decode(value.encode()) if value else None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"--set {text!r}: the value is not YAML: {error}") from None
+        raise ConfigError(f"--set {text!r}: the value is not YAML: {_one_line(error)}") from None
 
 
 def _read(source: str | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     """The raw mapping and the folder that relative paths start from."""
     if isinstance(source, Mapping):
-        return json.loads(json.dumps(dict(source))), Path.cwd()
+        return copy.deepcopy(dict(source)), Path.cwd()
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         return {"model": {"path": source}}, Path.cwd()
@@ -180,7 +180,7 @@ def _read(source: str | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     except OSError as error:
         raise ConfigError(f"configuration {source!r} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"configuration {source!r} is not YAML: {error}") from None
+        raise ConfigError(f"configuration {source!r} is not YAML: {_one_line(error)}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"configuration {source!r} holds no sections; it starts with 'model:'")
     return data, path.resolve().parent
@@ -200,7 +200,7 @@ def _override(data: dict[str, Any], key: str, value: Any) -> None:
 def _explain(error: msgspec.ValidationError) -> str:
     """msgspec's message with our way to write a path."""
     text, _, where = str(error).partition(" - at `")
-    where = where.rstrip("`").removeprefix("$").lstrip(".")
+    where = where.rstrip("`").rpartition("$")[2].lstrip(".")
     if "unknown field" in text:
         name = text.rsplit("`", 2)[-2]
         section = Config.__annotations__.get(where) if where else "Config"
@@ -208,6 +208,10 @@ def _explain(error: msgspec.ValidationError) -> str:
         known = ", ".join(kind.__struct_fields__) if kind else "see configs/schema.py"
         return f"unknown key {'.'.join(filter(None, [where, name]))!r}; known keys there: {known}"
     return f"{where or 'configuration'}: {text}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _check(config: Config) -> None:

@@ -108,7 +108,7 @@ class Inbox(Generic[M]):
                 continue
             try:
                 message = self._decoder.decode(frame)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
             yield peer, message
 
@@ -163,7 +163,9 @@ class AsyncOutlet(Outlet[M]):
     context_type = zmq.asyncio.Context
 
     def send(self, message: Any) -> None:
-        zmq.Socket.send(self._socket, self._encoder.encode(message), zmq.NOBLOCK)
+        # Through the socket's own method: it looks for input afterwards, because sending may
+        # take the wake-up of a message that arrived meanwhile.
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def next(self) -> M:
         message: M = self._decoder.decode(await self._socket.recv())

@@ -137,7 +137,7 @@ def make_feedback(mesh: Mesh, states: RequestStates) -> TokenFeedback:
     if mesh.pipeline.size == 1:
         return TokenFeedback()
     if mesh.is_first_stage:
-        return FirstStageFeedback(mesh.pipeline, states)
+        return FirstStageFeedback(mesh.feedback, states)
     if mesh.is_last_stage:
-        return LastStageFeedback(mesh.pipeline)
+        return LastStageFeedback(mesh.feedback)
     return TokenFeedback()

@@ -154,6 +154,9 @@ class Mesh:
     """The workers that split the layers of one stage."""
     pipeline: Group
     """The workers with this tensor rank, one a stage, in stage order."""
+    feedback: Group
+    """The same workers, for drawn tokens on their way back: NCCL runs the sends and receives of a
+    group in order, and tokens must not wait behind activations nor the other way round."""
 
     @property
     def tensor_rank(self) -> int:
@@ -198,18 +201,21 @@ class Mesh:
             make = _nccl if device.type == "cuda" else _gloo
             return ProcessGroup(make(keys, rank, size, timeout_s, _host(store)), rank, size)
 
-        tensor = join(f"tensor{stage}", tensor_rank, parallel.tensor)
+        groups: list[Group] = []
         try:
-            pipeline = join(f"pipeline{tensor_rank}", stage, parallel.pipeline)
+            groups.append(join(f"tensor{stage}", tensor_rank, parallel.tensor))
+            groups.append(join(f"pipeline{tensor_rank}", stage, parallel.pipeline))
+            groups.append(join(f"feedback{tensor_rank}", stage, parallel.pipeline))
         except BaseException:
-            tensor.close()
+            for group in groups:
+                group.close()
             raise
-        return cls(rank=rank, epoch=epoch, tensor=tensor, pipeline=pipeline)
+        return cls(rank, epoch, *groups)
 
     def close(self) -> None:
-        """Leave both groups at once; a peer inside an operation gets an error."""
-        self.tensor.close()
-        self.pipeline.close()
+        """Leave all groups at once; a peer inside an operation gets an error."""
+        for group in (self.tensor, self.pipeline, self.feedback):
+            group.close()
 
 
 def _host(store: dist.Store | None) -> str | None:

@@ -70,7 +70,8 @@ class Router:
         self._block_tokens = block_tokens
         self._engines: dict[int, _Engine] = {}
         self._active: list[int] = []
-        self._placed: dict[str, int] = {}
+        self._placed: dict[str, tuple[int, _Engine]] = {}
+        """The engine itself beside its rank: another one may take the rank of one that died."""
 
     @property
     def active_ranks(self) -> list[int]:
@@ -109,27 +110,27 @@ class Router:
         engine.uncomputed[request_id] = max(1, len(token_ids) - cached)
         engine.requests += 1
         engine.remember(names)
-        self._placed[request_id] = rank
+        self._placed[request_id] = (rank, engine)
         return rank
 
     def answered(self, request_id: str) -> None:
         """The prompt of a request was computed."""
-        engine = self._engines.get(self._placed.get(request_id, -1))
-        if engine is not None:
-            engine.uncomputed.pop(request_id, None)
+        if request_id in self._placed:
+            self._placed[request_id][1].uncomputed.pop(request_id, None)
 
     def done(self, request_id: str) -> None:
         """A request has left its engine, however it ended."""
         self.answered(request_id)
-        engine = self._engines.get(self._placed.pop(request_id, -1))
-        if engine is not None:
-            engine.requests -= 1
+        placed = self._placed.pop(request_id, None)
+        if placed is not None:
+            placed[1].requests -= 1
 
     def rank_of(self, request_id: str) -> int | None:
-        return self._placed.get(request_id)
+        placed = self._placed.get(request_id)
+        return placed[0] if placed else None
 
     def placed_on(self, rank: int) -> list[str]:
-        return [request_id for request_id, where in self._placed.items() if where == rank]
+        return [request_id for request_id, (where, _) in self._placed.items() if where == rank]
 
     def _score(self, rank: int, tokens: int, names: Sequence[bytes]) -> int:
         engine = self._engines[rank]

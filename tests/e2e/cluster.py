@@ -1,4 +1,4 @@
-"""A real cluster in a child process, as a user starts it, and what it must leave behind: nothing."""
+"""A real cluster in a child process, as a user starts it; it must leave nothing behind."""
 
 from __future__ import annotations
 

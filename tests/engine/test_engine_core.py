@@ -69,7 +69,7 @@ def test_answers_do_not_depend_on_the_schedule(
     outputs: dict[str, list] = {}
     clock = 0
     while arrivals or core.has_work:
-        for at, r in [a for a in arrivals if a[0] <= clock]:
+        for _at, r in [a for a in arrivals if a[0] <= clock]:
             answer = core.add_request(r, CLIENT)
             if answer is not None:
                 outputs[r.request_id] = [answer]

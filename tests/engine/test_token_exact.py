@@ -27,7 +27,7 @@ NEW_TOKENS = 12
 
 _rng = random.Random(5)
 PROMPTS = [[_rng.randrange(3, 300) for _ in range(n)] for n in (1, 3, 40, 17, 8, 33)]
-PROMPTS.append(PROMPTS[2][:32] + [7, 8])  # shares a prefix of two blocks
+PROMPTS.append([*PROMPTS[2][:32], 7, 8])  # shares a prefix of two blocks
 
 
 @pytest.fixture(scope="session")

@@ -176,3 +176,12 @@ def test_rows_without_tokens(name):
     case = Case([(2, 9), (0, 4), (1, 30)], 2, 2, 16)
     got = column(name)(*case.paged([0, 1, 2]), scale=0.25)
     assert torch.equal(got, column(name)(*case.paged([0, 2]), scale=0.25))
+
+
+def test_the_reference_in_chunks_of_rows(monkeypatch):
+    reference = columns.load("reference", "attention")
+    case = Case(MIXED, 4, 2, 32)
+    batch = case.paged(list(range(len(MIXED))))
+    whole = reference.paged_attention(*batch, scale=0.2)
+    monkeypatch.setattr(reference, "MAX_SCORE_ELEMENTS", 2 * 4 * 33 * 130)
+    close(reference.paged_attention(*batch, scale=0.2), whole, torch.float32)

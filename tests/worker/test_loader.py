@@ -32,7 +32,7 @@ def lone(rank: int, size: int, stage: int = 0, stages: int = 1) -> Mesh:
     """A place in a mesh whose other workers do not exist: loading needs none."""
     tensor: Any = SimpleNamespace(rank=rank, size=size, all_reduce=lambda t: t)
     pipeline: Any = SimpleNamespace(rank=stage, size=stages)
-    return Mesh(rank=rank, epoch=0, tensor=tensor, pipeline=pipeline)
+    return Mesh(rank=rank, epoch=0, tensor=tensor, pipeline=pipeline, feedback=pipeline)
 
 
 def build(folder: Path, mesh: Mesh | None = None, **model: Any) -> tuple[Any, ModelConfig]:

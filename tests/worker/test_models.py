@@ -307,7 +307,7 @@ def _lone_mesh(parallel: ParallelConfig) -> Mesh:
         return SimpleNamespace(rank=0, size=size, all_reduce=lambda t: t, all_gather=None)
 
     tensor, pipeline = group(parallel.tensor), group(parallel.pipeline)
-    return Mesh(rank=0, epoch=0, tensor=tensor, pipeline=pipeline)
+    return Mesh(rank=0, epoch=0, tensor=tensor, pipeline=pipeline, feedback=pipeline)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,292 @@
+"""A configuration is frozen, closed and sliced, and what cannot be used is told in one line."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swell.configs.log import FactLogger, KeyValueFormatter
+from swell.configs.schema import Config, ConfigError, load, parse_override
+
+ROOT = Path(__file__).parents[2]
+
+CONTRACT_KEYS = {
+    "model": ["path", "load_format", "dtype", "max_model_len", "device"],
+    "parallel": ["data", "tensor", "pipeline", "expert"],
+    "cache": ["block_tokens", "memory_bytes", "memory_fraction", "prefix_caching"],
+    "scheduler": ["max_tokens_per_step", "max_rows", "policy", "steps_in_flight"],
+    "serve": ["host", "port", "ingress_replicas", "api_keys_file"],
+    "cluster": ["min_engines", "max_engines", "stall_timeout_s"],
+}
+"""What the contract with scripts and users names; keys may come, these may not go."""
+
+
+def refusal(source: object, overrides: dict[str, object] | None = None) -> str:
+    """The one line with which `load` refuses."""
+    with pytest.raises(ConfigError) as caught:
+        load(source, overrides)
+    text = str(caught.value)
+    assert text and "\n" not in text
+    return text
+
+
+def config(**sections: dict[str, object]) -> Config:
+    return load({"model": {"path": "m"}, **sections})
+
+
+def yaml(folder: Path, text: str | bytes) -> str:
+    path = folder / "a.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [(s, key) for s, keys in CONTRACT_KEYS.items() for key in keys]
+)
+def test_contract_keys_can_be_set(section: str, key: str) -> None:
+    value = getattr(getattr(config(), section), key)
+    again = load({"model": {"path": "m"}}, {f"{section}.{key}": value})
+    assert again == config()
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("model.load_format", ["auto", "dummy"]),
+        ("model.device", ["auto", "cpu", "cuda"]),
+        ("scheduler.policy", ["fcfs", "priority"]),
+    ],
+)
+def test_contract_values(key: str, values: list[str]) -> None:
+    section, _, name = key.partition(".")
+    for value in values:
+        chosen = load({"model": {"path": "m"}}, {key: value})
+        assert getattr(getattr(chosen, section), name) == value
+    assert key in refusal({"model": {"path": "m"}}, {key: "other"})
+
+
+def test_defaults_pass_their_own_ranges() -> None:
+    """Defaults are not checked when a Struct is constructed, so they are here."""
+    default = config()
+    assert msgspec.convert(msgspec.to_builtins(default), Config) == default
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        config().model.seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("section", [*CONTRACT_KEYS])
+def test_an_unknown_key_is_named_with_its_path_and_the_known_ones(section: str) -> None:
+    source = {"model": {"path": "m"}}
+    written = {**source, section: {**source.get(section, {}), "nonsense": 1}}
+    for text in (refusal(source, {f"{section}.nonsense": 1}), refusal(written)):
+        assert f"'{section}.nonsense'" in text
+        assert all(key in text for key in CONTRACT_KEYS[section])
+
+
+def test_an_unknown_section_is_named_with_the_known_ones() -> None:
+    for text in (
+        refusal({"model": {"path": "m"}, "nonsense": {}}),
+        refusal({"model": {"path": "m"}}, {"nonsense.key": 1}),
+        refusal({"model": {"path": "m"}}, {"scheduler.": 1}),
+    ):
+        assert ("nonsense" in text or "scheduler." in text) and all(
+            s in text for s in CONTRACT_KEYS
+        )
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("parallel.tensor", [1, 8], [0, -1, "2", 1.5, True, None]),
+        ("parallel.expert", [True, False], [1, "yes"]),
+        ("model.max_model_len", [1, None], [0, -5]),
+        ("model.seed", [0, 7], [-1]),
+        ("model.path", ["owner/name"], ["", 3, None]),
+        ("cache.memory_fraction", [0.01, 1.0, 1], [0.0, 1.01, -0.5, float("nan")]),
+        ("cache.memory_bytes", [None, 1], [0]),
+        ("cache.block_tokens", [1, 16], [0]),
+        ("scheduler.steps_in_flight", [1, 16], [0, 17]),
+        ("scheduler.max_chunk_tokens", [0, 64], [-1]),
+        ("serve.port", [0, 65535], [-1, 65536]),
+        ("serve.max_body_bytes", [1], [0]),
+        ("cluster.stall_timeout_s", [0.001, 30], [0, -1]),
+        ("cluster.load_report_s", [0.05], [0]),
+    ],
+)
+def test_ranges(key: str, good: list[object], bad: list[object]) -> None:
+    for value in good:
+        load({"model": {"path": "m"}}, {key: value})
+    for value in bad:
+        assert refusal({"model": {"path": "m"}}, {key: value}).startswith(f"{key}:")
+
+
+def test_rules_between_keys_name_both_keys_and_values() -> None:
+    text = refusal({"model": {"path": "m"}, "cluster": {"min_engines": 5, "max_engines": 2}})
+    assert "cluster.min_engines=5" in text and "cluster.max_engines=2" in text
+    for data in (1, 5):
+        text = refusal(
+            {
+                "model": {"path": "m"},
+                "parallel": {"data": data},
+                "cluster": {"min_engines": 2, "max_engines": 4},
+            }
+        )
+        assert f"parallel.data={data}" in text
+        assert "cluster.min_engines=2" in text and "cluster.max_engines=4" in text
+
+
+def test_derived_values() -> None:
+    parts = config(parallel={"tensor": 2, "pipeline": 3})
+    assert parts.parallel.world == 6
+    assert load("owner/name").model.served_name == "name"
+    assert load("folder/name/").model.served_name == "name"
+    assert load({"model": {"path": "folder/name", "name": "mine"}}).model.served_name == "mine"
+
+
+# -------------------------------------------------------------------------------- sources
+
+
+def test_a_word_that_is_no_yaml_file_is_a_model() -> None:
+    assert load("owner/name").model.path == "owner/name"
+
+
+def test_a_model_path_is_tried_beside_the_file_first(tmp_path, monkeypatch) -> None:
+    """The file wins over the working directory; what is no folder there is left alone."""
+    for parent in ("here", "elsewhere"):
+        (tmp_path / parent / "model").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    source = yaml(tmp_path / "here", "model: {path: model}")
+    assert load(source).model.path == str(tmp_path / "here" / "model")
+    assert load(yaml(tmp_path / "here", "model: {path: other}")).model.path == "other"
+    assert load("other").model.path == str(tmp_path / "elsewhere" / "other")
+    monkeypatch.setenv("HOME", str(tmp_path / "here"))
+    assert load("~/model").model.path == str(tmp_path / "here" / "model")
+
+
+def test_a_relative_source_file(tmp_path, monkeypatch) -> None:
+    (tmp_path / "model").mkdir()
+    yaml(tmp_path, "model: {path: model}\nparallel: {tensor: 2}")
+    monkeypatch.chdir(tmp_path)
+    loaded = load("a.yaml")
+    assert loaded.model.path == str(tmp_path / "model") and loaded.parallel.tensor == 2
+
+
+def test_a_mapping_is_not_changed() -> None:
+    source = {"model": {"path": "m"}}
+    load(source, {"model.seed": 3, "scheduler.max_rows": 2})
+    assert source == {"model": {"path": "m"}}
+
+
+def test_overrides_win_over_the_source(tmp_path) -> None:
+    source = yaml(tmp_path, "model: {path: m, seed: 1}\nscheduler: {max_rows: 4}")
+    loaded = load(source, {"model.seed": 2})
+    assert (loaded.model.seed, loaded.scheduler.max_rows) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "- a",
+        "model:",
+        "model: {path: [}",
+        "\tmodel: 2",
+        "model: {1: 2}",
+        "1: 2",
+        "model: name",
+        "scheduler: {max_rows: 1}",
+        "model: {path: m}\nserve: {port: 2020-01-01}",
+        "!!python/object:os.system {}",
+        b"\xff\xfe\x00",
+        b'"\x00"',
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(tmp_path, text) -> None:
+    refusal(yaml(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path) -> None:
+    missing = str(tmp_path / "none.yaml")
+    assert missing in refusal(missing)
+    (tmp_path / "folder.yaml").mkdir()
+    assert "folder.yaml" in refusal(str(tmp_path / "folder.yaml"))
+
+
+def test_a_mapping_with_a_strange_value_is_refused() -> None:
+    assert refusal({"model": {"path": Path("m")}}).startswith("model.path:")
+    assert "scheduler" in refusal({"model": {"path": "m"}, "scheduler": 3}, {"scheduler.a": 1})
+
+
+def test_every_yaml_of_ours_loads() -> None:
+    for path in (ROOT / "configs").glob("*.yaml"):
+        load(str(path))
+
+
+# -------------------------------------------------------------------------------- --set
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("scheduler.max_rows=64", "scheduler.max_rows", 64),
+        ("parallel.expert=true", "parallel.expert", True),
+        ("cache.memory_fraction=0.5", "cache.memory_fraction", 0.5),
+        ("serve.api_keys_file=", "serve.api_keys_file", None),
+        ("model.name=null", "model.name", None),
+        ("model.path=a=b", "model.path", "a=b"),
+        ("model.name='7'", "model.name", "7"),
+        (" model.name = x", "model.name", "x"),
+    ],
+)
+def test_parse_override(text: str, key: str, value: object) -> None:
+    assert parse_override(text) == (key, value)
+    load({"model": {"path": "m"}}, dict([parse_override(text)]))
+
+
+@pytest.mark.parametrize("text", ["", "=", "a", "a.b", "max_rows=64", "a.b=[", "a.b='x", "a.b=\t"])
+def test_a_bad_override_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_override(text)
+    assert repr(text) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@given(st.text(max_size=20))
+def test_an_override_parses_or_is_a_config_error(text: str) -> None:
+    problem = ""
+    try:
+        key, value = parse_override(f"model.name={text}")
+        load({"model": {"path": "m"}}, {key: value})
+    except ConfigError as error:
+        problem = str(error)
+    assert "\n" not in problem
+
+
+# -------------------------------------------------------------------------------- logs
+
+
+def test_a_log_line_carries_its_facts() -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(KeyValueFormatter())
+    logger = logging.getLogger("swell.test_schema")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        log = FactLogger("test_schema", rank=0)
+        log.info("loaded", epoch=3, note="two words", empty="")
+        log.warning("rank wins", rank=1)
+    finally:
+        logger.removeHandler(handler)
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith("INFO swell.test_schema loaded rank=0 epoch=3 note='two words' empty=''")
+    assert second.endswith("WARNING swell.test_schema rank wins rank=1")

@@ -1,0 +1,58 @@
+"""What Prometheus reads of the coordinator's view."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from swell.coordinator.metrics import ViewCollector
+from swell.coordinator.roster import Roster
+from swell.coordinator.wire import ClusterView, EngineReport
+from tests.coordinator.test_roster import roster_of
+
+
+def scrape(view: ClusterView) -> dict[tuple[str, str], float]:
+    registry = CollectorRegistry()
+    registry.register(ViewCollector(lambda: view))
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {
+        (sample.name, sample.labels.get("engine", "")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_every_engine_has_its_values() -> None:
+    reports = [
+        EngineReport(
+            rank,
+            running=rank + 1,
+            waiting=rank + 2,
+            kv_usage=0.5,
+            steps=10 * rank,
+            preemptions=rank,
+            prefix_queries=100,
+            prefix_hits=25,
+        )
+        for rank in (0, 3)
+    ]
+    values = scrape(ClusterView(roster_of(0, 3), reports, wave=4))
+    assert values["swell_epoch", ""] == 1
+    assert values["swell_wave", ""] == 4
+    assert values["swell_engines", ""] == 2
+    for rank in (0, 3):
+        engine = str(rank)
+        assert values["swell_num_requests_running", engine] == rank + 1
+        assert values["swell_num_requests_waiting", engine] == rank + 2
+        assert values["swell_kv_cache_usage_ratio", engine] == 0.5
+        assert values["swell_engine_steps_total", engine] == 10 * rank
+        assert values["swell_num_preemptions_total", engine] == rank
+        assert values["swell_prefix_cache_queries_total", engine] == 100
+        assert values["swell_prefix_cache_hits_total", engine] == 25
+
+
+def test_an_empty_cluster_has_no_series_of_engines() -> None:
+    values = scrape(ClusterView(Roster()))
+    assert values["swell_engines", ""] == 0
+    assert not [name for name, engine in values if engine]

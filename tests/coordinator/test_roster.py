@@ -1,0 +1,80 @@
+"""A roster changes only by pure functions, and its epoch counts its changes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swell.coordinator import roster as functions
+from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.roster import Member, MemberState, Roster, free_ranks, join, leave, remove
+
+ADDRESS = ChannelAddress("machine", "ipc://@a", "tcp://127.0.0.1:1")
+
+
+def member(rank: int, **fields: object) -> Member:
+    return Member(rank, ADDRESS, **fields)  # type: ignore[arg-type]
+
+
+def roster_of(*ranks: int) -> Roster:
+    return join(Roster(), map(member, ranks))
+
+
+ranks = st.lists(st.integers(0, 6), max_size=4)
+steps = st.lists(st.tuples(st.sampled_from(["join", "leave", "remove"]), ranks), max_size=12)
+
+
+@given(steps)
+def test_every_change_is_the_next_epoch_and_no_change_is_the_same_roster(changes) -> None:
+    """Against a dict of states: the membership is what was asked for, in the order of ranks."""
+    roster, states = Roster(), {}
+    for name, going in changes:
+        wanted = dict(states)
+        if name == "join":
+            going = [r for r in dict.fromkeys(going) if r not in states]
+            wanted |= dict.fromkeys(going, MemberState.ACTIVE)
+        elif name == "leave":
+            wanted |= {r: MemberState.LEAVING for r in going if r in states}
+        else:
+            wanted = {r: s for r, s in states.items() if r not in going}
+        arguments = map(member, going) if name == "join" else going
+        following = getattr(functions, name)(roster, arguments)
+        if wanted == states:
+            assert following is roster
+        else:
+            assert following.epoch == roster.epoch + 1
+        roster, states = following, wanted
+        assert roster.ranks == sorted(states)
+        assert {m.rank: m.state for m in roster.members} == states
+
+
+@given(st.sets(st.integers(0, 8)), st.integers(0, 8))
+def test_free_ranks_are_the_lowest(taken: set[int], count: int) -> None:
+    free = free_ranks(roster_of(*taken), count)
+    assert len(free) == count and free == sorted(set(free))
+    assert not taken & set(free)
+    assert all(rank in taken for rank in range(max(free, default=0)) if rank not in free)
+
+
+def test_a_taken_rank_cannot_join() -> None:
+    roster = roster_of(0, 1)
+    with pytest.raises(ValueError, match=r"rank 1 .* epoch 1"):
+        join(roster, [member(2), member(1)])
+    with pytest.raises(ValueError, match="rank 3"):
+        join(roster, [member(3), member(3)])
+    with pytest.raises(ValueError, match="rank 0"):
+        join(leave(roster, [0]), [member(0)])
+    assert roster.ranks == [0, 1]
+
+
+def test_a_removed_rank_can_be_taken_again() -> None:
+    roster = join(remove(roster_of(0, 1), [0]), [member(0, max_model_len=7)])
+    assert roster.epoch == 3 and roster.ranks == [0, 1]
+    assert roster.members[0].max_model_len == 7
+    assert roster.members[0].state is MemberState.ACTIVE
+
+
+def test_newcomers_that_join_together_make_one_epoch() -> None:
+    assert roster_of(4, 2, 0).epoch == 1
+    assert roster_of(4, 2, 0).ranks == [0, 2, 4]

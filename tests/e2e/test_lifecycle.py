@@ -1,0 +1,222 @@
+"""How a cluster starts, fails to start, grows, loses an engine, and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import NANO, ROOT, Cluster
+
+
+def swell(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "swell.cluster", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def broken(tmp_path: Path, change) -> str:
+    folder = tmp_path / "model"
+    shutil.copytree(NANO, folder)
+    change(folder)
+    return str(folder)
+
+
+def edit(name: str, **keys: object):
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+    return change
+
+
+def shards(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100_000])
+
+
+MODELS = {
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ["holds no weights"], []),
+    "a missing shard": (shards, ["model-2.safetensors"], []),
+    "a truncated file": (truncate, ["model.safetensors"], []),
+    "no config": (lambda f: (f / "config.json").unlink(), ["config.json"], []),
+    "an unknown architecture": (
+        edit("config.json", architectures=["WhatIsThisForCausalLM"], model_type="whatisthis"),
+        ["whatisthis"],
+        [],
+    ),
+    "heads that do not divide": (lambda f: None, ["parallel.tensor=3"], ["parallel.tensor=3"]),
+    "too many stages": (lambda f: None, ["parallel.pipeline=64"], ["parallel.pipeline=64"]),
+    "an unknown key": (lambda f: None, ["scheduler.max_row"], ["scheduler.max_row=3"]),
+    "a value out of range": (lambda f: None, ["scheduler.max_rows"], ["scheduler.max_rows=0"]),
+    "a cache that is too small": (
+        lambda f: None,
+        ["cache.memory_bytes"],
+        ["cache.memory_bytes=1000"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_what_cannot_start_says_why_in_one_line(case, tmp_path):
+    change, words, settings = MODELS[case]
+    path = broken(tmp_path, change)
+    sets = [part for setting in settings for part in ("--set", setting)]
+    result = swell("serve", path, "--port", "0", *sets)
+    assert result.returncode in (1, 2), result.stdout
+    errors = [line for line in result.stderr.splitlines() if line.startswith("swell: ")]
+    assert len(errors) == 1, result.stderr
+    for word in words:
+        assert word in errors[0]
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_named_before_anything_is_started():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = swell("serve", str(NANO), "--port", str(port))
+    assert result.returncode == 1
+    assert f"serve.port={port}" in result.stderr
+    assert "starting Ray" not in result.stdout
+
+
+def test_ctrl_c_while_starting_leaves_nothing():
+    cluster = Cluster(NANO)
+    cluster.wait_for("starting Ray")
+    time.sleep(1)
+    cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(NANO, "model.dtype=float32", "cluster.max_engines=3") as running:
+        yield running
+
+
+def stream(cluster: Cluster, tokens: int, results: list) -> threading.Thread:
+    """A greedy answer in the background; its text is appended to `results`."""
+
+    def read() -> None:
+        body = {
+            "model": "nano",
+            "prompt": "count from 1 to 20",
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        ids: list[int] = []
+        with httpx.stream(
+            "POST", cluster.url + "/v1/completions", json=body, timeout=120
+        ) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    ids += json.loads(line[6:])["choices"][0]["token_ids"]
+        results.append(ids)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+def wait_for_engines(cluster: Cluster, count: int) -> dict:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        state = cluster.get("/admin/cluster").json()
+        active = [engine for engine in state["engines"] if engine["state"] == "active"]
+        if len(active) == count and state["rescale"]["phase"] == "idle":
+            return state
+        time.sleep(0.1)
+    raise AssertionError(f"never {count} engines: {state}")
+
+
+def test_growing_and_shrinking_while_answers_stream(cluster):
+    results: list[list[int]] = []
+    calm = stream(cluster, 300, results)
+    calm.join()
+    before = wait_for_engines(cluster, 1)
+    streams = [stream(cluster, 1500, results) for _ in range(4)]
+    assert cluster.post("/admin/scale", {"engines": 2}).status_code == 202
+    grown = wait_for_engines(cluster, 2)
+    assert grown["epoch"] > before["epoch"]
+    streams += [stream(cluster, 1500, results) for _ in range(8)]
+    time.sleep(0.5)
+    body = {"engines": 1, "drain_timeout_s": 0}
+    assert cluster.post("/admin/scale", body).status_code == 202
+    wait_for_engines(cluster, 1)
+    for thread in streams:
+        thread.join()
+    assert len(results) == 13
+    assert {len(ids) for ids in results[1:]} == {1500}
+    assert all(ids == results[1] for ids in results[1:])
+    assert results[1][:300] == results[0]
+
+
+def test_a_killed_engine_is_replaced_and_its_answers_go_on(cluster):
+    results: list[list[int]] = []
+    calm = stream(cluster, 1200, results)
+    calm.join()
+    streams = [stream(cluster, 1200, results) for _ in range(3)]
+    time.sleep(0.5)
+    state = wait_for_engines(cluster, 1)
+    os.kill(state["engines"][0]["pid"], signal.SIGKILL)
+    for thread in streams:
+        thread.join()
+    assert len(results) == 4
+    assert all(ids == results[0] for ids in results)
+    after = wait_for_engines(cluster, 1)
+    assert after["engines"][0]["pid"] != state["engines"][0]["pid"]
+
+
+def test_serve_run_deploys_the_same_app(tmp_path):
+    """Ray Serve's own command, against a Ray of our own; its proxy answers on its port."""
+    binaries = Path(sys.executable).parent
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 8000))
+    environment = {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}"}
+    process = subprocess.Popen(
+        [binaries / "serve", "run", "swell.cluster.app:build", "config=configs/demo.yaml"],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        ready = False
+        while not ready and time.monotonic() < deadline:
+            assert process.poll() is None
+            try:
+                ready = httpx.get("http://127.0.0.1:8000/ready").status_code == 200
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        body = {"model": "nano", "prompt": "upper: abc", "max_tokens": 5}
+        answer = httpx.post("http://127.0.0.1:8000/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)

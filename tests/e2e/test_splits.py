@@ -1,0 +1,54 @@
+"""Every way to split the work over processes gives the same answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.e2e.cluster import NANO, Cluster
+
+SPLITS = {
+    "tensor 2 x pipeline 2": ["parallel.tensor=2", "parallel.pipeline=2"],
+    "data 2, tensor 2, two ingresses": [
+        "parallel.data=2",
+        "parallel.tensor=2",
+        "serve.ingress_replicas=2",
+    ],
+}
+
+
+@pytest.fixture(scope="module", params=SPLITS)
+def cluster(request) -> Iterator[Cluster]:
+    with Cluster(NANO, "model.dtype=float32", *SPLITS[request.param]) as running:
+        yield running
+
+
+def test_answers_equal_transformers(cluster, heldout, truth):
+    prompts = [record["messages"][-1]["content"] for record in heldout[64:112]]
+    served: set[str] = set()
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none") as api:
+
+            async def ask(prompt: str) -> str:
+                answer = await api.chat.completions.with_raw_response.create(
+                    model="nano",
+                    messages=[{"role": "user", "content": prompt}],
+                    temperature=0,
+                    max_tokens=60,
+                )
+                served.add(answer.headers["x-swell-engine"])
+                return answer.parse().choices[0].message.content or ""
+
+            return await asyncio.gather(*(ask(prompt) for prompt in prompts))
+
+    answers = asyncio.run(ask_all())
+    assert answers == [truth(prompt, 60)[1] for prompt in prompts]
+    engines = cluster.get("/admin/cluster").json()["engines"]
+    assert served == {str(engine["rank"]) for engine in engines}
+    ranks = [(w["pipeline"], w["tensor"]) for w in engines[0]["workers"]]
+    assert ranks == sorted(ranks), "tensor-parallel ranks are neighbours"
+    assert len({w["pid"] for engine in engines for w in engine["workers"]}) == 4
