@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 import msgspec
 
@@ -41,7 +41,7 @@ class Answer(ABC):
 
     async def events(
         self, outputs: AsyncIterator[tuple[int, RequestOutput]], choices: int
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes]:
         """Server-sent events; `outputs` are deltas with the index of their prompt."""
         stream = self._stream()
         for event in self._opening(choices):

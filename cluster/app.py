@@ -32,7 +32,7 @@ _SERVE_PROXY_PORT = 8000
 class ManagerDeployment:
     """`ClusterManager` under Serve's supervision."""
 
-    async def __init__(self, config: Config) -> None:
+    async def __init__(self, config: Config) -> None:  # type: ignore[misc]
         configure_logging()
         namespace = f"swell-{serve.get_replica_context().app_name}"
         config = resolve_device(config)
@@ -66,7 +66,9 @@ class ManagerDeployment:
 class IngressDeployment:
     """`Ingress` under Serve's supervision, with its own HTTP server."""
 
-    async def __init__(self, config: Config, manager: DeploymentHandle) -> None:
+    async def __init__(  # type: ignore[misc]
+        self, config: Config, manager: DeploymentHandle
+    ) -> None:
         configure_logging()
         contact = await manager.contact.remote()
         self._ingress = Ingress(config, contact.address, contact.keys, manager)
@@ -86,11 +88,12 @@ class IngressDeployment:
 
 def application(config: Config) -> serve.Application:
     """The Serve application of a configuration whose port is known to be usable."""
-    ingress = IngressDeployment.options(
+    manager: Any = ManagerDeployment
+    ingress: Any = IngressDeployment
+    return ingress.options(
         num_replicas=config.serve.ingress_replicas,
         graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + 10,
-    )
-    return ingress.bind(config, ManagerDeployment.bind(config))
+    ).bind(config, manager.bind(config))
 
 
 def build(args: dict[str, Any]) -> serve.Application:

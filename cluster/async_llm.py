@@ -4,7 +4,7 @@ requests whose engine has gone."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.link import EngineLinks
@@ -94,7 +94,7 @@ class AsyncLLM:
         self._links.send(rank, request)
         return ticket
 
-    async def outputs(self, ticket: Ticket) -> AsyncIterator[RequestOutput]:
+    async def outputs(self, ticket: Ticket) -> AsyncGenerator[RequestOutput]:
         """What a request gives. A caller that leaves early aborts it."""
         try:
             async for output in ticket.collector:

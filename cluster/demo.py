@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,13 +30,15 @@ _CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 _ENGINES = 2
 _READY_S = 150.0
 _GROW_S = 90.0
-_SERVED_S = 30.0
+_SERVED_S = 45.0
 _ENOUGH = 4
 """Answers of the new engine that end the demonstration."""
 _PAUSE_S = 0.25
 """Between the questions of one asker: the new engine loads on the same cores."""
 _POLL_S = 0.2
 _MAX_TOKENS = 120
+_WIDTH = 60
+"""Characters of a prompt or an answer in the summary."""
 
 CHORES = (
     ("count from 3 to 25", ", ".join(map(str, range(3, 26)))),
@@ -91,7 +95,9 @@ class Story:
         return time.monotonic() - self.started
 
     def by_newcomers(self) -> int:
-        return sum(bool(set(a.engines.split(",")) - self.old_ranks) for a in self.answers)
+        """Answers that an engine which was not there at first has begun."""
+        known = {id(answer): answer for answer in (*self.answers, *self.open.values())}
+        return sum(bool(set(a.engines.split(",")) - self.old_ranks - {""}) for a in known.values())
 
 
 async def ask(client: Client, model: str, answer: Answer) -> None:
@@ -213,7 +219,7 @@ def print_summary(story: Story) -> None:
         answer = next(answer for answer in story.answers if answer.prompt == prompt)
         cells = (prompt, answer.text, answer.engines)
         numbers = (f"{1000 * answer.ttft_s:.0f}", f"{answer.rate:.0f}")
-        rows.append((*map(plain, cells), *numbers))
+        rows.append((*(textwrap.shorten(plain(cell), _WIDTH) for cell in cells), *numbers))
     columns = ("prompt", "answer", "engine", "TTFT ms", "tok/s")
     print_table("first answers", columns, rows, left=2)
     answers = story.answers
@@ -234,6 +240,9 @@ def print_summary(story: Story) -> None:
 async def demonstrate(config: str, port: int) -> None:
     """Start, perform, stop, look. Raises DemoFailed; the child never outlives this."""
     began = time.monotonic()
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     server = ServerProcess(config, port)
     story = None
     try:
@@ -263,6 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(demonstrate(args.config, args.port))
     except KeyboardInterrupt:
         return 130
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
     except (DemoFailed, ServerError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1

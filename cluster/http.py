@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,9 +121,9 @@ async def read_json_body(request: Request, limit_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled if the client leaves first (ClientGone)."""
-    task = asyncio.ensure_future(work)
+    task: asyncio.Future[T] = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -146,7 +146,7 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream:
     """A server-sent event stream over ready-made bytes; ends when the client leaves."""
 
-    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
         self._events = events
         self._headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -171,7 +171,7 @@ class EventStream:
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+        async with contextlib.aclosing(self._events) as events:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

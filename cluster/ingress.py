@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -319,17 +319,17 @@ def _engines(tickets: Sequence[Ticket]) -> dict[str, str]:
 
 
 async def _chain(
-    first: tuple[int, RequestOutput], rest: AsyncIterator[tuple[int, RequestOutput]]
-) -> AsyncIterator[tuple[int, RequestOutput]]:
+    first: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput]]
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
     yield first
-    async with contextlib.aclosing(rest) as outputs:  # type: ignore[type-var]
+    async with contextlib.aclosing(rest) as outputs:
         async for item in outputs:
             yield item
 
 
 async def _merge(
     llm: AsyncLLM, tickets: Sequence[Ticket]
-) -> AsyncIterator[tuple[int, RequestOutput]]:
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """Outputs of all tickets as they come; what is left is aborted when the reader leaves."""
     if len(tickets) == 1:
         async with contextlib.aclosing(llm.outputs(tickets[0])) as outputs:

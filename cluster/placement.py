@@ -77,7 +77,8 @@ class Placement:
 
     async def open(self) -> None:
         """Find the coordinator, or make it."""
-        self._coordinator = Coordinator.options(
+        kind: Any = Coordinator
+        self._coordinator = kind.options(
             name="coordinator",
             namespace=self._namespace,
             lifetime="detached",
@@ -137,7 +138,8 @@ class Placement:
         in_process = self._config.parallel.executor == "inproc" or (
             self._config.parallel.executor == "auto" and self._config.parallel.world == 1
         )
-        handle.actor = EngineActor.options(
+        kind: Any = EngineActor
+        handle.actor = kind.options(
             name=name,
             namespace=self._namespace,
             lifetime="detached",

@@ -31,7 +31,7 @@ def status(args: argparse.Namespace) -> int:
         (
             engine.rank,
             engine.state,
-            engine.node or "-",
+            (engine.node or "-")[:12],
             engine.pid or "-",
             engine.running,
             engine.waiting,

@@ -16,7 +16,7 @@ def print_table(
     """The first `left` columns are words, the others numbers."""
     terminal = sys.stdout.isatty()
     table = Table(
-        title=title,
+        title=title or None,
         title_justify="left",
         box=box.SIMPLE_HEAD if terminal else box.ASCII2,
         safe_box=True,

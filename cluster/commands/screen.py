@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from swell.cluster.commands.console import plain
 
 _SHOWN_ANSWERS = 12
 """Lines of answers without a terminal; later ones are only counted."""
+_WIDTH = 100
 
 
 class Shown(Protocol):
@@ -37,7 +39,8 @@ class LineScreen:
 
     def refresh(self) -> None:
         for answer in self._answers[self._printed : _SHOWN_ANSWERS]:
-            print(f"engine {answer.engines}: {plain(answer.prompt)} -> {plain(answer.text)}")
+            prompt, text = plain(answer.prompt), textwrap.shorten(plain(answer.text), _WIDTH)
+            print(f"engine {answer.engines}: {prompt} -> {text}")
             self._printed += 1
         sys.stdout.flush()
 

@@ -89,9 +89,9 @@ class InprocExecutor(Executor):
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
         store = None
         if self._config.parallel.world > 1:
-            from torch.distributed import HashStore
+            import torch.distributed as dist
 
-            store = HashStore()
+            store = dist.HashStore()  # type: ignore[attr-defined]
         progress("loading weights")
         try:
             for rank in range(self._config.parallel.world):

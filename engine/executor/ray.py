@@ -121,7 +121,8 @@ class RayExecutor(Executor):
 
     def _create(self, rank: int, bundle: int) -> Any:
         bundles = self._placement_group.bundle_specs[bundle]
-        return WorkerActor.options(
+        kind: Any = WorkerActor
+        return kind.options(
             num_cpus=bundles.get("CPU", 0),
             num_gpus=bundles.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(

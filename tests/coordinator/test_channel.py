@@ -1,0 +1,357 @@
+"""The channel: ordered, encrypted, and indifferent to strangers and to nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from swell.coordinator import channel
+from swell.coordinator.channel import (
+    AsyncOutlet,
+    CallTable,
+    ChannelAddress,
+    ChannelKeys,
+    ChannelTimeout,
+    Inbox,
+    Outlet,
+    make_keys,
+    this_machine,
+)
+
+SOON_S = 10.0
+"""A deadline that only a failure reaches."""
+
+NEVER_S = 0.2
+"""How long nothing may come before nothing is believed to come."""
+
+
+@pytest.fixture(scope="module")
+def keys() -> ChannelKeys:
+    return make_keys()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    deadline = time.monotonic() + SOON_S
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= before, "a socket was left open"
+
+
+@pytest.fixture
+def inbox(keys: ChannelKeys) -> Iterator[Inbox[str]]:
+    inbox: Inbox[str] = Inbox(str, keys)
+    yield inbox
+    inbox.close()
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request, inbox: Inbox[str]) -> ChannelAddress:
+    """The inbox as a peer of the same machine, and of another one, sees it."""
+    if request.param == "ipc":
+        return inbox.address
+    return msgspec.structs.replace(inbox.address, machine="another")
+
+
+@pytest.fixture
+def outlet(address: ChannelAddress, keys: ChannelKeys) -> Iterator[Outlet[str]]:
+    outlet: Outlet[str] = Outlet(address, str, keys)
+    yield outlet
+    outlet.close()
+
+
+def take(inbox: Inbox[str], count: int) -> list[tuple[bytes, str]]:
+    """The next `count` messages."""
+    heard: list[tuple[bytes, str]] = []
+    deadline = time.monotonic() + SOON_S
+    while len(heard) < count:
+        assert time.monotonic() < deadline, f"{len(heard)} of {count} messages came"
+        heard += inbox.receive(0.1)
+    return heard
+
+
+# -------------------------------------------------------------------------------- messages
+
+
+def test_messages_keep_their_order_both_ways(inbox, outlet) -> None:
+    sent = [str(i) for i in range(500)]
+    for message in sent:
+        outlet.send(message)
+    heard = take(inbox, len(sent))
+    assert [message for _, message in heard] == sent
+    (peer,) = {peer for peer, _ in heard}
+    for message in sent:
+        inbox.send(peer, message)
+    assert [outlet.receive(SOON_S) for _ in sent] == sent
+
+
+def test_each_peer_gets_its_own_answers(inbox, address, keys) -> None:
+    outlets: list[Outlet[str]] = [Outlet(address, str, keys) for _ in range(4)]
+    for index, outlet in enumerate(outlets):
+        outlet.send(str(index))
+    heard = take(inbox, len(outlets))
+    assert len({peer for peer, _ in heard}) == len(outlets)
+    for peer, message in heard:
+        inbox.send(peer, f"answer {message}")
+    for index, outlet in enumerate(outlets):
+        assert outlet.receive(SOON_S) == f"answer {index}"
+        assert outlet.receive(0.0) is None
+        outlet.close()
+
+
+def test_a_chosen_identity_is_what_the_inbox_hears(inbox, address, keys) -> None:
+    outlet: Outlet[str] = Outlet(address, str, keys, identity=b"me")
+    outlet.send("x")
+    assert take(inbox, 1) == [(b"me", "x")]
+    outlet.close()
+
+
+def test_waiting_for_nothing_ends(inbox, outlet) -> None:
+    assert list(inbox.receive(0.0)) == list(inbox.receive(0.01)) == []
+    assert outlet.receive(0.0) is None and outlet.receive(0.01) is None
+
+
+def test_an_inbox_drops_what_it_cannot_deliver(inbox, outlet) -> None:
+    inbox.send(b"nobody", "x")
+    outlet.send("y")
+    assert [message for _, message in take(inbox, 1)] == ["y"]
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_an_outlet_keeps_its_messages_until_the_peer_is_there(keys, monkeypatch, near) -> None:
+    free: Inbox[str] = Inbox(str, keys)
+    later = free.address
+    free.close()
+    names = iter([later.ipc.removeprefix("ipc://@swell-")])
+    port = int(later.tcp.rpartition(":")[2])
+    address = later if near else msgspec.structs.replace(later, machine="another")
+    outlet: Outlet[str] = Outlet(address, str, keys)
+    outlet.send("early")
+    with monkeypatch.context() as patch:
+        patch.setattr(channel.secrets, "token_hex", lambda _size: next(names))
+        patch.setattr(
+            zmq.Socket,
+            "bind_to_random_port",
+            lambda socket, host: (socket.bind(f"{host}:{port}"), port)[1],
+        )
+        inbox: Inbox[str] = Inbox(str, keys)
+    assert inbox.address == later
+    assert [message for _, message in take(inbox, 1)] == ["early"]
+    outlet.close()
+    inbox.close()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\xa2\xff\xfe",  # text that is not UTF-8
+        msgspec.msgpack.encode(7),
+        msgspec.msgpack.encode(["x"]),
+        msgspec.msgpack.encode("x") + b"\x00",
+    ],
+)
+def test_a_frame_that_does_not_decode_is_skipped(inbox, outlet, frame) -> None:
+    outlet.send("before")
+    outlet.send(msgspec.Raw(frame))
+    outlet.send("after")
+    assert [message for _, message in take(inbox, 2)] == ["before", "after"]
+
+
+def test_a_message_of_several_frames_is_skipped(inbox, outlet) -> None:
+    outlet._socket.send_multipart([b"\xa1x", b"\xa1y"])
+    outlet.send("after")
+    assert [message for _, message in take(inbox, 1)] == ["after"]
+
+
+# -------------------------------------------------------------------------------- ends
+
+
+def test_what_was_sent_right_before_closing_arrives(inbox, address, keys) -> None:
+    outlet: Outlet[str] = Outlet(address, str, keys)
+    outlet.send("last words")
+    outlet.close()
+    assert [message for _, message in take(inbox, 1)] == ["last words"]
+
+
+def test_an_inbox_that_closes_delivers_its_last_answer(keys) -> None:
+    inbox: Inbox[str] = Inbox(str, keys)
+    outlet: Outlet[str] = Outlet(inbox.address, str, keys)
+    outlet.send("x")
+    ((peer, _),) = take(inbox, 1)
+    inbox.send(peer, "last words")
+    inbox.close()
+    assert outlet.receive(SOON_S) == "last words"
+    outlet.close()
+
+
+def test_the_name_on_one_machine_is_abstract_and_leaves_no_file(inbox) -> None:
+    name = inbox.address.ipc.removeprefix("ipc://")
+    assert name.startswith("@")
+    assert not any(os.path.exists(path) for path in (name, name[1:], f"/tmp/{name[1:]}"))
+    assert name in Path("/proc/net/unix").read_text()
+    assert inbox.address.machine == this_machine()
+    assert inbox.address.tcp.startswith("tcp://127.0.0.1:")
+
+
+# -------------------------------------------------------------------------------- strangers
+
+
+@pytest.mark.parametrize("knows", ["nothing", "other keys", "a CURVE server without its key"])
+def test_a_stranger_gets_nothing_and_harms_nobody(inbox, address, outlet, keys, knows) -> None:
+    """The handshake fails in zmq's own thread: the inbox hears nothing, peers go on."""
+    outlet.send("mine")
+    ((peer, _),) = take(inbox, 1)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.identity = peer
+        if knows == "other keys":
+            other = make_keys()
+            stranger.curve_serverkey = other.public
+            stranger.curve_publickey, stranger.curve_secretkey = other.public, other.secret
+        elif knows != "nothing":
+            stranger.curve_server = True
+            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+        stranger.connect(address.ipc if address.machine == this_machine() else address.tcp)
+        stranger.send(msgspec.msgpack.encode("intruder"))
+        assert list(inbox.receive(NEVER_S)) == []
+        inbox.send(peer, "secret")
+        assert outlet.receive(SOON_S) == "secret"
+        assert not stranger.poll(NEVER_S * 1000)
+        outlet.send("still here")
+        assert take(inbox, 1) == [(peer, "still here")]
+
+
+def test_bytes_that_are_no_zmq_harm_nobody(inbox, outlet) -> None:
+    import socket
+
+    host, _, port = inbox.address.tcp.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=SOON_S) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
+        outlet.send("fine")
+        assert [message for _, message in take(inbox, 1)] == ["fine"]
+
+
+# -------------------------------------------------------------------------------- event loops
+
+
+def test_an_async_outlet_talks_in_order(inbox, address, keys) -> None:
+    async def talk() -> list[str]:
+        outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys)
+        for i in range(100):
+            outlet.send(str(i))
+        heard = take(inbox, 100)
+        for peer, message in heard:
+            inbox.send(peer, message)
+        answers = [await asyncio.wait_for(outlet.next(), SOON_S) for _ in range(100)]
+        outlet.close()
+        return answers
+
+    assert asyncio.run(talk()) == [str(i) for i in range(100)]
+
+
+def test_sending_does_not_swallow_the_wake_up_of_a_message(inbox, address, keys) -> None:
+    """zmq's file descriptor signals once. A message that has arrived while the loop was busy
+    must be heard even if the loop sends before it looks."""
+
+    async def talk() -> None:
+        outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys)
+        outlet.send("hello")
+        ((peer, _),) = take(inbox, 1)
+        for i in range(3):
+            waiting = asyncio.create_task(outlet.next())
+            await asyncio.sleep(0.01)
+            inbox.send(peer, str(i))
+            time.sleep(0.05)  # the message arrives while this loop is busy
+            outlet.send("x")
+            assert await asyncio.wait_for(waiting, SOON_S / 4) == str(i)
+        outlet.close()
+
+    asyncio.run(talk())
+
+
+# -------------------------------------------------------------------------------- calls
+
+
+def test_answers_find_their_calls_by_id_in_any_order() -> None:
+    table: CallTable[str] = CallTable()
+    for order in itertools.permutations(range(3)):
+        futures: list[Future[str]] = [Future() for _ in range(3)]
+        ids = [table.open(future, 60) for future in futures]
+        assert len(set(ids)) == 3
+        for index in order:
+            table.answer(ids[index], str(index))
+        assert [future.result(0) for future in futures] == ["0", "1", "2"]
+
+
+def test_ids_are_never_used_twice() -> None:
+    table: CallTable[str] = CallTable()
+    ids = []
+    for _ in range(10):
+        ids.append(table.open(Future(), 60))
+        table.answer(ids[-1], "")
+    assert len(set(ids)) == 10
+
+
+def test_a_call_fails_at_its_deadline_and_not_before() -> None:
+    table: CallTable[str] = CallTable()
+    short, long = Future(), Future()
+    start = time.monotonic()
+    short_id, long_id = table.open(short, 5), table.open(long, 500)
+    table.expire(start + 4.9)
+    assert not short.done()
+    table.expire(start + 100)
+    assert not long.done()
+    with pytest.raises(ChannelTimeout, match=f"call {short_id} "):
+        short.result(0)
+    table.answer(short_id, "late")
+    table.answer(long_id, "in time")
+    assert long.result(0) == "in time"
+    table.expire()
+
+
+def test_late_unknown_and_repeated_answers_are_dropped() -> None:
+    table: CallTable[str] = CallTable()
+    future: Future[str] = Future()
+    call_id = table.open(future, 60)
+    table.answer(999, "unknown")
+    table.answer(call_id, "first")
+    table.answer(call_id, "second")
+    table.fail(call_id, RuntimeError("third"))
+    assert future.result(0) == "first"
+
+
+def test_a_cancelled_caller_is_left_alone() -> None:
+    async def call() -> None:
+        table: CallTable[str] = CallTable()
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in range(3)]
+        ids = [table.open(future, 0.0) for future in futures]
+        for future in futures:
+            future.cancel()
+        table.answer(ids[0], "x")
+        table.fail(ids[1], RuntimeError("x"))
+        table.expire(time.monotonic() + 1)
+        assert all(future.cancelled() for future in futures)
+
+    asyncio.run(call())
+
+
+def test_a_failure_reaches_its_caller() -> None:
+    table: CallTable[str] = CallTable()
+    future: Future[str] = Future()
+    table.fail(table.open(future, 60), RuntimeError("no"))
+    with pytest.raises(RuntimeError, match="no"):
+        future.result(0)

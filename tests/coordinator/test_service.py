@@ -1,0 +1,147 @@
+"""The coordinator's loop over real channels: who watches hears, soon and however busy it is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from swell.configs.schema import load
+from swell.coordinator.channel import Outlet
+from swell.coordinator.roster import join, leave, remove
+from swell.coordinator.service import CoordinatorService
+from swell.coordinator.wire import ClusterView, EngineReport, Watch
+from tests.coordinator.test_roster import member
+
+SOON_S = 10.0
+
+CONFIG = load(
+    {"model": {"path": "m"}, "cluster": {"load_report_s": 0.05, "heartbeat_s": 0.2}}
+).cluster
+
+
+@pytest.fixture
+def service() -> Iterator[CoordinatorService]:
+    service = CoordinatorService(CONFIG)
+    yield service
+    service.stop()
+    assert "swell-coordinator" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.fixture
+def connect(service: CoordinatorService) -> Iterator[Callable[[], Outlet[ClusterView]]]:
+    outlets: list[Outlet[ClusterView]] = []
+
+    def make() -> Outlet[ClusterView]:
+        outlets.append(Outlet(service.address, ClusterView, service.keys))
+        return outlets[-1]
+
+    yield make
+    for outlet in outlets:
+        outlet.close()
+
+
+def hear(outlet: Outlet[ClusterView], wanted: Callable[[ClusterView], bool]) -> ClusterView:
+    """The first view that is as wanted."""
+    deadline = time.monotonic() + SOON_S
+    while time.monotonic() < deadline:
+        view = outlet.receive(0.5)
+        if view is not None and wanted(view):
+            return view
+    raise AssertionError("no such view came")
+
+
+def joined(*ranks: int):
+    return lambda roster: join(roster, map(member, ranks))
+
+
+def test_a_watcher_hears_at_once_what_is_known(service, connect) -> None:
+    service.change(joined(0, 1))
+    watcher = connect()
+    watcher.send(Watch(0))
+    view = hear(watcher, lambda _view: True)
+    assert view.roster.ranks == [0, 1] and view == service.view()
+
+
+def test_a_change_of_the_roster_reaches_every_watcher(service, connect) -> None:
+    watchers = [connect() for _ in range(3)]
+    for index, watcher in enumerate(watchers):
+        watcher.send(Watch(index))
+        hear(watcher, lambda _view: True)
+    for step in (joined(0, 1), lambda r: leave(r, [1]), lambda r: remove(r, [1])):
+        roster = service.change(step)
+        for watcher in watchers:
+            hear(watcher, lambda view, roster=roster: view.roster == roster)
+
+
+def test_a_report_reaches_the_watchers(service, connect) -> None:
+    service.change(joined(0))
+    watcher, engine = connect(), connect()
+    watcher.send(Watch(0))
+    report = EngineReport(0, running=3, waiting=2, kv_usage=0.25, steps=7)
+    engine.send(EngineReport(5, steps=1))
+    engine.send(report)
+    assert hear(watcher, lambda view: bool(view.reports)).reports == [report]
+
+
+def test_who_does_not_watch_hears_nothing(service, connect) -> None:
+    engine, watcher = connect(), connect()
+    watcher.send(Watch(0))
+    engine.send(EngineReport(0))
+    service.change(joined(0))
+    hear(watcher, lambda view: view.roster.ranks == [0])
+    assert engine.receive(0.0) is None
+
+
+def test_heartbeats_come_without_changes(service, connect) -> None:
+    watcher = connect()
+    watcher.send(Watch(0))
+    first = hear(watcher, lambda _view: True)
+    assert [hear(watcher, lambda _view: True) for _ in range(3)] == [first] * 3
+
+
+def test_continuous_reports_do_not_hold_views_back(service, connect) -> None:
+    """Engines talk without a pause, for a second; views go on coming meanwhile."""
+    service.change(joined(0))
+    watcher = connect()
+    watcher.send(Watch(0))
+    quiet = threading.Event()
+
+    def talk() -> None:
+        engine = connect()
+        steps = 0
+        while not quiet.is_set():
+            steps += 1
+            engine.send(EngineReport(0, steps=steps))
+            if steps % 50 == 0:
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    try:
+        seen: list[int] = []
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            view = watcher.receive(0.1)
+            seen += [report.steps for report in view.reports] if view else []
+    finally:
+        quiet.set()
+        thread.join()
+    assert len(set(seen)) >= 4, "views did not come while engines talked"
+    assert seen == sorted(seen)
+
+
+def test_nonsense_and_watchers_that_have_gone_harm_nobody(service, connect) -> None:
+    gone: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
+    gone.send(Watch(9))
+    hear(gone, lambda _view: True)
+    gone.close()
+    watcher = connect()
+    for nonsense in (b"", b"\x93\x01\xa1\xff", b"\x91\x63", b"\xc1"):
+        watcher.send(msgspec.Raw(nonsense))
+    watcher.send(Watch(0))
+    service.change(joined(0))
+    assert hear(watcher, lambda view: view.roster.epoch == 1)
