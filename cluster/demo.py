@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import signal
 import sys
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ import msgspec
 
 from swell.cluster.client import Client, ServerError
 from swell.cluster.commands.child import ServerProcess
-from swell.cluster.commands.console import plain, print_table
+from swell.cluster.commands.console import plain, print_table, short
 from swell.cluster.commands.screen import open_screen
 from swell.cluster.openai.admin import Accepted, ClusterState, ScaleRequest
 from swell.cluster.openai.responses import ChatChunk, ModelList
@@ -29,6 +28,8 @@ from swell.cluster.openai.responses import ChatChunk, ModelList
 _CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 _ENGINES = 2
 _READY_S = 150.0
+_TOTAL_S = 165.0
+"""All but the shutdown."""
 _GROW_S = 90.0
 _SERVED_S = 45.0
 _ENOUGH = 4
@@ -68,6 +69,8 @@ class Answer:
     """Ranks that served it, as `x-swell-engine` says."""
     tokens: int = 0
     ttft_s: float = 0.0
+    began: float = 0.0
+    """On the monotonic clock."""
     seconds: float = 0.0
     error: str | None = None
 
@@ -88,7 +91,6 @@ class Story:
     epochs: tuple[int, int] = (0, 0)
     asked_s: float = 0.0
     grown_s: float = 0.0
-    open_when_grown: int = 0
     old_ranks: set[str] = field(default_factory=set)
 
     def now_s(self) -> float:
@@ -96,8 +98,14 @@ class Story:
 
     def by_newcomers(self) -> int:
         """Answers that an engine which was not there at first has begun."""
-        known = {id(answer): answer for answer in (*self.answers, *self.open.values())}
-        return sum(bool(set(a.engines.split(",")) - self.old_ranks - {""}) for a in known.values())
+        known = self.old_ranks | {""}
+        begun = [*self.answers, *(a for a in self.open.values() if not a.seconds)]
+        return sum(bool(set(answer.engines.split(",")) - known) for answer in begun)
+
+    def while_growing(self) -> int:
+        """Answers that streamed, in part at least, while the engine was being added."""
+        first, last = self.started + self.asked_s, self.started + self.grown_s
+        return sum(a.began < last and a.began + a.seconds > first for a in self.answers)
 
 
 async def ask(client: Client, model: str, answer: Answer) -> None:
@@ -112,7 +120,7 @@ async def ask(client: Client, model: str, answer: Answer) -> None:
             "stream_options": {"include_usage": True},
         }
     )
-    started = time.monotonic()
+    answer.began = started = time.monotonic()
     try:
         async with client.open("POST", "/v1/chat/completions", body) as response:
             answer.engines = response.headers.get("x-swell-engine", "?")
@@ -168,7 +176,6 @@ async def grow(client: Client, story: Story, note: asyncio.Queue[str]) -> None:
         await asyncio.sleep(_POLL_S)
     story.grown_s = story.now_s()
     story.epochs = (before.epoch, state.epoch)
-    story.open_when_grown = sum(1 for answer in story.open.values() if not answer.seconds)
 
 
 async def perform(url: str) -> Story:
@@ -218,8 +225,9 @@ def print_summary(story: Story) -> None:
     for prompt, _ in CHORES:
         answer = next(answer for answer in story.answers if answer.prompt == prompt)
         cells = (prompt, answer.text, answer.engines)
-        numbers = (f"{1000 * answer.ttft_s:.0f}", f"{answer.rate:.0f}")
-        rows.append((*(textwrap.shorten(plain(cell), _WIDTH) for cell in cells), *numbers))
+        ttft = f"{1000 * answer.ttft_s:.0f}" if answer.ttft_s else "-"
+        numbers = (ttft, f"{answer.rate:.0f}")
+        rows.append((*(short(plain(cell), _WIDTH) for cell in cells), *numbers))
     columns = ("prompt", "answer", "engine", "TTFT ms", "tok/s")
     print_table("first answers", columns, rows, left=2)
     answers = story.answers
@@ -232,8 +240,8 @@ def print_summary(story: Story) -> None:
     print(f"served by    {shares}")
     print(
         f"the cluster  grew to {_ENGINES} engines {story.grown_s:.1f} s after the first question "
-        f"(asked at {story.asked_s:.1f} s), epoch {story.epochs[0]} -> {story.epochs[1]}, with "
-        f"{story.open_when_grown} streams open"
+        f"(asked at {story.asked_s:.1f} s), epoch {story.epochs[0]} -> {story.epochs[1]}; "
+        f"{story.while_growing()} answers streamed meanwhile"
     )
 
 
@@ -246,9 +254,12 @@ async def demonstrate(config: str, port: int) -> None:
     server = ServerProcess(config, port)
     story = None
     try:
-        url = await server.start(_READY_S)
-        print(f"ready after {time.monotonic() - began:.1f} s; asking {len(CHORES)} questions")
-        story = await perform(url)
+        async with asyncio.timeout(_TOTAL_S):
+            url = await server.start(_READY_S)
+            print(f"ready after {time.monotonic() - began:.1f} s; asking {len(CHORES)} questions")
+            story = await perform(url)
+    except TimeoutError:
+        raise DemoFailed(f"not done after {_TOTAL_S:g} s") from None
     except (DemoFailed, ServerError) as error:
         lines = "\n".join(f"  | {line}" for line in server.last_lines)
         raise DemoFailed(f"{error}; the server's last lines:\n{lines}") from None

@@ -96,8 +96,8 @@ class ClusterManager:
         self._drain_timeout_s = (
             self.config.cluster.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
         )
-        if engines != len(self._engines):
-            self.phase = "prepare" if engines > len(self._engines) else "drain"
+        now = len(self._engines)
+        self.phase = "prepare" if engines > now else "drain" if engines < now else "idle"
         self._wake.set()
 
     def drain(self, rank: int) -> None:

@@ -106,4 +106,3 @@ class EngineActor:
 
     def _set_doing(self, text: str) -> None:
         self._doing = text
-        self._log.info(text)

@@ -107,10 +107,6 @@ class Scheduler:
             if request is not None:
                 self._finish(request)
 
-    def abort_client(self, client: bytes) -> None:
-        """An ingress is gone: nobody waits for its requests."""
-        self.abort([r.request_id for r in self.requests.values() if r.client == client])
-
     def _problem(self, core: EngineCoreRequest) -> str | None:
         if core.request_id in self.requests:
             return f"request id {core.request_id!r} is already being served"

@@ -18,6 +18,7 @@ from swell.worker.wire import (
     WorkerFailure,
     WorkerHello,
     WorkerLimits,
+    WorkerProgress,
 )
 
 _STORE_TIMEOUT = timedelta(seconds=120)
@@ -38,10 +39,9 @@ class WorkerActor:
         from swell.worker.worker import Worker
 
         self._rank = rank
-        self._keys = keys
-        self._engine = engine
+        self._outlet: Outlet[WorkerCommand] = Outlet(engine, WorkerCommand, keys)
         # Ray shows a worker only the GPU that it gave it.
-        self._worker = Worker(config, rank=rank, local_workers=local_workers, local_rank=0)
+        self._worker = Worker(config, rank, local_workers, local_rank=0, progress=self._tell)
         self._store: Any = None
 
     def open_store(self) -> tuple[str, int]:
@@ -65,7 +65,7 @@ class WorkerActor:
 
     def run(self) -> None:
         """Execute plans until `Shutdown`. A failed step is told to the engine, then raised."""
-        outlet: Outlet[WorkerCommand] = Outlet(self._engine, WorkerCommand, self._keys)
+        outlet = self._outlet
         outlet.send(WorkerHello(self._rank))
         step = 0
         try:
@@ -81,3 +81,6 @@ class WorkerActor:
         finally:
             self._worker.shutdown()
             outlet.close()
+
+    def _tell(self, done_bytes: int, total_bytes: int) -> None:
+        self._outlet.send(WorkerProgress(self._rank, done_bytes, total_bytes))

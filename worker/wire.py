@@ -112,7 +112,15 @@ class WorkerHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False)
     epoch: int = 0
 
 
-WorkerMessage = ModelRunnerOutput | WorkerFailure | WorkerHello
+class WorkerProgress(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
+    """How much of its weights a worker has read."""
+
+    rank: int
+    done_bytes: int
+    total_bytes: int
+
+
+WorkerMessage = ModelRunnerOutput | WorkerFailure | WorkerHello | WorkerProgress
 
 
 class AsyncModelRunnerOutput(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,9 @@ from swell.worker.wire import AsyncModelRunnerOutput, SchedulerOutput, WorkerLim
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+LoadProgress = Callable[[int, int], None]
+"""Takes bytes done and bytes in all."""
+
 
 class Worker:
     """One tensor rank of one pipeline stage of an engine.
@@ -26,6 +30,7 @@ class Worker:
     `rank` is 0 .. world - 1 within the engine, tensor fastest: stage * tensor + tensor_rank.
     `local_workers` says how many of the engine's workers share this machine and its cores;
     `local_rank` which of them this is (None: the rank's place among them), which picks the GPU.
+    `progress` is told how many bytes of the weights are read, and of how many.
     Several workers may be threads of one process: nothing here is global to it.
     """
 
@@ -35,10 +40,12 @@ class Worker:
         rank: int = 0,
         local_workers: int = 1,
         local_rank: int | None = None,
+        progress: LoadProgress | None = None,
     ) -> None:
         self.config = config
         self.rank = rank
         self.local_workers = max(1, local_workers)
+        self._progress = progress
         self.device = _device(
             config.model.device, rank % self.local_workers if local_rank is None else local_rank
         )
@@ -60,7 +67,7 @@ class Worker:
         self._dtype = resolve_dtype(model_config, hf_config)
         self.mesh = Mesh.build(parallel, self.rank, store, epoch, self.device)
         self.model = build_model(model_config, hf_config, self.mesh, self.device, self._dtype)
-        weight_bytes = load_weights(self.model, model_config)
+        weight_bytes = load_weights(self.model, model_config, self._progress)
         length = max_model_len(model_config, hf_config)
         return WorkerLimits(
             num_blocks=self._count_blocks(length),

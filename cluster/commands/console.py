@@ -29,6 +29,10 @@ def print_table(
 
 
 def plain(text: str) -> str:
-    """Text for this standard output: as it is on a terminal, else ASCII on one line."""
-    text = text.replace("\r", " ").replace("\n", " ")
+    """Text on one line, without control characters, and in ASCII where there is no terminal."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
     return text if sys.stdout.isatty() else text.encode("ascii", "backslashreplace").decode()
+
+
+def short(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

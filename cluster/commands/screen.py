@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -12,7 +11,7 @@ from rich import box
 from rich.live import Live
 from rich.table import Table
 
-from swell.cluster.commands.console import plain
+from swell.cluster.commands.console import plain, short
 
 _SHOWN_ANSWERS = 12
 """Lines of answers without a terminal; later ones are only counted."""
@@ -39,7 +38,7 @@ class LineScreen:
 
     def refresh(self) -> None:
         for answer in self._answers[self._printed : _SHOWN_ANSWERS]:
-            prompt, text = plain(answer.prompt), textwrap.shorten(plain(answer.text), _WIDTH)
+            prompt, text = plain(answer.prompt), short(plain(answer.text), _WIDTH)
             print(f"engine {answer.engines}: {prompt} -> {text}")
             self._printed += 1
         sys.stdout.flush()

@@ -43,6 +43,12 @@ Progress = Callable[[str], None]
 """Takes a short text that says what is being waited for."""
 
 
+def loading(done_bytes: int, total_bytes: int) -> str:
+    """The text of a load that is under way."""
+    share = done_bytes / total_bytes if total_bytes else 1.0
+    return f"loading weights, {share:.0%} of {total_bytes / 1e9:.1f} GB"
+
+
 class Executor(ABC):
     """Workers of one engine: started once, given plans in order, answering in order."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
@@ -19,19 +20,29 @@ from swell.engine.executor import (
     Progress,
     WorkerInfo,
     agree_limits,
+    loading,
 )
 from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+
+LoadProgress = Callable[[int, int], None]
+"""Takes bytes done and bytes in all."""
+
+
+def _silent(done_bytes: int, total_bytes: int) -> None:
+    """One worker's progress stands for all: their shards are alike."""
 
 
 class WorkerThread:
     """Owns one worker. Calls run on its thread in order, and answer by a Future."""
 
-    def __init__(self, config: Config, rank: int, local_workers: int) -> None:
+    def __init__(
+        self, config: Config, rank: int, local_workers: int, progress: LoadProgress
+    ) -> None:
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]] | None]
         self._calls = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run,
-            args=(config, rank, local_workers),
+            args=(config, rank, local_workers, progress),
             name=f"swell-worker-{rank}",
             daemon=True,
         )
@@ -46,18 +57,21 @@ class WorkerThread:
         self._calls.put(None)
         self._thread.join()
 
-    def _run(self, config: Config, rank: int, local_workers: int) -> None:
-        from swell.worker.worker import Worker
-
-        worker = Worker(config, rank=rank, local_workers=local_workers, local_rank=rank)
+    def _run(self, config: Config, rank: int, local_workers: int, progress: LoadProgress) -> None:
+        worker: Any = None
         while (call := self._calls.get()) is not None:
             method, args, future = call
             try:
+                if worker is None:
+                    from swell.worker.worker import Worker
+
+                    worker = Worker(config, rank, local_workers, local_rank=rank, progress=progress)
                 future.set_result(getattr(worker, method)(*args))
             except BaseException as error:
                 future.set_exception(error)
             del call, args, future
-        worker.shutdown()
+        if worker is not None:
+            worker.shutdown()
 
 
 class InprocOutput(AsyncModelRunnerOutput):
@@ -93,9 +107,14 @@ class InprocExecutor(Executor):
 
             store = dist.HashStore()  # type: ignore[attr-defined]
         progress("loading weights")
+
+        def told(done_bytes: int, total_bytes: int) -> None:
+            progress(loading(done_bytes, total_bytes))
+
         try:
             for rank in range(self._config.parallel.world):
-                self._threads.append(WorkerThread(self._config, rank, self._local_workers))
+                tell = told if rank == 0 else _silent
+                self._threads.append(WorkerThread(self._config, rank, self._local_workers, tell))
             limits = agree_limits(self._config, self._call_all("load", store, 0))
             progress("allocating the KV cache")
             self._call_all("init_cache", limits.num_blocks, limits.max_model_len)

@@ -22,6 +22,7 @@ from swell.engine.executor import (
     Progress,
     WorkerInfo,
     agree_limits,
+    loading,
 )
 from swell.worker.actor import WorkerActor
 from swell.worker.wire import (
@@ -31,7 +32,9 @@ from swell.worker.wire import (
     Shutdown,
     WorkerFailure,
     WorkerHello,
+    WorkerLimits,
     WorkerMessage,
+    WorkerProgress,
 )
 
 _DEATH_POLL_S = 0.2
@@ -77,7 +80,7 @@ class RayExecutor(Executor):
         self._actors = [self._create(rank, bundle) for rank, bundle in enumerate(order[:world])]
         store = ray.get(self._actors[0].open_store.remote())
         progress(f"loading weights on {world} workers")
-        loaded = ray.get([actor.load.remote(store, 0) for actor in self._actors])
+        loaded = self._load(store, progress)
         self._pids = [limits.pid for limits in loaded]
         limits = agree_limits(self._config, loaded)
         progress("allocating the KV cache")
@@ -130,6 +133,18 @@ class RayExecutor(Executor):
             ),
         ).remote(self._config, rank, self._local_workers, self._keys, self._inbox.address)
 
+    def _load(self, store: tuple[str, int], progress: Progress) -> list[WorkerLimits]:
+        """Load on all workers, telling how far the first one is."""
+        loads = [actor.load.remote(store, 0) for actor in self._actors]
+        while len(ray.wait(loads, num_returns=len(loads), timeout=0)[0]) < len(loads):
+            for _peer, message in self._inbox.receive(_DEATH_POLL_S):
+                if isinstance(message, WorkerProgress) and message.rank == 0:
+                    progress(loading(message.done_bytes, message.total_bytes))
+            failed, _running = ray.wait(loads, num_returns=1, timeout=0)
+            ray.get(failed)
+        limits: list[WorkerLimits] = ray.get(loads)
+        return limits
+
     def _receive(self) -> None:
         """Take in what workers said, or find out that one of them is dead."""
         heard = False
@@ -142,6 +157,8 @@ class RayExecutor(Executor):
                     self._peers[message.rank] = peer
                 case WorkerFailure():
                     raise ExecutorError(f"worker {message.rank} failed: {message.message}")
+                case WorkerProgress():
+                    """The last words of a load that has ended."""
         if not heard:
             self._check_alive()
 

@@ -1,0 +1,476 @@
+"""An engine behind its channel: real sockets, a real loop on a thread, a worker without tensors."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from swell.configs.schema import Config, load
+from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Outlet, make_keys
+from swell.coordinator.roster import Member, join
+from swell.coordinator.service import CoordinatorService
+from swell.coordinator.wire import ClusterView, CoordinatorMessage, EngineReport, Watch
+from swell.engine.core import EngineCore
+from swell.engine.executor import ExecutorError, ExecutorLimits
+from swell.engine.server import EngineServer, LoadReporter
+from swell.engine.wire import (
+    AbortRequests,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    StartDPWave,
+    UtilityCall,
+    UtilityOutput,
+)
+from swell.worker.wire import (
+    AsyncModelRunnerOutput,
+    ModelRunnerOutput,
+    SamplerParams,
+    SchedulerOutput,
+)
+from tests.engine.fake_worker import VOCAB, FakeExecutor, expected
+
+SOON_S = 20.0
+"""A deadline that only a failure reaches."""
+
+LONG = 20_000
+"""Tokens of a request that does not end within a test."""
+
+NUM_BLOCKS = 2 * LONG // 4 + 1
+
+
+class StepExecutor(FakeExecutor):
+    """A device that takes a little while for each step, can fail, and notes its end."""
+
+    step_s = 0.001
+    fails = False
+    ended = False
+
+    def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
+        if self.fails:
+            raise ExecutorError("worker 0 was lost")
+        return super().execute(plan)
+
+    def run_until(self, step: int) -> ModelRunnerOutput:
+        time.sleep(self.step_s)
+        return super().run_until(step)
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+class Engine:
+    """One engine on a thread, with a coordinator of choice."""
+
+    def __init__(self, keys: ChannelKeys, coordinator: ChannelAddress, **cluster: float) -> None:
+        self.config = config = _config(**cluster)
+        self.executor = StepExecutor(NUM_BLOCKS, config.cache.block_tokens)
+        core = EngineCore(config, self.executor, ExecutorLimits(NUM_BLOCKS, 2 * LONG, VOCAB))
+        self.server = EngineServer(config, 0, core, keys, coordinator)
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="engine")
+        self._keys = keys
+        self._clients: list[Outlet[EngineCoreOutputs]] = []
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except ExecutorError as error:
+            self.failure = error
+
+    def client(self) -> Client:
+        outlet = Outlet(self.server.address, EngineCoreOutputs, self._keys)
+        self._clients.append(outlet)
+        return Client(outlet)
+
+    def close(self) -> None:
+        self.server.stop()
+        self.thread.join(SOON_S)
+        for outlet in self._clients:
+            outlet.close()
+        assert not self.thread.is_alive()
+
+
+class Client:
+    """An ingress as an engine knows it."""
+
+    def __init__(self, outlet: Outlet[EngineCoreOutputs]) -> None:
+        self._outlet = outlet
+        self._calls = 0
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, tuple[FinishReason, object]] = {}
+        self.answers: dict[int, UtilityOutput] = {}
+
+    def send(self, message: object) -> None:
+        self._outlet.send(message)
+
+    def hear(self, timeout_s: float = 0.5) -> bool:
+        """Take in one message; False if none came."""
+        message = self._outlet.receive(timeout_s)
+        if message is None:
+            return False
+        assert message.engine_index == 0
+        for output in message.outputs:
+            assert output.request_id not in self.ended, "an output after the last one"
+            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.ended[output.request_id] = (output.finish_reason, output.stop_reason)
+        if message.utility_output is not None:
+            assert message.utility_output.call_id not in self.answers
+            self.answers[message.utility_output.call_id] = message.utility_output
+        return True
+
+    def hear_until(self, there: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SOON_S
+        while not there():
+            assert time.monotonic() < deadline, "the engine did not answer"
+            self.hear()
+
+    def call(self, method: str, *args: object) -> UtilityOutput:
+        self._calls += 1
+        self.send(UtilityCall(self._calls, method, list(args)))
+        self.hear_until(lambda: self._calls in self.answers)
+        return self.answers[self._calls]
+
+    def wait_until_idle(self) -> None:
+        """Until every block and slot is free."""
+        deadline = time.monotonic() + SOON_S
+        while self.call("check_idle").failure_message is not None:
+            assert time.monotonic() < deadline, "something is still held"
+            time.sleep(0.005)
+
+
+def _config(**cluster: float) -> Config:
+    return load(
+        {
+            "model": {"path": "none"},
+            "cache": {"block_tokens": 4},
+            "scheduler": {"max_rows": 8},
+            "cluster": {"load_report_s": 0.02, "heartbeat_s": 0.2, **cluster},
+        }
+    )
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 8, seed: int = 0) -> EngineCoreRequest:
+    return EngineCoreRequest(name, prompt, SamplerParams(seed=seed), max_tokens=max_tokens)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    yield
+    assert threading.active_count() == threads, "a thread was left"
+    assert len(os.listdir("/proc/self/fd")) <= files, "a socket was left open"
+
+
+@pytest.fixture(scope="module")
+def keys() -> ChannelKeys:
+    return make_keys()
+
+
+@pytest.fixture
+def coordinator(keys) -> Iterator[Inbox[CoordinatorMessage]]:
+    """Hears what the engine reports, and says nothing."""
+    inbox: Inbox[CoordinatorMessage] = Inbox(CoordinatorMessage, keys)
+    yield inbox
+    inbox.close()
+
+
+@pytest.fixture
+def engine(keys, coordinator) -> Iterator[Engine]:
+    engine = Engine(keys, coordinator.address)
+    yield engine
+    engine.close()
+
+
+# -------------------------------------------------------------------------------- requests
+
+
+def test_requests_are_answered_with_their_own_tokens(engine) -> None:
+    client = engine.client()
+    requests = [request(f"r{i}", [1, 2, i], max_tokens=6 + i, seed=i) for i in range(12)]
+    for wanted in requests:
+        client.send(wanted)
+    client.hear_until(lambda: len(client.ended) == len(requests))
+    assert client.tokens == {r.request_id: expected(r) for r in requests}
+    assert set(client.ended.values()) == {(FinishReason.LENGTH, None)}
+    client.wait_until_idle()
+
+
+def test_two_clients_do_not_cross(engine) -> None:
+    clients = [engine.client(), engine.client()]
+    requests = [[request(f"c{c}-{i}", [c, i], seed=c) for i in range(6)] for c in (0, 1)]
+    for pair in zip(*requests, strict=True):
+        for client, wanted in zip(clients, pair, strict=True):
+            client.send(wanted)
+    for client, wanted in zip(clients, requests, strict=True):
+        client.hear_until(lambda client=client, wanted=wanted: len(client.ended) == len(wanted))
+        assert client.tokens == {r.request_id: expected(r) for r in wanted}
+        assert not client.hear(0.0)
+
+
+def test_an_abort_frees_everything_and_silences_the_request(engine) -> None:
+    client = engine.client()
+    client.send(request("long", [1, 2, 3], max_tokens=LONG))
+    client.send(request("other", [4, 5], max_tokens=60))
+    client.hear_until(lambda: len(client.tokens.get("long", [])) >= 5)
+    client.send(AbortRequests(["long", "unknown"]))
+    client.call("report")
+    told = len(client.tokens["long"])
+    client.hear_until(lambda: "other" in client.ended)
+    assert client.tokens["other"] == expected(request("other", [4, 5], max_tokens=60))
+    client.wait_until_idle()
+    assert len(client.tokens["long"]) == told and "long" not in client.ended
+
+
+def test_a_duplicate_id_is_refused_and_the_first_goes_on(engine) -> None:
+    first, second = engine.client(), engine.client()
+    wanted = request("same", [1, 2, 3], max_tokens=200)
+    first.send(wanted)
+    first.hear_until(lambda: bool(first.tokens))
+    second.send(request("same", [9], max_tokens=2))
+    second.hear_until(lambda: bool(second.ended))
+    reason, text = second.ended["same"]
+    assert reason is FinishReason.ERROR and "'same' is already being served" in text
+    assert second.tokens == {"same": []}
+    first.hear_until(lambda: bool(first.ended))
+    assert first.tokens["same"] == expected(wanted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        (request("bad", []), "holds no tokens"),
+        (request("bad", [1], max_tokens=3 * LONG), f"maximum context length of {2 * LONG}"),
+    ],
+)
+def test_what_can_never_run_is_answered_at_once(engine, wanted, text) -> None:
+    client = engine.client()
+    client.send(wanted)
+    client.hear_until(lambda: bool(client.ended))
+    assert client.ended["bad"][0] is FinishReason.ERROR and text in client.ended["bad"][1]
+    client.wait_until_idle()
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_an_idle_engine_says_what_it_still_holds(engine, leaks) -> None:
+    """The conservation check of production: after the last request, and not before."""
+    lines: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lines.append  # type: ignore[method-assign]
+    logger = logging.getLogger("swell.engine")
+    logger.addHandler(handler)
+    if leaks:
+        engine.server.core.scheduler.kv.pool.allocate(1)
+    client = engine.client()
+    try:
+        for index in range(4):
+            client.send(request(f"r{index}", [1, index], max_tokens=4))
+        client.hear_until(lambda: len(client.ended) == 4)
+        client.call("report")
+    finally:
+        logger.removeHandler(handler)
+    assert bool(lines) is leaks and all("idle" in line.getMessage() for line in lines)
+
+
+def test_an_id_can_be_used_again(engine) -> None:
+    for seed in (0, 1):
+        client = engine.client()
+        client.send(request("again", [1], seed=seed))
+        client.hear_until(lambda client=client: bool(client.ended))
+        assert client.tokens["again"] == expected(request("again", [1], seed=seed))
+
+
+def test_nonsense_and_waves_change_nothing(engine) -> None:
+    client = engine.client()
+    client.send(msgspec.Raw(b"\xc1"))
+    client.send(msgspec.Raw(b"\x92\x01\x91\xa1\xff"))
+    client.send(["unknown"])
+    client.send(StartDPWave(3, 0))
+    client.send(request("fine", [1]))
+    client.hear_until(lambda: bool(client.ended))
+    assert client.tokens["fine"] == expected(request("fine", [1]))
+
+
+def test_a_client_that_has_gone_does_not_stop_the_others(engine) -> None:
+    gone = Outlet(engine.server.address, EngineCoreOutputs, engine._keys)
+    gone.send(request("gone", [1], max_tokens=50))
+    gone.close()
+    client = engine.client()
+    client.send(request("here", [2], max_tokens=50))
+    client.hear_until(lambda: bool(client.ended))
+    client.wait_until_idle()
+
+
+# -------------------------------------------------------------------------------- services
+
+
+def test_an_unknown_service_is_answered_with_the_known_ones(engine) -> None:
+    failure = engine.client().call("nonsense").failure_message
+    assert "ValueError" in failure and "'nonsense'" in failure
+    assert "check_idle" in failure and "report" in failure
+
+
+def test_what_a_service_raises_is_its_answer(engine) -> None:
+    client = engine.client()
+    client.send(request("long", [1], max_tokens=LONG))
+    client.hear_until(lambda: bool(client.tokens))
+    assert client.call("check_idle").failure_message.startswith("AssertionError")
+    assert client.call("report", 1, 2).failure_message.startswith("TypeError")
+    client.send(AbortRequests(["long"]))
+    client.wait_until_idle()
+
+
+def test_a_report_can_be_asked_for(engine) -> None:
+    client = engine.client()
+    client.send(request("long", [1, 2, 3], max_tokens=LONG))
+    client.hear_until(lambda: bool(client.tokens))
+    answer = client.call("report")
+    assert answer.failure_message is None
+    report = msgspec.msgpack.decode(answer.result, type=EngineReport)
+    assert (report.rank, report.running, report.waiting, report.prompt_tokens) == (0, 1, 0, 3)
+    assert report.steps >= 1 and report.generation_tokens >= 1 and 0 < report.kv_usage < 1
+    client.send(AbortRequests(["long"]))
+
+
+def test_calls_of_two_clients_with_one_id_do_not_cross(engine) -> None:
+    clients = [engine.client(), engine.client()]
+    clients[0].send(UtilityCall(1, "report"))
+    clients[1].send(UtilityCall(1, "nonsense"))
+    for client in clients:
+        client.hear_until(lambda client=client: bool(client.answers))
+    assert clients[0].answers[1].failure_message is None
+    assert clients[1].answers[1].failure_message is not None
+
+
+# -------------------------------------------------------------------------------- load reports
+
+
+def reports_for(inbox: Inbox[CoordinatorMessage], seconds: float) -> list[EngineReport]:
+    end, heard = time.monotonic() + seconds, []
+    while time.monotonic() < end:
+        heard += [message for _, message in inbox.receive(0.02)]
+    return heard
+
+
+def test_an_idle_engine_sends_only_heartbeats(engine, coordinator) -> None:
+    reports_for(coordinator, 0.3)
+    heard = reports_for(coordinator, 1.0)
+    assert heard and set(heard) == {heard[0]}
+    assert len(heard) <= 1.0 / engine.config.cluster.heartbeat_s + 1
+
+
+def test_a_busy_engine_reports_on_its_deadline_and_not_on_every_step(engine, coordinator) -> None:
+    client = engine.client()
+    client.send(request("long", [1], max_tokens=LONG))
+    client.hear_until(lambda: bool(client.tokens))
+    reports_for(coordinator, 0.1)
+    heard = reports_for(coordinator, 1.0)
+    assert 1.0 / engine.config.cluster.heartbeat_s + 1 < len(heard)
+    assert len(heard) <= 1.0 / engine.config.cluster.load_report_s + 1
+    assert [r.steps for r in heard] == sorted({r.steps for r in heard}), "no progress was told"
+    client.send(AbortRequests(["long"]))
+    client.wait_until_idle()
+    assert reports_for(coordinator, 0.5)[-1].running == 0, "the end of the work was not told"
+
+
+def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
+    """The whole way: engine, coordinator, watcher. Requests arrive without a pause."""
+    service = CoordinatorService(_config().cluster)
+    engine = Engine(service.keys, service.address)
+    watcher = Outlet(service.address, ClusterView, service.keys)
+    quiet = threading.Event()
+
+    def talk() -> None:
+        client, index = engine.client(), 0
+        while not quiet.is_set():
+            client.send(request(f"r{index}", [1, index % 7], max_tokens=3))
+            index += 1
+            client.hear(0.0)
+            time.sleep(0.0005)
+
+    service.change(lambda roster: join(roster, [Member(0, engine.server.address)]))
+    watcher.send(Watch(0))
+    thread = threading.Thread(target=talk)
+    thread.start()
+    try:
+        told: list[tuple[float, int]] = []
+        deadline = time.monotonic() + SOON_S
+        while len(told) < 20:
+            assert time.monotonic() < deadline, "reports stopped"
+            view = watcher.receive(0.1)
+            steps = max((report.steps for report in view.reports), default=0) if view else 0
+            if steps > (told[-1][1] if told else 0):
+                told.append((time.monotonic(), steps))
+    finally:
+        quiet.set()
+        thread.join()
+        engine.close()
+        watcher.close()
+        service.stop()
+    assert max(b - a for (a, _), (b, _) in itertools.pairwise(told)) < 1.0
+
+
+def test_a_reporter_keeps_its_deadline_and_makes_nothing_needlessly() -> None:
+    """The same by a scripted clock."""
+    config = _config(load_report_s=0.0625, heartbeat_s=1.0).cluster
+    sent: list[EngineReport] = []
+
+    class Sink:
+        send = staticmethod(sent.append)
+
+    reporter = LoadReporter(config, Sink())  # type: ignore[arg-type]
+    made = []
+
+    def make() -> EngineReport:
+        made.append(EngineReport(0, steps=len(made)))
+        return made[-1]
+
+    times = []
+    for tick in range(64 * 4):  # four seconds; changes in every tick of the second and third
+        now = tick / 64
+        if 1 <= now < 3:
+            reporter.changed()
+        reporter.offer(make, now)
+        if len(sent) > len(times):
+            times.append(now)
+    assert sent == made
+    assert times[:2] == [0.0, 1.0]
+    assert times[2:34] == [1 + i / 16 for i in range(1, 33)], "a deadline was pushed back"
+    assert times[34:] == []
+    assert reporter.wait_s(3.5) == 0.5
+
+
+# -------------------------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_stop_ends_the_loop_and_closes_everything(keys, coordinator, busy) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    engine = Engine(keys, coordinator.address)
+    client = engine.client()
+    if busy:
+        client.send(request("long", [1], max_tokens=LONG))
+        client.hear_until(lambda: bool(client.tokens))
+    engine.close()
+    assert engine.failure is None and engine.executor.ended
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_failure_of_the_executor_is_raised_and_closes_everything(keys, coordinator) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    engine = Engine(keys, coordinator.address)
+    engine.executor.fails = True
+    engine.client().send(request("r", [1]))
+    engine.thread.join(SOON_S)
+    assert isinstance(engine.failure, ExecutorError) and engine.executor.ended
+    engine.close()
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -1,0 +1,182 @@
+"""Imports run downward only, and every library stays on its floors: read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+FLOORS = ("cluster", "coordinator", "engine", "worker", "kernels", "configs")
+
+OUTSIDE = ("configs/models/train.py",)
+"""Scripts that stand alone: no module of ours may import them."""
+
+MAY_IMPORT: dict[str, list[str]] = {
+    # Pattern of importing files -> patterns of the modules of ours that they may import.
+    # A file may import what any of its patterns allows.
+    "cluster/*": [
+        "cluster.*",
+        "engine.*",
+        "coordinator.*",
+        "configs.*",
+        "worker.wire",  # SamplerParams: a part of what an engine is asked
+    ],
+    "coordinator/*": ["coordinator.*", "configs.*"],
+    "engine/*": ["engine.*", "coordinator.*", "configs.*", "worker.wire"],
+    "engine/executor/*": ["worker.worker", "worker.actor"],
+    "worker/*": ["worker.*", "kernels.*", "coordinator.channel", "configs.*"],
+    "kernels/*": ["kernels.*"],
+    "configs/*": ["configs.*"],
+}
+
+LIBRARIES: dict[str, list[str]] = {
+    # Library -> the only files of ours that may import it, at their top or inside.
+    "ray": [
+        "cluster/*",
+        "coordinator/coordinator.py",
+        "engine/actor.py",
+        "engine/executor/ray.py",
+        "worker/actor.py",
+    ],
+    "torch": ["worker/*", "kernels/*", "engine/executor/inproc.py"],
+    "transformers": ["cluster/prompt.py", "worker/loader.py", "worker/models/generic*.py"],
+    "prometheus_client": ["*/metrics.py"],
+    "zmq": ["coordinator/channel.py"],
+}
+
+
+def our_files() -> list[str]:
+    """Every Python file of the six floors, as a path from the top."""
+    paths = (p for floor in FLOORS for p in (ROOT / floor).rglob("*.py"))
+    return sorted(name for p in paths if (name := p.relative_to(ROOT).as_posix()) not in OUTSIDE)
+
+
+def imports(name: str) -> Iterator[str]:
+    """Modules that a file imports anywhere in it; `from a import b` as `a.b` if it is a module."""
+    for node in ast.walk(ast.parse((ROOT / name).read_text(), name)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno} imports by dots; name it from swell"
+            assert node.module is not None
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if _is_module(whole) else node.module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant))
+
+
+def _is_module(dotted: str) -> bool:
+    path = ROOT.joinpath(*dotted.removeprefix("swell.").split("."))
+    return dotted.startswith("swell.") and (path.is_dir() or path.with_suffix(".py").is_file())
+
+
+def named_modules(name: str) -> Iterator[str]:
+    """Modules in tables of `"swell.module:Class"`: imported on use."""
+    for node in ast.walk(ast.parse((ROOT / name).read_text(), name)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module, colon, kind = node.value.partition(":")
+            if colon and kind.isidentifier() and module.startswith("swell."):
+                yield module
+
+
+FILES = our_files()
+
+
+def test_the_law_sees_files_of_every_floor() -> None:
+    assert {name.partition("/")[0] for name in FILES} == set(FLOORS)
+    assert len(FILES) > 60
+    assert "swell.worker.wire" in set(imports("engine/wire.py"))
+    assert "torch" in set(imports("worker/runner.py"))
+    assert "swell.engine.executor.ray" in set(named_modules("engine/executor/__init__.py"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_run_downward_only(name: str) -> None:
+    rows = [modules for pattern, modules in MAY_IMPORT.items() if fnmatch(name, pattern)]
+    allowed = [module for modules in rows for module in modules]
+    for module in [*imports(name), *named_modules(name)]:
+        if module.partition(".")[0] != "swell":
+            continue
+        inner = module.removeprefix("swell").removeprefix(".")
+        fits = any(fnmatch(inner, pattern) or pattern == f"{inner}.*" for pattern in allowed)
+        assert fits, f"{name} imports {module}; it may import {allowed}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_libraries_stay_on_their_floors(name: str) -> None:
+    for module in imports(name):
+        library = module.partition(".")[0]
+        homes = LIBRARIES.get(library, [name])
+        assert any(fnmatch(name, home) for home in homes), f"{name} imports {library}: {homes}"
+
+
+def test_our_folders_are_never_imported_by_their_bare_names() -> None:
+    """`import engine` works from the top of the repository only, and collides elsewhere."""
+    for name in [*FILES, *OUTSIDE, *_test_files()]:
+        for module in imports(name):
+            assert module.partition(".")[0] not in FLOORS, f"{name} imports {module}"
+
+
+def _test_files() -> list[str]:
+    return sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("*.py"))
+
+
+def test_no_module_imports_a_script() -> None:
+    scripts = {f"swell.{path.removesuffix('.py').replace('/', '.')}" for path in OUTSIDE}
+    assert all((ROOT / path).is_file() for path in OUTSIDE)
+    for name in FILES:
+        assert not scripts & set(imports(name)), name
+
+
+def test_the_law_names_only_what_exists() -> None:
+    """A row that no file needs any more is a door left open."""
+    for library, homes in LIBRARIES.items():
+        for home in homes:
+            used = [n for n in FILES if fnmatch(n, home) and library in _roots(n)]
+            assert used, f"{home} may import {library}, and nothing there does"
+
+
+def _roots(name: str) -> set[str]:
+    return {module.partition(".")[0] for module in imports(name)}
+
+
+def test_the_door_of_kernels_is_empty() -> None:
+    """Its name is that of a package of Hugging Face's, which other libraries probe for."""
+    assert list(imports("kernels/__init__.py")) == []
+
+
+# -------------------------------------------------------------------------------- what is loaded
+
+
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        (
+            "swell.engine.core, swell.engine.scheduler, swell.engine.server",
+            ["torch", "ray", "transformers", "numpy", "prometheus_client"],
+        ),
+        ("swell.cluster.local", ["ray"]),
+        ("swell.coordinator.service", ["torch", "ray", "transformers"]),
+        ("swell.cluster.routing.router", ["torch", "ray", "transformers"]),
+        ("swell.worker.wire", ["torch", "ray", "zmq"]),
+        ("swell.worker.worker", ["ray"]),
+        ("swell.kernels", ["torch"]),
+        ("swell.configs.schema", ["torch", "ray", "zmq"]),
+    ],
+)
+def test_what_an_import_must_not_load(modules: str, absent: list[str]) -> None:
+    """From the top of the repository, where our folders could shadow packages of others."""
+    code = f"import sys, {modules}; print([m for m in {absent} if m in sys.modules])"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]", f"{modules} loads {run.stdout.strip()}"
