@@ -14,6 +14,7 @@ from swell.cluster.outputs import CompletionOutput, RequestOutput, RequestOutput
 from swell.cluster.params import SamplingParams, to_core_request, validate
 from swell.cluster.preflight import check
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
+from swell.configs.process import sleep_at_barriers
 from swell.configs.schema import load
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
@@ -21,6 +22,8 @@ from swell.engine.executor import build_executor
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 _CLIENT = b"local"
+
+sleep_at_barriers()
 
 
 class LLM:

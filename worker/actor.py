@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import ray
 
+from swell.configs.process import sleep_at_barriers
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
 from swell.worker.wire import (
@@ -36,6 +37,7 @@ class WorkerActor:
         keys: ChannelKeys,
         engine: ChannelAddress,
     ) -> None:
+        sleep_at_barriers()
         from swell.worker.worker import Worker
 
         self._rank = rank

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
+from swell.configs.process import sleep_at_barriers
 from swell.configs.schema import Config
 from swell.engine.executor import (
     Executor,
@@ -63,6 +64,7 @@ class WorkerThread:
             method, args, future = call
             try:
                 if worker is None:
+                    sleep_at_barriers()
                     from swell.worker.worker import Worker
 
                     worker = Worker(config, rank, local_workers, local_rank=rank, progress=progress)

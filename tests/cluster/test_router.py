@@ -167,6 +167,17 @@ def test_a_burst_is_spread_evenly_over_stale_reports(engines: int, rounds: int, 
     assert set(placed.values()) == {rounds}
 
 
+def test_a_prompt_that_was_sent_weighs_until_it_is_answered() -> None:
+    router = router_of(0, 1)
+    router.choose("long", prompt(1, 200), rank=0)
+    for index in range(2):
+        router.choose(f"short{index}", prompt(2 + index, 1), rank=1)
+    assert router.choose("during", prompt(9, 1)) == 1
+    router.done("during")
+    router.answered("long")
+    assert router.choose("after", prompt(9, 1)) == 0
+
+
 def test_what_others_sent_is_seen_in_the_report() -> None:
     router = router_of(0, 1, reports=(EngineReport(0, running=8, waiting_tokens=500),))
     assert [router.choose(f"r{i}", prompt(i)) for i in range(5)] == [1] * 5
