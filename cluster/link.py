@@ -97,8 +97,7 @@ async def _hear(outlet: AsyncOutlet[Any], take: Callable[[Any], None]) -> None:
     """Hand over every message; one that cannot be handled is logged and harms no other."""
     log = FactLogger("cluster.link")
     while True:
-        message = await outlet.next()
         try:
-            take(message)
+            take(await outlet.next())
         except Exception as error:
             log.error("message not handled", error=f"{type(error).__name__}: {error}")

@@ -47,6 +47,8 @@ class ClusterManager:
         self._engines: dict[int, EngineHandle] = {}
         self._starting: dict[int, EngineHandle] = {}
         self._failures = 0
+        self._asked = False
+        """The change under way was asked for; else it replaces what died, or is the start."""
         self._drain_timeout_s = config.cluster.drain_timeout_s
         self._wake = asyncio.Event()
         self._log = FactLogger("cluster.manager")
@@ -59,7 +61,8 @@ class ClusterManager:
             self._engines[handle.rank] = handle
             self._watch(handle)
         if self._engines:
-            self.target = len(self._engines)
+            staying = sum(not handle.leaving for handle in self._engines.values())
+            self.target = max(staying, self.config.cluster.min_engines)
         self._task = asyncio.create_task(self._reconcile_forever())
 
     async def stop(self) -> None:
@@ -91,6 +94,7 @@ class ClusterManager:
                 conflict=True,
             )
         self.target = engines
+        self._asked = True
         self.error = None
         self._failures = 0
         self._drain_timeout_s = (
@@ -143,7 +147,7 @@ class ClusterManager:
         if self.phase == "failed":
             return self.error or "the cluster did not start", True
         lines = [f"engine {r}: {await h.doing()}" for r, h in sorted(self._starting.items())]
-        return "; ".join(lines) or "the first engine", False
+        return "; ".join(lines) or self.error or "the first engine", False
 
     def _state(self, states: dict[int, MemberState]) -> str:
         if not any(state is MemberState.ACTIVE for state in states.values()):
@@ -169,8 +173,9 @@ class ClusterManager:
         if len(self._engines) > self.target:
             self.phase = "drain"
             await self._shrink(len(self._engines) - self.target)
+        self._asked = False
         if self.phase != "failed":
-            self.phase = "idle"
+            self.phase, self.error = "idle", None
 
     async def _grow(self, count: int) -> None:
         """Start newcomers beside each other; those that are ready join in one epoch."""
@@ -181,24 +186,31 @@ class ClusterManager:
             *(self._placement.start(handle) for handle in handles), return_exceptions=True
         )
         ready = [h for h, result in zip(handles, results, strict=True) if result is None]
-        if ready:
-            self.phase = "commit"
-            await self._placement.join([handle.member for handle in ready])
-            self._failures = 0
-        self._starting = {}
+        try:
+            if ready:
+                self.phase = "commit"
+                await self._placement.join([handle.member for handle in ready])
+                self._failures = 0
+        except BaseException:
+            await asyncio.gather(*(self._placement.end(handle) for handle in ready))
+            raise
+        finally:
+            self._starting = {}
         for handle in ready:
             self._engines[handle.rank] = handle
             self._watch(handle)
         for failure in (r for r in results if isinstance(r, BaseException)):
             self._log.error("engine did not start", error=str(failure))
             self._failures += 1
-            if (isinstance(failure, StartFailed) and failure.permanent) or self._engines:
-                # Nothing to gain by trying again, or a change of a cluster that serves: it is
-                # called off, and the old epoch goes on.
+            self.error = str(failure)
+            if (isinstance(failure, StartFailed) and failure.permanent) or self._asked:
+                # Nothing to gain by trying again, or somebody waits to hear: the change is called
+                # off, and the old epoch goes on.
                 self._failures = _MAX_FAILURES
                 self.target = max(len(self._engines), self.config.cluster.min_engines)
-            self._fail(str(failure))
-        if self._failures and self._failures < _MAX_FAILURES:
+        if self._failures >= _MAX_FAILURES:
+            self.phase = "failed"
+        elif self._failures:
             await asyncio.sleep(min(0.5 * 2**self._failures, 10))
 
     async def _shrink(self, count: int) -> None:
@@ -209,7 +221,7 @@ class ClusterManager:
         await self._placement.leave(ranks)
         await self._wait_idle(ranks)
         for handle in going:
-            del self._engines[handle.rank]
+            self._engines.pop(handle.rank, None)  # it may have died meanwhile
         await self._placement.remove(ranks)
         await asyncio.gather(*(self._placement.end(handle) for handle in going))
 
@@ -234,6 +246,7 @@ class ClusterManager:
                 return
             self._log.warning("engine died", rank=handle.rank, reason=reason)
             del self._engines[handle.rank]
+            self._failures = 0
             await self._placement.remove([handle.rank])
             await self._placement.end(handle)
             self._wake.set()

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.coordinator import Coordinator, CoordinatorContact
-from swell.coordinator.roster import Member
+from swell.coordinator.roster import Member, MemberState
 from swell.coordinator.wire import ClusterView
 from swell.engine.actor import EngineActor, EngineReady
 
@@ -112,7 +112,8 @@ class Placement:
             except (ValueError, ray.exceptions.RayError):
                 await self.remove([member.rank])
                 continue
-            handles.append(EngineHandle(member.rank, actor, group, ready))
+            leaving = member.state is MemberState.LEAVING
+            handles.append(EngineHandle(member.rank, actor, group, ready, leaving))
         return handles
 
     def plan(self, rank: int) -> EngineHandle:

@@ -138,7 +138,7 @@ class UtilityOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     call_id: int
     failure_message: str | None = None
-    result: msgspec.Raw = msgspec.Raw(b"")
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
 class EngineCoreOutputs(

@@ -42,9 +42,9 @@ def truth():
     return answer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """One engine with one worker, as the demo has it."""
+    """One engine with one worker, as the demo has it; shared by everything that leaves it so."""
     with Cluster(NANO, "model.dtype=float32") as running:
         yield running
 
