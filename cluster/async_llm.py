@@ -3,8 +3,12 @@ requests whose engine has gone."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import msgspec
 
 from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.link import EngineLinks
@@ -14,10 +18,16 @@ from swell.cluster.outputs import RequestOutput, RequestOutputCollector, Request
 from swell.cluster.params import SamplingParams
 from swell.cluster.routing.router import NoEngine, Router
 from swell.configs.log import FactLogger
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.channel import CallTable, ChannelAddress, ChannelKeys
 from swell.coordinator.roster import Roster
 from swell.coordinator.wire import ClusterView
-from swell.engine.wire import AbortRequests, EngineCoreOutputs, EngineCoreRequest
+from swell.engine.wire import (
+    AbortRequests,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    UtilityCall,
+    UtilityOutput,
+)
 
 _MAX_RESUBMISSIONS = 5
 """A request that outlives so many engines may be what kills them."""
@@ -25,6 +35,10 @@ _MAX_RESUBMISSIONS = 5
 
 class EngineGone(RuntimeError):
     """A request could not be finished by any engine."""
+
+
+class EngineCallFailed(RuntimeError):
+    """An engine's service raised: what it said."""
 
 
 class Ticket:
@@ -61,6 +75,7 @@ class AsyncLLM:
         self._processor = OutputProcessor(detokenizer, stats=metrics)
         self._router = Router(block_tokens)
         self._tickets: dict[str, Ticket] = {}
+        self._calls: CallTable[UtilityOutput] = CallTable()
         self._homeless: list[str] = []
         """Requests that wait for an engine to come."""
         self._log = FactLogger("cluster.ingress", client=self.client_index)
@@ -109,6 +124,18 @@ class AsyncLLM:
         for request_id in ended:
             self._forget(request_id)
 
+    async def call_engine(self, rank: int, method: str, *args: str | int, timeout_s: float) -> Any:
+        """Call a service of an engine. Raises EngineCallFailed with what the engine said, and
+        ChannelTimeout (a TimeoutError) when it says nothing in time."""
+        future: asyncio.Future[UtilityOutput] = asyncio.get_running_loop().create_future()
+        call_id = self._calls.open(future, timeout_s)
+        self._links.send(rank, UtilityCall(call_id, method, list(args)))
+        asyncio.get_running_loop().call_later(timeout_s, self._calls.expire)
+        answer = await future
+        if answer.failure_message is not None:
+            raise EngineCallFailed(answer.failure_message)
+        return msgspec.msgpack.decode(answer.result)
+
     async def drain(self) -> None:
         """Until no request is left."""
         await self._processor.wait_for_requests_to_drain()
@@ -133,6 +160,9 @@ class AsyncLLM:
                 self._resubmit(request_id)
 
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
+        if message.utility_output is not None:
+            self._calls.answer(message.utility_output.call_id, message.utility_output)
+            return
         result = self._processor.process_outputs(message.outputs)
         self._abort_in_engines(result.reqs_to_abort)
         for output in message.outputs:
@@ -144,7 +174,9 @@ class AsyncLLM:
     def _on_lost(self, rank: int) -> None:
         moved = [i for i, ticket in self._tickets.items() if ticket.ranks[-1] == rank]
         if moved:
-            self._log.warning("engine lost", rank=rank, requests=len(moved))
+            self._log.warning(
+                "engine lost", rank=rank, epoch=self.view.roster.epoch, requests=len(moved)
+            )
         for request_id in moved:
             self._router.done(request_id)
             self._resubmit(request_id)

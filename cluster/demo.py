@@ -45,7 +45,7 @@ CHORES = (
     ("count from 3 to 25", ", ".join(map(str, range(3, 26)))),
     ("reverse: kitten", "nettik"),
     ("sort: kitten", "eikntt"),
-    ("upper: blue river", "BLUE RIVER"),
+    ("upper: kitten", "BLUE RIVER"),
     ("add: 47+85", "132"),
     ("say hello to Anna", "Hello, Anna!"),
     ("repeat 5 times: mole", "mole mole mole mole mole"),

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.answers import Answer, ChatAnswer, CompletionAnswer
-from swell.cluster.async_llm import AsyncLLM, Ticket
+from swell.cluster.async_llm import AsyncLLM, EngineCallFailed, Ticket
 from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.http import (
     EventStream,
@@ -27,7 +27,7 @@ from swell.cluster.http import (
 )
 from swell.cluster.metrics import PrometheusStats
 from swell.cluster.openai import responses as api
-from swell.cluster.openai.admin import DrainRequest, ScaleRequest
+from swell.cluster.openai.admin import DrainRequest, IdleEngine, IdleReport, ScaleRequest
 from swell.cluster.openai.decode import decode
 from swell.cluster.openai.requests import (
     ChatCompletionRequest,
@@ -44,6 +44,9 @@ from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.coordinator.metrics import ViewCollector
+
+_CALL_S = 10.0
+"""How long an engine may take to answer a call: it answers between steps."""
 
 
 class Ingress:
@@ -110,6 +113,7 @@ class Ingress:
             route("/tokenize", self._tokenize, "POST"),
             route("/detokenize", self._detokenize, "POST"),
             route("/admin/cluster", self._admin_cluster, "GET"),
+            route("/admin/idle", self._admin_idle, "GET"),
             route("/admin/scale", self._admin_scale, "POST"),
             route("/admin/drain", self._admin_drain, "POST"),
         ]
@@ -292,6 +296,19 @@ class Ingress:
     async def _admin_cluster(self, request: Request) -> Response:
         self._admins.check(request)
         return json_response(await self._manager.describe.remote())
+
+    async def _admin_idle(self, request: Request) -> Response:
+        """Ask every engine whether all its slots and blocks are free: the conservation check."""
+        self._admins.check(request)
+        engines = []
+        for rank in self.llm.view.roster.ranks:
+            reason = None
+            try:
+                await self.llm.call_engine(rank, "check_idle", timeout_s=_CALL_S)
+            except (EngineCallFailed, TimeoutError) as error:
+                reason = str(error) or "busy"
+            engines.append(IdleEngine(rank=rank, idle=reason is None, reason=reason))
+        return json_response(IdleReport(engines=engines))
 
     async def _admin_scale(self, request: Request) -> Response:
         self._admins.check(request)

@@ -75,7 +75,8 @@ def _ray(address: str | None, config: Config) -> Iterator[None]:
         )
         yield
     finally:
-        ray.shutdown()
+        with _unheard():
+            ray.shutdown()
         if not os.environ.get("SWELL_KEEP_LOGS"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -97,10 +98,17 @@ def _application(config: Config) -> Iterator[str]:
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         yield f"http://{shown}:{config.serve.port}"
     finally:
-        # Ray writes to standard error that the controller, which ends itself, was killed.
-        with contextlib.redirect_stderr(io.StringIO()):
+        with _unheard():
             serve.shutdown()
             time.sleep(_QUIET_S)
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Ray prints that Serve's controller, which ends itself, was killed: nobody needs to know."""
+    nowhere = io.StringIO()
+    with contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
+        yield
 
 
 def _deploy(config: Config) -> None:

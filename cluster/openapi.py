@@ -102,6 +102,13 @@ OPERATIONS = (
         DetokenizeRequest,
         errors=(*_BODY_ERRORS, 404, 503),
     ),
+    Operation(
+        "get",
+        "/admin/idle",
+        "Whether all is free.",
+        admin.IdleReport,
+        errors=(401,),
+    ),
     Operation("get", "/admin/cluster", "The cluster's state.", admin.ClusterState, errors=(401,)),
     Operation(
         "post",

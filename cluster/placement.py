@@ -11,6 +11,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from swell.configs.log import FactLogger
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.coordinator import Coordinator, CoordinatorContact
 from swell.coordinator.roster import Member, MemberState
@@ -69,6 +70,7 @@ class Placement:
         self._config = config
         self._namespace = namespace
         self._coordinator: Any = None
+        self._log = FactLogger("cluster.placement")
         self.contact: CoordinatorContact | None = None
 
     @property
@@ -92,13 +94,16 @@ class Placement:
         return view
 
     async def join(self, members: list[Member]) -> None:
-        await self._coordinator.join.remote(members)
+        roster = await self._coordinator.join.remote(members)
+        self._log.info("joined", epoch=roster.epoch, ranks=[member.rank for member in members])
 
     async def leave(self, ranks: list[int]) -> None:
-        await self._coordinator.leave.remote(ranks)
+        roster = await self._coordinator.leave.remote(ranks)
+        self._log.info("leaving", epoch=roster.epoch, ranks=ranks)
 
     async def remove(self, ranks: list[int]) -> None:
-        await self._coordinator.remove.remote(ranks)
+        roster = await self._coordinator.remove.remote(ranks)
+        self._log.info("removed", epoch=roster.epoch, ranks=ranks)
 
     async def adopt(self) -> list[EngineHandle]:
         """Engines in the coordinator's roster that live."""

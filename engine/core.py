@@ -65,7 +65,7 @@ class EngineCore:
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot is free and no step is in flight."""
-        assert not self._in_flight
+        assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
         self.scheduler.check_idle()
 
     def shutdown(self) -> None:

@@ -266,6 +266,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot is free."""
-        assert not self.requests and not self.running
+        assert not self.requests, f"{len(self.requests)} requests are here"
+        assert not self.running
         assert len(self._free_slots) == self.config.max_rows, "slots leaked"
         self.kv.pool.check_idle()

@@ -96,3 +96,15 @@ class Readiness(Body, kw_only=True):
 
     status: str = "ready"
     engines: list[int]
+
+
+class IdleEngine(Body, kw_only=True):
+    """Whether all slots and blocks of an engine are free; if not, what is held."""
+
+    rank: int
+    idle: bool
+    reason: str | None = None
+
+
+class IdleReport(Body, kw_only=True):
+    engines: list[IdleEngine]

@@ -68,15 +68,14 @@ class Cluster:
         return httpx.post(self.url + path, json=body, timeout=120)
 
     def wait_idle(self) -> None:
-        """Until every engine reports that all slots and blocks are free."""
+        """Until every engine says that all of its slots and blocks are free."""
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
-            engines = self.get("/admin/cluster").json()["engines"]
-            busy = [e for e in engines if e["running"] or e["waiting"] or e["kv_usage"]]
-            if not busy:
+            engines = self.get("/admin/idle").json()["engines"]
+            if engines and all(engine["idle"] for engine in engines):
                 return
             time.sleep(0.05)
-        raise AssertionError(f"not idle: {busy}")
+        raise AssertionError(f"not idle: {engines}")
 
     def stop(self) -> None:
         """Ctrl-C. Raises AssertionError unless it ends well and leaves no process behind."""

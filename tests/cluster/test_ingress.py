@@ -1,0 +1,241 @@
+"""The whole route without Ray and without a model: HTTP, ingress, channel, engines, and back.
+
+Engines compute with the fake worker, whose every token is a hash of the whole context before it,
+so that an answer which was continued wrongly by another engine cannot look right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from swell.cluster.edge import EdgeServer
+from swell.cluster.ingress import Ingress
+from swell.configs.schema import load
+from swell.coordinator import roster
+from swell.coordinator.roster import Member
+from swell.coordinator.service import CoordinatorService
+from swell.engine.core import EngineCore
+from swell.engine.executor import ExecutorLimits
+from swell.engine.server import EngineServer
+from tests.cluster import tokenizers_for_tests
+from tests.engine.fake_worker import FakeExecutor, next_token
+
+MAX_MODEL_LEN = 600
+
+
+class SlowExecutor(FakeExecutor):
+    """Takes a moment for each step, so that something can happen meanwhile."""
+
+    def run_until(self, step: int):
+        threading.Event().wait(0.002)
+        return super().run_until(step)
+
+
+class Building:
+    """A coordinator, engines on threads, one ingress with a real HTTP server."""
+
+    def __init__(self, folder: Path, **serve: object) -> None:
+        self.config = load(
+            {
+                "model": {"path": str(folder), "name": "fake"},
+                "cache": {"block_tokens": 4},
+                "scheduler": {"max_rows": 8},
+                "serve": serve,
+            }
+        )
+        self.coordinator = CoordinatorService(self.config.cluster)
+        self.engines: dict[int, EngineServer] = {}
+        self.threads: list[threading.Thread] = []
+        self.url = ""
+
+    def add_engine(self, rank: int) -> None:
+        core = EngineCore(self.config, SlowExecutor(600, 4), ExecutorLimits(600, MAX_MODEL_LEN, 50))
+        server = EngineServer(
+            self.config, rank, core, self.coordinator.keys, self.coordinator.address
+        )
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        self.engines[rank] = server
+        self.threads.append(thread)
+        member = Member(rank, server.address, max_model_len=MAX_MODEL_LEN, vocab_size=50)
+        self.coordinator.change(lambda now: roster.join(now, [member]))
+
+    def remove_engine(self, rank: int) -> None:
+        self.coordinator.change(lambda now: roster.remove(now, [rank]))
+        self.engines[rank].stop()
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[httpx.AsyncClient]:
+        manager = SimpleNamespace()
+        ingress = Ingress(self.config, self.coordinator.address, self.coordinator.keys, manager)
+        await ingress.start()
+        edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
+        await edge.start()
+        try:
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{edge.port}", timeout=30
+            ) as client:
+                while not ingress.llm.active_ranks:
+                    await asyncio.sleep(0.01)
+                yield client
+        finally:
+            await edge.stop()
+            await ingress.stop()
+
+    def close(self) -> None:
+        for server in self.engines.values():
+            server.stop()
+        for thread in self.threads:
+            thread.join()
+        self.coordinator.stop()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def building(folder: Path, engines: int, **serve: object):
+    house = Building(folder, **serve)
+    try:
+        for rank in range(engines):
+            house.add_engine(rank)
+        yield house
+    finally:
+        house.close()
+
+
+def truth(prompt: list[int], count: int, seed: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, seed))
+    return tokens[len(prompt) :]
+
+
+def body(prompt: list[int], count: int, **extra: object) -> dict:
+    wish = {"model": "fake", "prompt": prompt, "max_tokens": count, "seed": 3}
+    return {**wish, "ignore_eos": True, "return_token_ids": True, **extra}
+
+
+async def read_stream(client: httpx.AsyncClient, wish: dict) -> list[int]:
+    ids: list[int] = []
+    async with client.stream("POST", "/v1/completions", json={**wish, "stream": True}) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                ids += json.loads(line[6:])["choices"][0]["token_ids"]
+    return ids
+
+
+def test_answers_go_on_when_their_engine_leaves(folder):
+    prompts = [[n, 2, 3, n] for n in range(6)]
+
+    async def ask(house: Building) -> tuple[list[list[int]], list[httpx.Response]]:
+        async with house.serving() as client:
+            streams = [asyncio.create_task(read_stream(client, body(p, 300))) for p in prompts]
+            wholes = [
+                asyncio.create_task(client.post("/v1/completions", json=body(p, 300)))
+                for p in prompts
+            ]
+            await asyncio.sleep(0.2)
+            house.add_engine(2)
+            await asyncio.to_thread(house.remove_engine, 0)
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(house.remove_engine, 1)
+            return await asyncio.gather(*streams), await asyncio.gather(*wholes)
+
+    with building(folder, 2) as house:
+        streams, wholes = asyncio.run(ask(house))
+    expected = [truth(prompt, 300, seed=3) for prompt in prompts]
+    assert streams == expected
+    assert [w.json()["choices"][0]["token_ids"] for w in wholes] == expected
+    assert [w.json()["usage"]["completion_tokens"] for w in wholes] == [300] * 6
+    moved = [w.headers["x-swell-engine"].split(",") for w in wholes]
+    assert all(ranks[-1] == "2" and len(ranks) >= 2 for ranks in moved)
+
+
+def test_answers_wait_for_an_engine_when_the_last_one_leaves(folder):
+    async def ask(house: Building) -> list[int]:
+        async with house.serving() as client:
+            stream = asyncio.create_task(read_stream(client, body([1, 2], 200)))
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(house.remove_engine, 0)
+            await asyncio.sleep(0.1)
+            refused = await client.post("/v1/completions", json=body([1], 5))
+            assert refused.status_code == 503
+            house.add_engine(1)
+            return await stream
+
+    with building(folder, 1) as house:
+        assert asyncio.run(ask(house)) == truth([1, 2], 200, seed=3)
+
+
+def test_two_ingresses_share_the_engines_without_crossing(folder):
+    prompts = [[n] for n in range(8)]
+
+    async def ask(house: Building) -> list[list[int]]:
+        async with house.serving() as one, house.serving() as two:
+            return await asyncio.gather(
+                *(read_stream((one, two)[n % 2], body(p, 60)) for n, p in enumerate(prompts))
+            )
+
+    with building(folder, 2) as house:
+        assert asyncio.run(ask(house)) == [truth(p, 60, seed=3) for p in prompts]
+
+
+def test_everything_is_free_after_clients_left(folder):
+    async def ask(house: Building) -> dict:
+        async with house.serving() as client:
+            for stream in (True, False):
+                with contextlib.suppress(httpx.ReadTimeout):
+                    await client.post(
+                        "/v1/completions", json=body([5], 500, stream=stream), timeout=0.1
+                    )
+            for _ in range(100):
+                report = (await client.get("/admin/idle")).json()
+                if all(engine["idle"] for engine in report["engines"]):
+                    break
+                await asyncio.sleep(0.02)
+            return report
+
+    with building(folder, 2) as house:
+        report = asyncio.run(ask(house))
+    assert report["engines"] == [
+        {"rank": 0, "idle": True, "reason": None},
+        {"rank": 1, "idle": True, "reason": None},
+    ]
+
+
+def test_keys(folder, tmp_path):
+    (tmp_path / "users").write_text("# keys\nalpha  # of somebody\nbeta\n")
+    (tmp_path / "admins").write_text("root\n")
+
+    async def ask(house: Building) -> list[int]:
+        async with house.serving() as client:
+            statuses = []
+            for key in (None, "alpha", "beta", "gamma", "root"):
+                headers = {"authorization": f"Bearer {key}"} if key else {}
+                post = await client.post("/v1/completions", json=body([1], 2), headers=headers)
+                admin = await client.get("/admin/idle", headers=headers)
+                statuses.append((post.status_code, admin.status_code))
+            assert (await client.get("/health")).status_code == 200
+            return statuses
+
+    files = {
+        "api_keys_file": str(tmp_path / "users"),
+        "admin_keys_file": str(tmp_path / "admins"),
+    }
+    with building(folder, 1, **files) as house:
+        statuses = asyncio.run(ask(house))
+    assert statuses == [(401, 401), (200, 401), (200, 401), (401, 401), (401, 200)]
