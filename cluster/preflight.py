@@ -51,6 +51,7 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
 
 def _check_weights(folder: Path) -> None:
     if (folder / _WEIGHTS).is_file():
+        _check_whole(folder / _WEIGHTS)
         return
     if not (folder / _INDEX).is_file():
         raise ConfigError(
@@ -63,6 +64,29 @@ def _check_weights(folder: Path) -> None:
         raise ConfigError(
             f"{folder} lacks {len(missing)} of {len(shards)} weight shards, first {missing[0]!r}; "
             "copy the missing files there"
+        )
+    for shard in sorted(shards):
+        _check_whole(folder / shard)
+
+
+def _check_whole(path: Path) -> None:
+    """A safetensors file tells its own length: 8 bytes, a header of so many, and the tensors."""
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        text = file.read(header_bytes) if header_bytes < size_bytes else b""
+    try:
+        header = json.loads(text)
+        data_bytes = max(
+            (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
+            default=0,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ConfigError(f"{path} is no safetensors file; copy it there again") from None
+    whole_bytes = 8 + header_bytes + data_bytes
+    if size_bytes != whole_bytes:
+        raise ConfigError(
+            f"{path} has {size_bytes} bytes of {whole_bytes}: it is damaged; copy it there again"
         )
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 from swell.configs.process import sleep_at_barriers
-from swell.configs.schema import Config
+from swell.configs.schema import Config, ConfigError
 from swell.engine.executor import (
     Executor,
     ExecutorError,
@@ -120,8 +120,10 @@ class InprocExecutor(Executor):
             limits = agree_limits(self._config, self._call_all("load", store, 0))
             progress("allocating the KV cache")
             self._call_all("init_cache", limits.num_blocks, limits.max_model_len)
-        except BaseException:
+        except BaseException as error:
             self.shutdown()
+            if isinstance(error, ValueError):
+                raise ConfigError(str(error)) from error
             raise
         return limits
 

@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from swell.configs.schema import Config
+from swell.configs.schema import Config, ConfigError
 from swell.coordinator.channel import ChannelKeys, Inbox
 from swell.engine.executor import (
     Executor,
@@ -74,6 +74,18 @@ class RayExecutor(Executor):
         self._results: dict[int, ModelRunnerOutput] = {}
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
+        try:
+            return self._start(progress)
+        except ray.exceptions.RayTaskError as error:
+            self.shutdown()
+            if isinstance(error.cause, ValueError):
+                raise ConfigError(str(error.cause)) from error
+            raise
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(self, progress: Progress) -> ExecutorLimits:
         world = self._config.parallel.world
         progress(f"starting {world} workers")
         order = rank_order(placement_group_table(self._placement_group)["bundles_to_node_id"])

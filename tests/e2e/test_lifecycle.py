@@ -54,40 +54,77 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:100_000])
 
 
-MODELS = {
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), ["holds no weights"], []),
-    "a missing shard": (shards, ["model-2.safetensors"], []),
-    "a truncated file": (truncate, ["model.safetensors"], []),
-    "no config": (lambda f: (f / "config.json").unlink(), ["config.json"], []),
-    "an unknown architecture": (
-        edit("config.json", architectures=["WhatIsThisForCausalLM"], model_type="whatisthis"),
-        ["whatisthis"],
-        [],
-    ),
-    "heads that do not divide": (lambda f: None, ["parallel.tensor=3"], ["parallel.tensor=3"]),
-    "too many stages": (lambda f: None, ["parallel.pipeline=64"], ["parallel.pipeline=64"]),
-    "an unknown key": (lambda f: None, ["scheduler.max_row"], ["scheduler.max_row=3"]),
-    "a value out of range": (lambda f: None, ["scheduler.max_rows"], ["scheduler.max_rows=0"]),
-    "a cache that is too small": (
-        lambda f: None,
-        ["cache.memory_bytes"],
-        ["cache.memory_bytes=1000"],
+def garble(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 1000)
+
+
+def unchanged(folder: Path) -> None:
+    pass
+
+
+unknown = edit("config.json", architectures=["WhatIsThisForCausalLM"], model_type="whatisthis")
+
+# what is wrong -> (change of the model's folder, setting, a word of the error)
+CASES = {
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "", "holds no weights"),
+    "a missing shard": (shards, "", "model-2.safetensors"),
+    "a truncated file": (truncate, "", "damaged"),
+    "no safetensors": (garble, "", "no safetensors file"),
+    "no config": (lambda f: (f / "config.json").unlink(), "", "config.json"),
+    "heads that do not divide": (unchanged, "parallel.tensor=3", "parallel.tensor=3"),
+    "too many stages": (unchanged, "parallel.pipeline=64", "parallel.pipeline=64"),
+    "too long for the model": (unchanged, "model.max_model_len=1000000", "1000000"),
+    "an unknown key": (unchanged, "scheduler.max_row=3", "scheduler.max_row"),
+    "a value out of range": (unchanged, "scheduler.max_rows=0", "scheduler.max_rows"),
+}
+# Known only once an engine loads: without Ray, where that is quicker, and once with it.
+CASES_IN_ENGINE = {
+    "an unknown architecture": (unknown, "", "whatisthis"),
+    "a cache that is too small": (unchanged, "cache.memory_bytes=1000", "cache.memory_bytes"),
+    "a length that does not fit": (
+        unchanged,
+        "cache.memory_bytes=100000",
+        "model.max_model_len=1000",
     ),
 }
 
 
-@pytest.mark.parametrize("case", MODELS)
-def test_what_cannot_start_says_why_in_one_line(case, tmp_path):
-    change, words, settings = MODELS[case]
-    path = broken(tmp_path, change)
-    sets = [part for setting in settings for part in ("--set", setting)]
-    result = swell("serve", path, "--port", "0", *sets)
+def assert_one_line(result: subprocess.CompletedProcess[str], word: str) -> None:
     assert result.returncode in (1, 2), result.stdout
     errors = [line for line in result.stderr.splitlines() if line.startswith("swell: ")]
     assert len(errors) == 1, result.stderr
-    for word in words:
-        assert word in errors[0]
+    assert word in errors[0]
     assert "Traceback" not in result.stderr
+
+
+def sets(*settings: str) -> list[str]:
+    return [part for setting in settings if setting for part in ("--set", setting)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_start_says_why_in_one_line(case, tmp_path):
+    change, setting, word = CASES[case]
+    result = swell("serve", broken(tmp_path, change), "--port", "0", *sets(setting))
+    assert_one_line(result, word)
+    assert "starting Ray" not in result.stdout
+
+
+@pytest.mark.parametrize("case", CASES_IN_ENGINE)
+def test_what_an_engine_cannot_load_says_why_in_one_line(case, tmp_path):
+    change, setting, word = CASES_IN_ENGINE[case]
+    longest = "model.max_model_len=1000" if "length" in case else ""
+    path = broken(tmp_path, change)
+    assert_one_line(swell("generate", path, "hello", *sets(setting, longest)), word)
+
+
+def test_an_engine_that_cannot_load_ends_the_cluster(tmp_path):
+    path = broken(tmp_path, unknown)
+    marked = Cluster(path)
+    assert marked.process.wait(timeout=120) == 1
+    marked.assert_gone()
+    errors = [line for line in marked.lines if line.startswith("swell: ")]
+    assert len(errors) == 1, marked.lines
+    assert "whatisthis" in errors[0]
 
 
 def test_a_port_in_use_is_named_before_anything_is_started():
