@@ -19,6 +19,11 @@ NANO = ROOT / "configs" / "models" / "nano"
 START_S = 150
 
 
+def listen_to_ctrl_c() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, and children inherit it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Cluster:
     """`swell serve` until `stop`. Use as a context manager."""
 
@@ -33,6 +38,7 @@ class Cluster:
             text=True,
             env={**os.environ, name: value},
             start_new_session=True,
+            preexec_fn=listen_to_ctrl_c,
         )
         self.lines: list[str] = []
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()

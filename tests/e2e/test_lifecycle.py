@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.cluster import NANO, ROOT, Cluster
+from tests.e2e.cluster import NANO, ROOT, Cluster, listen_to_ctrl_c
 
 
 def swell(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -227,33 +228,44 @@ def test_a_killed_engine_is_replaced_and_its_answers_go_on(cluster):
     assert after["engines"][0]["pid"] != state["engines"][0]["pid"]
 
 
-def test_serve_run_deploys_the_same_app(tmp_path):
-    """Ray Serve's own command, against a Ray of our own; its proxy answers on its port."""
+def test_serve_run_deploys_the_same_app():
+    """Ray Serve's own command, on a Ray of its own; Serve's proxy answers beside our port."""
     binaries = Path(sys.executable).parent
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 8000))
-    environment = {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}"}
-    process = subprocess.Popen(
-        [binaries / "serve", "run", "swell.cluster.app:build", "config=configs/demo.yaml"],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 120
-        ready = False
-        while not ready and time.monotonic() < deadline:
-            assert process.poll() is None
-            try:
-                ready = httpx.get("http://127.0.0.1:8000/ready").status_code == 200
-            except httpx.TransportError:
-                pass
-            time.sleep(0.5)
-        body = {"model": "nano", "prompt": "upper: abc", "max_tokens": 5}
-        answer = httpx.post("http://127.0.0.1:8000/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=60)
+    with tempfile.TemporaryDirectory(prefix="swell-", dir="/tmp") as folder:
+        process = subprocess.Popen(
+            [binaries / "serve", "run", "swell.cluster.app:build", "config=configs/demo.yaml"],
+            cwd=ROOT,
+            env={**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "RAY_TMPDIR": folder},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=listen_to_ctrl_c,
+        )
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda: lines.extend(process.stdout))
+        reader.start()
+        try:
+            ask_until_ready("http://127.0.0.1:8000", process)
+            told = [line for line in lines if "; ours is " in line]
+            assert told, "".join(lines)
+            ask_until_ready("http://127.0.0.1:" + told[0].split()[-1], process)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=90)
+            reader.join()
+
+
+def ask_until_ready(url: str, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 150
+    while time.monotonic() < deadline:
+        assert process.poll() is None
+        try:
+            if httpx.get(f"{url}/ready", timeout=30).status_code == 200:
+                break
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    body = {"model": "nano", "prompt": "upper: abc", "max_tokens": 5}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
