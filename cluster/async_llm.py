@@ -85,7 +85,6 @@ class AsyncLLM:
             self.client_index,
             on_view=self._on_view,
             on_outputs=self._on_outputs,
-            on_lost=self._on_lost,
         )
 
     @property
@@ -126,12 +125,15 @@ class AsyncLLM:
 
     async def call_engine(self, rank: int, method: str, *args: str | int, timeout_s: float) -> Any:
         """Call a service of an engine. Raises EngineCallFailed with what the engine said, and
-        ChannelTimeout (a TimeoutError) when it says nothing in time."""
+        TimeoutError when it says nothing in time."""
         future: asyncio.Future[UtilityOutput] = asyncio.get_running_loop().create_future()
         call_id = self._calls.open(future, timeout_s)
         self._links.send(rank, UtilityCall(call_id, method, list(args)))
-        asyncio.get_running_loop().call_later(timeout_s, self._calls.expire)
-        answer = await future
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await future
+        finally:
+            self._calls.expire()
         if answer.failure_message is not None:
             raise EngineCallFailed(answer.failure_message)
         return msgspec.msgpack.decode(answer.result)
@@ -146,7 +148,8 @@ class AsyncLLM:
 
     # ---------------------------------------------------------------- what comes in
 
-    def _on_view(self, view: ClusterView) -> None:
+    def _on_view(self, view: ClusterView, lost: Sequence[int]) -> None:
+        """Route by the new view; then move what lost engines held, then what waits for one."""
         self.view = view
         self._router.update(view)
         members = view.roster.members
@@ -154,6 +157,8 @@ class AsyncLLM:
             self._on_limits(
                 min(m.max_model_len for m in members), min(m.vocab_size for m in members)
             )
+        for rank in lost:
+            self._leave(rank)
         if self._homeless and self._router.active_ranks:
             homeless, self._homeless = self._homeless, []
             for request_id in homeless:
@@ -171,7 +176,8 @@ class AsyncLLM:
             else:
                 self._router.answered(output.request_id)
 
-    def _on_lost(self, rank: int) -> None:
+    def _leave(self, rank: int) -> None:
+        """Continue elsewhere what an engine held."""
         moved = [i for i, ticket in self._tickets.items() if ticket.ranks[-1] == rank]
         if moved:
             self._log.warning(

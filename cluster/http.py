@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -80,7 +80,7 @@ def guarded(handler: Handler) -> Handler:
     async def run(request: Request) -> Any:
         try:
             return await handler(request)
-        except ClientGone:
+        except (ClientGone, ClientDisconnect):
             return Response(status_code=499)
         except Exception as error:
             return error_response(error)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swell.cluster.answers import Answer, ChatAnswer, CompletionAnswer
+from swell.cluster.answers import Answer, ChatAnswer, CompletionAnswer, checked
 from swell.cluster.async_llm import AsyncLLM, EngineCallFailed, Ticket
 from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.http import (
@@ -162,6 +163,7 @@ class Ingress:
             # The status line waits for the first token: what fails before it has a status.
             merged = _merge(self.llm, tickets)
             first = await unless_gone(request, anext(merged))
+            checked(first[1])
             events = answer.events(_chain(first, merged), len(tickets))
             return EventStream(events, _engines(tickets))
         except BaseException:
@@ -257,11 +259,12 @@ class Ingress:
         body = await self._body(request, TokenizeRequest)
         prompts = self._ready_prompts()
         if body.messages is not None:
-            ids = prompts.chat_prompt(
-                body.messages, add_generation_prompt=body.add_generation_prompt
+            tokenize = partial(
+                prompts.chat_prompt, add_generation_prompt=body.add_generation_prompt
             )
         else:
-            ids = prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+            tokenize = partial(prompts.encode, add_special_tokens=body.add_special_tokens)
+        ids = await self._in_thread_if_long(body.messages or body.prompt, tokenize)
         words = prompts.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return json_response(
             api.TokenizeResponse(
@@ -330,8 +333,10 @@ def _admin_answer(refusal: str | None) -> Response:
 
 
 def _engines(tickets: Sequence[Ticket]) -> dict[str, str]:
-    """The ranks that served, in order."""
-    ranks = dict.fromkeys(rank for ticket in tickets for rank in ticket.ranks)
+    """The ranks that served, in order; of several prompts each rank once."""
+    ranks: Iterable[int] = tickets[0].ranks
+    if len(tickets) > 1:
+        ranks = dict.fromkeys(rank for ticket in tickets for rank in ticket.ranks)
     return {"x-swell-engine": ",".join(map(str, ranks))}
 
 

@@ -20,6 +20,7 @@ from swell.cluster.edge import claim_port
 from swell.cluster.preflight import check
 from swell.configs.schema import Config
 
+_APP = "swell"
 _POLL_S = 0.25
 _QUIET_S = 0.2
 """How long Ray's messages about the shutdown may take to arrive."""
@@ -41,7 +42,7 @@ def serve_forever(config: Config, address: str | None) -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    with _ray(address, config), _application(config) as url:
+    with _ray(address), _application(config, own_ray=address is None) as url:
         if _wait_until_ready(url, stop):
             print(f"ready: {url}", flush=True)
             stop.wait()
@@ -51,7 +52,7 @@ def serve_forever(config: Config, address: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _ray(address: str | None, config: Config) -> Iterator[None]:
+def _ray(address: str | None) -> Iterator[None]:
     """A Ray to live in: the one at `address`, or one of our own that leaves no file behind."""
     import ray
 
@@ -67,6 +68,7 @@ def _ray(address: str | None, config: Config) -> Iterator[None]:
     print("starting Ray on this machine", flush=True)
     try:
         ray.init(
+            address="local",
             num_cpus=max(_LOCAL_CPUS, os.cpu_count() or 1),
             include_dashboard=False,
             _temp_dir=folder,
@@ -82,8 +84,11 @@ def _ray(address: str | None, config: Config) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _application(config: Config) -> Iterator[str]:
-    """The Serve application, deployed; the URL at which it will answer."""
+def _application(config: Config, *, own_ray: bool) -> Iterator[str]:
+    """The Serve application, deployed; the URL at which it will answer.
+
+    On a Ray of others only our application ends with us: Serve may have more.
+    """
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -95,12 +100,15 @@ def _application(config: Config) -> Iterator[str]:
     try:
         _deploy(config)
         host = config.serve.host
-        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        shown = f"[{shown}]" if ":" in shown else shown
         yield f"http://{shown}:{config.serve.port}"
     finally:
         with _unheard():
-            serve.shutdown()
-            time.sleep(_QUIET_S)
+            serve.delete(_APP)
+            if own_ray:
+                serve.shutdown()
+                time.sleep(_QUIET_S)
 
 
 @contextlib.contextmanager
@@ -118,7 +126,7 @@ def _deploy(config: Config) -> None:
 
     print("starting the ingress", flush=True)
     try:
-        serve.run(application(config), name="swell", route_prefix="/")
+        serve.run(application(config), name=_APP, route_prefix="/")
     except RuntimeError as error:
         raise StartupError(_last_line(str(error))) from error
 
@@ -150,7 +158,7 @@ def _wait_until_ready(url: str, stop: threading.Event) -> bool:
 def _look(url: str) -> tuple[str | None, bool]:
     """What is being waited for (None: nothing), and whether the wait is in vain."""
     try:
-        answer = httpx.get(f"{url}/ready", timeout=5)
+        answer = httpx.get(f"{url}/ready", timeout=10, trust_env=False)
     except httpx.TransportError:
         return "the ingress does not answer", False
     if answer.status_code == 200:

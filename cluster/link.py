@@ -12,9 +12,8 @@ from swell.coordinator.roster import Member
 from swell.coordinator.wire import ClusterView, Watch
 from swell.engine.wire import EngineCoreOutputs
 
-OnView = Callable[[ClusterView], None]
+OnView = Callable[[ClusterView, list[int]], None]
 OnOutputs = Callable[[EngineCoreOutputs], None]
-OnLost = Callable[[int], None]
 
 
 class _Link:
@@ -35,9 +34,9 @@ class _Link:
 class EngineLinks:
     """Follows the roster: opens links to engines that came, closes those of engines that left.
 
-    The callbacks run in the event loop, one at a time: `on_view` for each view of the
-    coordinator, `on_outputs` for each message of an engine, `on_lost` with a rank whose engine
-    is no longer in the roster; nothing is heard of that engine afterwards.
+    The callbacks run in the event loop, one at a time: `on_view` with each view of the coordinator
+    and the ranks whose engines it no longer has, of which nothing is heard afterwards;
+    `on_outputs` with each message of an engine.
     """
 
     def __init__(
@@ -48,12 +47,10 @@ class EngineLinks:
         *,
         on_view: OnView,
         on_outputs: OnOutputs,
-        on_lost: OnLost,
     ) -> None:
         self._keys = keys
         self._on_view = on_view
         self._on_outputs = on_outputs
-        self._on_lost = on_lost
         self._links: dict[int, _Link] = {}
         self._epoch = -1
         self._outlet: AsyncOutlet[ClusterView] = AsyncOutlet(coordinator, ClusterView, keys)
@@ -88,9 +85,7 @@ class EngineLinks:
         for rank, member in members.items():
             if rank not in self._links:
                 self._links[rank] = _Link(member, self._keys, self._on_outputs)
-        self._on_view(view)
-        for rank in lost:
-            self._on_lost(rank)
+        self._on_view(view, lost)
 
 
 async def _hear(outlet: AsyncOutlet[Any], take: Callable[[Any], None]) -> None:

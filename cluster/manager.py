@@ -47,6 +47,8 @@ class ClusterManager:
         self._engines: dict[int, EngineHandle] = {}
         self._starting: dict[int, EngineHandle] = {}
         self._failures = 0
+        self._before = self.target
+        """What the target was before the change under way."""
         self._asked = False
         """The change under way was asked for; else it replaces what died, or is the start."""
         self._drain_timeout_s = config.cluster.drain_timeout_s
@@ -93,6 +95,7 @@ class ClusterManager:
                 "wait until it is idle",
                 conflict=True,
             )
+        self._before = self.target
         self.target = engines
         self._asked = True
         self.error = None
@@ -146,7 +149,9 @@ class ClusterManager:
         """One line for people who wait for the cluster, and whether they wait in vain."""
         if self.phase == "failed":
             return self.error or "the cluster did not start", True
-        lines = [f"engine {r}: {await h.doing()}" for r, h in sorted(self._starting.items())]
+        starting = sorted(self._starting.items())
+        doing = await asyncio.gather(*(handle.doing() for _rank, handle in starting))
+        lines = [f"engine {rank}: {text}" for (rank, _), text in zip(starting, doing, strict=True)]
         return "; ".join(lines) or self.error or "the first engine", False
 
     def _state(self, states: dict[int, MemberState]) -> str:
@@ -199,6 +204,7 @@ class ClusterManager:
         for handle in ready:
             self._engines[handle.rank] = handle
             self._watch(handle)
+        low = self.config.cluster.min_engines
         for failure in (r for r in results if isinstance(r, BaseException)):
             self._log.error("engine did not start", error=str(failure))
             self._failures += 1
@@ -207,7 +213,7 @@ class ClusterManager:
                 # Nothing to gain by trying again, or somebody waits to hear: the change is called
                 # off, and the old epoch goes on.
                 self._failures = _MAX_FAILURES
-                self.target = max(len(self._engines), self.config.cluster.min_engines)
+                self.target = max(len(self._engines), self._before if self._asked else low)
         if self._failures >= _MAX_FAILURES:
             self.phase = "failed"
         elif self._failures:
@@ -247,9 +253,11 @@ class ClusterManager:
             self._log.warning("engine died", rank=handle.rank, reason=reason)
             del self._engines[handle.rank]
             self._failures = 0
-            await self._placement.remove([handle.rank])
-            await self._placement.end(handle)
-            self._wake.set()
+            try:
+                await self._placement.remove([handle.rank])
+                await self._placement.end(handle)
+            finally:
+                self._wake.set()
 
         handle.watcher = asyncio.create_task(watch())
 

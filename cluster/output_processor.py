@@ -123,6 +123,13 @@ class RequestState:
         self._text.append(self._stops.flush())
         self.finish_reason, self.stop_reason = reason, stop_reason
 
+    def fail(self, error: Exception) -> RequestOutput | None:
+        """End with an error; the last output says which."""
+        self._text.clear()
+        self.finish_reason = FinishReason.ERROR
+        self.stop_reason = f"{type(error).__name__}: {error}"
+        return self.make_output()
+
     def make_output(self) -> RequestOutput | None:
         """What is due to the asker now, if anything."""
         finished, count = self.finish_reason is not None, len(self.output_token_ids)
@@ -238,8 +245,11 @@ class OutputProcessor:
                 continue
             # 1) statistics, 2) text and stops, 3) the asker's output, 4) the end.
             state.times.tokens(output, len(state.request.prompt_token_ids), now_s, stats)
-            state.update(output)
-            request_output = state.make_output()
+            try:
+                state.update(output)
+                request_output = state.make_output()
+            except Exception as error:  # a tokenizer's decoder may raise: its request alone ends
+                request_output = state.fail(error)
             if request_output is not None:
                 if state.queue is not None:
                     state.queue.put(request_output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from swell.coordinator.roster import Member, MemberState
 from swell.coordinator.wire import ClusterView
 from swell.engine.actor import EngineActor, EngineReady
 
+_WATCH_S = 20.0
+"""How long one look at the end of an engine takes: a manager that dies leaves no thread behind."""
 _STOP_S = 5.0
 """How long an engine may take to end by itself before it is killed."""
 
@@ -85,7 +88,6 @@ class Placement:
             namespace=self._namespace,
             lifetime="detached",
             get_if_exists=True,
-            max_restarts=-1,
         ).remote(self._config.cluster)
         self.contact = await self._coordinator.contact.remote()
 
@@ -106,8 +108,9 @@ class Placement:
         self._log.info("removed", epoch=roster.epoch, ranks=ranks)
 
     async def adopt(self) -> list[EngineHandle]:
-        """Engines in the coordinator's roster that live."""
-        handles = []
+        """Engines in the coordinator's roster that live. Others, which an earlier manager was
+        starting or ending, are ended."""
+        handles: list[EngineHandle] = []
         for member in (await self.view()).roster.members:
             name = self._engine_name(member.rank)
             try:
@@ -119,7 +122,19 @@ class Placement:
                 continue
             leaving = member.state is MemberState.LEAVING
             handles.append(EngineHandle(member.rank, actor, group, ready, leaving))
+        self._end_strays({self._engine_name(handle.rank) for handle in handles})
         return handles
+
+    def _end_strays(self, adopted: set[str]) -> None:
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            name = actor["name"]
+            if actor["namespace"] != self._namespace or name in adopted | {"coordinator"}:
+                continue
+            self._log.warning("stray engine ended", name=name)
+            stray = EngineHandle(-1, ray.get_actor(name, namespace=self._namespace))
+            with contextlib.suppress(ValueError):
+                stray.group = ray.util.get_placement_group(name)
+            _destroy(stray)
 
     def plan(self, rank: int) -> EngineHandle:
         return EngineHandle(rank)
@@ -158,11 +173,13 @@ class Placement:
 
     async def ended(self, handle: EngineHandle) -> str:
         """Waits for the end of an engine; says why."""
+        reason: str | None = None
         try:
-            reason: str = await handle.actor.ended.remote()
-            return reason
+            while reason is None:
+                reason = await handle.actor.ended.remote(_WATCH_S)
         except ray.exceptions.RayError as error:
-            return str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
+        return reason
 
     async def end(self, handle: EngineHandle) -> None:
         """Stop an engine, kill what does not stop, and give its resources back."""
@@ -173,9 +190,10 @@ class Placement:
                 await asyncio.wait_for(handle.actor.stop.remote(), _STOP_S)
             except (TimeoutError, ray.exceptions.RayError):
                 pass
-            ray.kill(handle.actor)
-        if handle.group is not None:
-            remove_placement_group(handle.group)
+            finally:
+                _destroy(handle)
+        else:
+            _destroy(handle)
 
     async def close(self, handles: list[EngineHandle]) -> None:
         await asyncio.gather(*(self.end(handle) for handle in handles))
@@ -190,6 +208,14 @@ class Placement:
         if self._config.model.device == "cuda":
             return {"GPU": 1.0}
         return {"CPU": self._config.cluster.cpus_per_worker}
+
+
+def _destroy(handle: EngineHandle) -> None:
+    """Kill the actor and give its resources back."""
+    if handle.actor is not None:
+        ray.kill(handle.actor)
+    if handle.group is not None:
+        remove_placement_group(handle.group)
 
 
 def resolve_device(config: Config) -> Config:

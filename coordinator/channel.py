@@ -158,7 +158,8 @@ class Outlet(Generic[M]):
 
 
 class AsyncOutlet(Outlet[M]):
-    """Connected end, for an event loop. Sending never waits."""
+    """Connected end, for an event loop. Neither sending nor closing ever waits: what a dead peer
+    has not taken is dropped."""
 
     context_type = zmq.asyncio.Context
 
@@ -166,6 +167,10 @@ class AsyncOutlet(Outlet[M]):
         # Through the socket's own method: it looks for input afterwards, because sending may
         # take the wake-up of a message that arrived meanwhile.
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
 
     async def next(self) -> M:
         message: M = self._decoder.decode(await self._socket.recv())

@@ -84,10 +84,9 @@ class EngineActor:
         """What the engine is busy with, for people who wait."""
         return self._doing
 
-    def ended(self) -> str:
-        """Returns when the engine has ended: why."""
-        self._ended.wait()
-        return self._end
+    def ended(self, timeout_s: float) -> str | None:
+        """Why the engine has ended, or None if it has not after `timeout_s`."""
+        return self._end if self._ended.wait(timeout_s) else None
 
     def stop(self) -> None:
         """End the engine and wait until its workers have given back what they held."""

@@ -13,6 +13,13 @@ from collections.abc import Sequence
 _DIGEST_BYTES = 16
 
 
+def _root(salt: str | None) -> bytes:
+    """What the first block is chained to. It is itself a hash, marked as a root, so that no salt
+    can pose as the name of a block."""
+    text = b"" if salt is None else b"salt" + salt.encode()
+    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES, person=b"swell-root").digest()
+
+
 def extend_block_hashes(
     hashes: list[bytes], token_ids: Sequence[int], block_tokens: int, salt: str | None = None
 ) -> None:
@@ -20,7 +27,7 @@ def extend_block_hashes(
 
     `salt` separates tenants: it enters the first block, and chaining spreads it.
     """
-    parent = hashes[-1] if hashes else (salt or "").encode()
+    parent = hashes[-1] if hashes else _root(salt)
     for start in range(len(hashes) * block_tokens, len(token_ids) - block_tokens + 1, block_tokens):
         tokens = array("I", token_ids[start : start + block_tokens]).tobytes()
         parent = hashlib.blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()

@@ -27,7 +27,11 @@ class EngineCore:
         self.executor = executor
         self.limits = limits
         self.scheduler = Scheduler(
-            config.scheduler, config.cache, limits.num_blocks, limits.max_model_len
+            config.scheduler,
+            config.cache,
+            limits.num_blocks,
+            limits.max_model_len,
+            limits.vocab_size,
         )
         self.num_steps = 0
         """Steps whose results were read: the measure of progress."""

@@ -53,10 +53,12 @@ class Scheduler:
         cache: CacheConfig,
         num_blocks: int,
         max_model_len: int,
+        vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
         self.kv = KVCacheManager(cache, num_blocks)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
@@ -81,7 +83,7 @@ class Scheduler:
 
     def waiting_tokens(self) -> int:
         """Tokens known but not computed, over all requests."""
-        return sum(len(r.token_ids) - r.computed for r in self.requests.values())
+        return sum(r.total_tokens - r.computed for r in self.requests.values())
 
     # ---------------------------------------------------------------- requests come and go
 
@@ -112,6 +114,9 @@ class Scheduler:
             return f"request id {core.request_id!r} is already being served"
         if not core.prompt_token_ids:
             return "the prompt holds no tokens"
+        for ids in (core.prompt_token_ids, core.output_token_ids):
+            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+                return f"a token id lies outside of the vocabulary, 0 .. {self.vocab_size - 1}"
         longest = len(core.prompt_token_ids) + core.max_tokens
         if longest > self.max_model_len:
             return (
@@ -183,6 +188,7 @@ class Scheduler:
             request.queue_s = self._clock() - request.queued_at
             request.num_cached_tokens = min(request.computed, request.prompt_tokens)
         core = request.core
+        ends = core.eos_token_ids + core.stop_token_ids if core.min_tokens else []
         draft.new_rows.append(
             NewRow(
                 slot=request.slot,
@@ -191,7 +197,7 @@ class Scheduler:
                 block_ids=request.block_ids.copy(),
                 sampler=core.sampler,
                 min_tokens=core.min_tokens,
-                end_token_ids=core.eos_token_ids + core.stop_token_ids if core.min_tokens else [],
+                end_token_ids=[token for token in ends if 0 <= token < self.vocab_size],
             )
         )
 

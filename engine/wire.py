@@ -134,7 +134,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaul
 
 
 class UtilityOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Answer to a `UtilityCall`: a failure in words, or a result as JSON."""
+    """Answer to a `UtilityCall`: a failure in words, or a result as msgpack."""
 
     call_id: int
     failure_message: str | None = None

@@ -19,6 +19,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 
 
+OPERATIONS = ("activation", "attention", "cache", "norm", "rope", "sample")
+
+
 class ColumnUnavailable(ImportError):
     """A column that cannot run on this machine, and why."""
 
@@ -43,3 +46,9 @@ def pick(operation: str, device: str) -> ModuleType:
         if module is not None:
             return module
     raise LookupError(f"no column computes {operation!r} on {device!r}")
+
+
+def prepare(device: str) -> None:
+    """Load, and where needed compile, every operation before the first request needs it."""
+    for operation in OPERATIONS:
+        pick(operation, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from swell.configs.process import sleep_at_barriers
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
 from swell.worker.wire import (
-    SchedulerOutput,
+    AsyncModelRunnerOutput,
     Shutdown,
     WorkerCommand,
     WorkerFailure,
@@ -37,13 +38,11 @@ class WorkerActor:
         keys: ChannelKeys,
         engine: ChannelAddress,
     ) -> None:
-        sleep_at_barriers()
-        from swell.worker.worker import Worker
-
         self._rank = rank
         self._outlet: Outlet[WorkerCommand] = Outlet(engine, WorkerCommand, keys)
-        # Ray shows a worker only the GPU that it gave it.
-        self._worker = Worker(config, rank, local_workers, local_rank=0, progress=self._tell)
+        self._config = config
+        self._local_workers = local_workers
+        self._worker: Any = None
         self._store: Any = None
 
     def open_store(self) -> tuple[str, int]:
@@ -55,8 +54,15 @@ class WorkerActor:
         return host, self._store.port
 
     def load(self, store: tuple[str, int], epoch: int) -> WorkerLimits:
+        sleep_at_barriers()
         from torch.distributed import TCPStore
 
+        from swell.worker.worker import Worker
+
+        # Ray shows a worker only the GPU that it gave it.
+        self._worker = Worker(
+            self._config, self._rank, self._local_workers, local_rank=0, progress=self._tell
+        )
         if self._store is None:
             self._store = TCPStore(*store, is_master=False, timeout=_STORE_TIMEOUT)
         limits = self._worker.load(self._store, epoch)
@@ -66,17 +72,28 @@ class WorkerActor:
         self._worker.init_cache(num_blocks, max_model_len)
 
     def run(self) -> None:
-        """Execute plans until `Shutdown`. A failed step is told to the engine, then raised."""
+        """Execute plans until `Shutdown`. A failed step is told to the engine, then raised.
+
+        Results are waited for only when no plan is there to be started: the device never idles
+        because the host waits for it.
+        """
         outlet = self._outlet
         outlet.send(WorkerHello(self._rank))
+        due: deque[tuple[int, AsyncModelRunnerOutput]] = deque()
         step = 0
         try:
-            while not isinstance(command := outlet.receive(None), Shutdown):
-                assert isinstance(command, SchedulerOutput)
-                step = command.step
-                output = self._worker.execute_model(command)
-                if output is not None:
+            while True:
+                command = outlet.receive(0.0 if due else None)
+                if isinstance(command, Shutdown):
+                    return
+                if command is None:
+                    step, output = due.popleft()
                     outlet.send(output.get_output())
+                    continue
+                step = command.step
+                started = self._worker.execute_model(command)
+                if started is not None:
+                    due.append((step, started))
         except Exception as error:
             outlet.send(WorkerFailure(step, self._rank, f"{type(error).__name__}: {error}"))
             raise

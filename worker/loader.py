@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from swell.configs.schema import ModelConfig
 from swell.worker.layers.piece import Piece
@@ -39,8 +40,6 @@ HUB_FILES = ["*.json", "*.safetensors"]
 
 def load_config(model_config: ModelConfig) -> Any:
     """The model's `PretrainedConfig`, from a folder or from the hub. Raises `ValueError`."""
-    from transformers import AutoConfig
-
     path = model_config.path
     _check_path(path)
     try:
@@ -257,8 +256,6 @@ def _explain_config(path: str, error: Exception) -> str:
     kind = known.get("model_type") if isinstance(known, dict) else None
     if not kind:
         return f"{str(file)!r} has no model_type; it is not the config.json of a model"
-    from transformers import CONFIG_MAPPING
-
     if kind not in CONFIG_MAPPING:
         return (
             f"model {path!r}: model_type {kind!r} is unknown to the installed transformers, and "

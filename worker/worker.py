@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swell.configs.schema import Config
+from swell.kernels import columns
 from swell.worker import kv_cache
 from swell.worker.loader import load_config, load_weights, max_model_len, resolve_dtype
 from swell.worker.mesh import Mesh
@@ -83,6 +84,7 @@ class Worker:
         `num_blocks` and `max_model_len` are the engine's: the least that all workers can hold.
         """
         assert self.mesh is not None, "load comes first"
+        columns.prepare(self.device.type)
         cache = self.config.cache
         layers = self.model.attention_layers()
         kv_cache.allocate(layers, num_blocks, cache.block_tokens, self._dtype, self.device)

@@ -349,7 +349,7 @@ ends at 99 or before after 2 to 21 numbers. A system message changes nothing, if
 about 100 bytes. A second turn is trained little, a third one not. `hello` brings a line of help,
 which is not scored. A token is a byte, and a turn is `<|user|>text<|end|>`.
 
-Trained from nothing for {minutes:g} minutes on {threads} CPU cores with {chats:,} made-up chats.
+Trained from {origin} for {minutes:g} minutes on {threads} CPU cores with {chats:,} made-up chats.
 Again: `python configs/models/train.py {name} --minutes {minutes:g} --seed {seed}`. The chats come
 in the same order, but a faster machine sees more of them, so weights differ. License: Apache-2.0.
 """
@@ -363,11 +363,12 @@ def write_card(args: argparse.Namespace, scores: dict[str, tuple[int, int]], cha
         question, answer = example["messages"][-1]["content"], example["answer"]
         rows.append(f"| {task} | `{question}` | `{answer}` | {right} of {asked} |")
     right, asked = (sum(column) for column in zip(*scores.values(), strict=True))
-    kind = {"nano": "llama", "nano-moe": "mixtral, 8 experts of which 2 are active"}[args.name]
-    score = {"right": right, "asked": asked, "share": right / asked, "rows": "\n".join(rows)}
-    parameters, threads = build_model(args.name).num_parameters(), torch.get_num_threads()
-    run = {"parameters": parameters, "threads": threads, "chats": chats, "kind": kind}
-    card = CARD.format(**vars(args), **score, **run)
+    facts: dict[str, Any] = {"right": right, "asked": asked, "share": right / asked, "chats": chats}
+    facts["kind"] = "llama" if args.name == "nano" else "mixtral, 8 experts of which 2 are active"
+    facts["parameters"] = build_model(args.name).num_parameters()
+    facts["origin"] = "earlier weights" if args.resume else "nothing"
+    facts |= {"threads": torch.get_num_threads(), "rows": "\n".join(rows)}
+    card = CARD.format(**vars(args), **facts)
     (HERE / args.name / "README.md").write_text(card, encoding="utf-8")
 
 

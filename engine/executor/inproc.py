@@ -25,6 +25,9 @@ from swell.engine.executor import (
 )
 from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
 
+_JOIN_S = 10.0
+"""How long a worker thread may take to end."""
+
 LoadProgress = Callable[[int, int], None]
 """Takes bytes done and bytes in all."""
 
@@ -54,22 +57,31 @@ class WorkerThread:
         self._calls.put((method, args, future))
         return future
 
-    def stop(self) -> None:
+    def ask_stop(self) -> None:
         self._calls.put(None)
-        self._thread.join()
+
+    def join(self) -> None:
+        """Wait for the end; a thread that a dead peer holds up is left to its group's timeout."""
+        self._thread.join(_JOIN_S)
 
     def _run(self, config: Config, rank: int, local_workers: int, progress: LoadProgress) -> None:
         worker: Any = None
+        failure: BaseException | None = None
         while (call := self._calls.get()) is not None:
             method, args, future = call
             try:
+                if failure is not None:
+                    raise ExecutorError(f"worker {rank} failed before: {failure}")
                 if worker is None:
-                    sleep_at_barriers()
                     from swell.worker.worker import Worker
 
                     worker = Worker(config, rank, local_workers, local_rank=rank, progress=progress)
                 future.set_result(getattr(worker, method)(*args))
             except BaseException as error:
+                # Its groups are closed at once: peers in a collective must not wait for it.
+                failure = failure or error
+                if worker is not None:
+                    worker.shutdown()
                 future.set_exception(error)
             del call, args, future
         if worker is not None:
@@ -103,6 +115,10 @@ class InprocExecutor(Executor):
         self._threads: list[WorkerThread] = []
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
+        sleep_at_barriers()
+        # Threads that import at the same time can see half of a module.
+        import swell.worker.worker  # noqa: F401
+
         store = None
         if self._config.parallel.world > 1:
             import torch.distributed as dist
@@ -141,7 +157,9 @@ class InprocExecutor(Executor):
     def shutdown(self) -> None:
         threads, self._threads = self._threads, []
         for thread in threads:
-            thread.stop()
+            thread.ask_stop()
+        for thread in threads:
+            thread.join()
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         futures = [thread.call(method, *args) for thread in self._threads]
