@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-fast test-gpu lint typecheck bench clean
+.PHONY: setup demo test test-fast test-gpu lint typecheck clean
 
 setup: $(STAMP)
 
@@ -34,7 +34,7 @@ lint: setup
 
 # mypy cannot see that the repository's top is the package `swell`, so it reads an installed copy.
 typecheck: setup
-	rm -rf build/typecheck && $(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
+	rm -rf build/typecheck build/lib && $(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster
 
 clean:

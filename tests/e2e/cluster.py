@@ -19,6 +19,11 @@ NANO = ROOT / "configs" / "models" / "nano"
 START_S = 150
 
 
+def leftovers() -> set[Path]:
+    """What a cluster makes outside of its processes."""
+    return {*Path("/tmp").glob("swell-*"), *Path("/dev/shm").iterdir()}
+
+
 def listen_to_ctrl_c() -> None:
     """A shell starts what runs in its background with SIGINT ignored, and children inherit it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -30,13 +35,15 @@ class Cluster:
     def __init__(self, source: str | Path, *settings: str, command: str = "serve") -> None:
         self._marker = f"SWELL_TEST_CLUSTER={os.getpid()}-{time.monotonic_ns()}"
         name, _, value = self._marker.partition("=")
+        self._before = leftovers()
         sets = [part for setting in settings for part in ("--set", setting)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "swell.cluster", command, str(source), "--port", "0", *sets],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, name: value},
+            # Ray names its processes by setproctitle, which else wipes the environment.
+            env={**os.environ, name: value, "SPT_NOENV": "1"},
             start_new_session=True,
             preexec_fn=listen_to_ctrl_c,
         )
@@ -95,10 +102,12 @@ class Cluster:
         self.assert_gone()
 
     def assert_gone(self) -> None:
+        """No process, no folder of Ray, no shared memory."""
         deadline = time.monotonic() + 20
         while left := list(self._members()):
             assert time.monotonic() < deadline, f"processes left: {[_name(p) for p in left]}"
             time.sleep(0.1)
+        assert leftovers() <= self._before, leftovers() - self._before
 
     def kill(self) -> None:
         self.process.kill()

@@ -85,7 +85,7 @@ def test_a_broken_body_is_refused(cluster, body, status):
     headers = {"content-type": "application/json"}
     try:
         answer = httpx.post(cluster.url + TEXT, content=body, headers=headers, timeout=60)
-    except httpx.WriteError:
+    except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
         assert status == 413, "a server may close while a body that is too long is being sent"
     else:
         assert answer.status_code == status, answer.text
@@ -100,7 +100,7 @@ def test_a_chunked_body_without_a_length_is_limited_too(cluster):
 
     try:
         answer = httpx.post(cluster.url + TEXT, content=parts(), timeout=60)
-    except httpx.WriteError:
+    except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
         pass
     else:
         assert answer.status_code == 413

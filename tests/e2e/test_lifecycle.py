@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -190,6 +191,11 @@ def wait_for_engines(cluster: Cluster, count: int) -> dict:
     raise AssertionError(f"never {count} engines: {state}")
 
 
+def resubmitted(cluster: Cluster) -> float:
+    text = cluster.get("/metrics").text
+    return float(re.search(r"^swell_resubmitted_requests_total (\S+)", text, re.M).group(1))
+
+
 def test_growing_and_shrinking_while_answers_stream(cluster):
     results: list[list[int]] = []
     calm = stream(cluster, 300, results)
@@ -210,20 +216,23 @@ def test_growing_and_shrinking_while_answers_stream(cluster):
     assert {len(ids) for ids in results[1:]} == {1500}
     assert all(ids == results[1] for ids in results[1:])
     assert results[1][:300] == results[0]
+    assert resubmitted(cluster) > 0, "the case under test"
 
 
 def test_a_killed_engine_is_replaced_and_its_answers_go_on(cluster):
     results: list[list[int]] = []
     calm = stream(cluster, 1200, results)
     calm.join()
-    streams = [stream(cluster, 1200, results) for _ in range(3)]
-    time.sleep(0.5)
+    moved = resubmitted(cluster)
     state = wait_for_engines(cluster, 1)
+    streams = [stream(cluster, 1200, results) for _ in range(3)]
+    time.sleep(0.3)
     os.kill(state["engines"][0]["pid"], signal.SIGKILL)
     for thread in streams:
         thread.join()
     assert len(results) == 4
     assert all(ids == results[0] for ids in results)
+    assert resubmitted(cluster) > moved, "the case under test"
     after = wait_for_engines(cluster, 1)
     assert after["engines"][0]["pid"] != state["engines"][0]["pid"]
 
