@@ -83,11 +83,6 @@ class Inbox(Generic[M]):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(message_type)
 
-    @property
-    def fd(self) -> zmq.Socket[bytes]:
-        """For a poller that waits on several inboxes."""
-        return self._socket
-
     def send(self, peer: bytes, message: Any) -> None:
         """Queue a message; dropped if the peer is gone."""
         self._socket.send_multipart((peer, self._encoder.encode(message)), copy=True)

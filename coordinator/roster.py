@@ -71,18 +71,6 @@ def remove(roster: Roster, ranks: Iterable[int]) -> Roster:
     return _next(roster, (m for m in roster.members if m.rank not in gone))
 
 
-def free_ranks(roster: Roster, count: int) -> list[int]:
-    """The lowest ranks that newcomers can take."""
-    taken = set(roster.ranks)
-    ranks: list[int] = []
-    rank = 0
-    while len(ranks) < count:
-        if rank not in taken:
-            ranks.append(rank)
-        rank += 1
-    return ranks
-
-
 def _next(roster: Roster, members: Iterable[Member]) -> Roster:
     """The same members make the same epoch."""
     ordered = tuple(sorted(members, key=lambda m: m.rank))

@@ -12,7 +12,7 @@ class KVCacheManager:
     """Blocks of requests over a `BlockPool`.
 
     Blocks may be named (made findable) as soon as the step that fills them is scheduled: any
-    step that reads them runs after it, or in the same one, whose layers write before they read.
+    step that reads them runs after it.
     """
 
     def __init__(self, config: CacheConfig, num_blocks: int) -> None:
@@ -26,10 +26,6 @@ class KVCacheManager:
     def usage(self) -> float:
         """Share of blocks that requests hold."""
         return 1.0 - self.pool.num_free / self.pool.num_blocks
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self.pool.num_blocks * self.block_tokens
 
     def admit(self, request: Request, spare_blocks: int) -> bool:
         """Hold cached and fresh blocks for all tokens that `request` knows, or none.

@@ -1,7 +1,8 @@
 """An engine that can be talked to: the core's loop between its channel and its executor.
 
-Runs on one thread, without Ray. Messages are taken in while nothing runs, and while the device
-computes; outputs leave once per step for each ingress; the load is reported on a deadline.
+Runs on one thread, without Ray. Messages are taken in before each step and again when its result
+is there, so that an abort counts for that very step; outputs leave once per step for each
+ingress; the load is reported between steps, on a deadline.
 """
 
 from __future__ import annotations

@@ -76,10 +76,6 @@ class SchedulerOutput(
     num_tokens: list[int] = []
     samples: list[bool] = []
 
-    @property
-    def total_tokens(self) -> int:
-        return sum(self.num_tokens)
-
 
 class Shutdown(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
     """The worker leaves its loop and gives its memory back."""

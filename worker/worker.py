@@ -92,11 +92,6 @@ class Worker:
             self.model, self.mesh, self.config.scheduler, cache, max_model_len, self.device
         )
 
-    @property
-    def is_output_rank(self) -> bool:
-        """Whether this worker's `execute_model` returns outputs."""
-        return self.runner is not None and self.runner.is_output_rank
-
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         """Compute one step (see `ModelRunner.execute_model`)."""
         assert self.runner is not None, "init_cache comes first"

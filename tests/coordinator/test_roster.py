@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swell.coordinator import roster as functions
 from swell.coordinator.channel import ChannelAddress
-from swell.coordinator.roster import Member, MemberState, Roster, free_ranks, join, leave, remove
+from swell.coordinator.roster import Member, MemberState, Roster, join, leave, remove
 
 ADDRESS = ChannelAddress("machine", "ipc://@a", "tcp://127.0.0.1:1")
 
@@ -47,14 +47,6 @@ def test_every_change_is_the_next_epoch_and_no_change_is_the_same_roster(changes
         roster, states = following, wanted
         assert roster.ranks == sorted(states)
         assert {m.rank: m.state for m in roster.members} == states
-
-
-@given(st.sets(st.integers(0, 8)), st.integers(0, 8))
-def test_free_ranks_are_the_lowest(taken: set[int], count: int) -> None:
-    free = free_ranks(roster_of(*taken), count)
-    assert len(free) == count and free == sorted(set(free))
-    assert not taken & set(free)
-    assert all(rank in taken for rank in range(max(free, default=0)) if rank not in free)
 
 
 def test_a_taken_rank_cannot_join() -> None:

@@ -137,7 +137,7 @@ def test_a_batch_is_what_the_plan_says(plan):
         if sample:
             last.append(len(ids) - 1)
             drawn.append((row.slot, start + count))
-    assert batch.num_tokens == plan.total_tokens
+    assert batch.num_tokens == sum(plan.num_tokens)
     assert batch.input_ids.tolist() == ids
     assert batch.positions.tolist() == positions
     assert batch.logits_indices.tolist() == last
