@@ -90,10 +90,10 @@ def application(config: Config) -> serve.Application:
     """The Serve application of a configuration whose port is known to be usable."""
     manager: Any = ManagerDeployment
     ingress: Any = IngressDeployment
-    return ingress.options(
-        num_replicas=config.serve.ingress_replicas,
-        graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + 10,
-    ).bind(config, manager.bind(config))
+    patience = {"graceful_shutdown_timeout_s": config.cluster.drain_timeout_s + 10}
+    return ingress.options(num_replicas=config.serve.ingress_replicas, **patience).bind(
+        config, manager.options(**patience).bind(config)
+    )
 
 
 def build(args: dict[str, Any]) -> serve.Application:

@@ -68,10 +68,17 @@ class ClusterManager:
         self._task = asyncio.create_task(self._reconcile_forever())
 
     async def stop(self) -> None:
-        """End every engine and the coordinator."""
+        """Let the engines finish what they have, then end them and the coordinator.
+
+        Serve stops the ingresses at the same time: they take nothing new and finish their streams.
+        """
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        try:
+            await self._wait_idle(list(self._engines), self.config.cluster.drain_timeout_s)
+        except Exception as error:  # whatever cannot be asked is ended all the same
+            self._log.warning("not drained", error=f"{type(error).__name__}: {error}")
         await self._placement.close([*self._engines.values(), *self._starting.values()])
         self._engines.clear()
 
@@ -225,19 +232,19 @@ class ClusterManager:
         going = order[:count]
         ranks = [handle.rank for handle in going]
         await self._placement.leave(ranks)
-        await self._wait_idle(ranks)
+        await self._wait_idle(ranks, self._drain_timeout_s)
         for handle in going:
             self._engines.pop(handle.rank, None)  # it may have died meanwhile
         await self._placement.remove(ranks)
         await asyncio.gather(*(self._placement.end(handle) for handle in going))
 
-    async def _wait_idle(self, ranks: list[int]) -> None:
-        """Until the engines have nothing left, or the drain time is over.
+    async def _wait_idle(self, ranks: list[int], timeout_s: float) -> None:
+        """Until the engines have nothing left, or the time is over.
 
         Two quiet looks in a row, a report apart: a request may be on its way when the first is
         taken.
         """
-        deadline = time.monotonic() + self._drain_timeout_s
+        deadline = time.monotonic() + timeout_s
         quiet = 0
         while quiet < 2 and time.monotonic() < deadline:
             await asyncio.sleep(2 * self.config.cluster.load_report_s)

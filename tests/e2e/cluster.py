@@ -91,8 +91,9 @@ class Cluster:
         raise AssertionError(f"not idle: {engines}")
 
     def stop(self) -> None:
-        """Ctrl-C. Raises AssertionError unless it ends well and leaves no process behind."""
-        self.process.send_signal(signal.SIGINT)
+        """Ctrl-C. Raises AssertionError unless it ends well and leaves nothing behind."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
         try:
             code = self.process.wait(timeout=60)
         except subprocess.TimeoutExpired:

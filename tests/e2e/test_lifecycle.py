@@ -191,6 +191,16 @@ def wait_for_engines(cluster: Cluster, count: int) -> dict:
     raise AssertionError(f"never {count} engines: {state}")
 
 
+def test_ctrl_c_lets_streams_finish():
+    results: list[list[int]] = []
+    with Cluster(NANO, "model.dtype=float32") as running:
+        reader = stream(running, 1900, results)
+        time.sleep(0.5)
+        running.process.send_signal(signal.SIGINT)
+        reader.join()
+    assert [len(ids) for ids in results] == [1900]
+
+
 def resubmitted(cluster: Cluster) -> float:
     text = cluster.get("/metrics").text
     return float(re.search(r"^swell_resubmitted_requests_total (\S+)", text, re.M).group(1))
