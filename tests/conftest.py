@@ -1,5 +1,18 @@
 """Settings of the whole test session."""
 
+from __future__ import annotations
+
+import pytest
+
 from swell.configs.process import sleep_at_barriers
 
 sleep_at_barriers()
+
+SLOW = ("/e2e/", "/worker/", "/kernels/", "test_token_exact", "test_local", "test_cli")
+"""What starts clusters or processes, or computes with tensors: not part of `make test-fast`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(part in str(item.path) for part in SLOW):
+            item.add_marker(pytest.mark.slow)

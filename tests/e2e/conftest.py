@@ -9,12 +9,6 @@ import pytest
 from tests.e2e.cluster import NANO, Cluster
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "/e2e/" in str(item.path):
-            item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(scope="session")
 def heldout() -> list[dict]:
     lines = (NANO / "heldout.jsonl").read_text().splitlines()
