@@ -42,10 +42,10 @@ _WIDTH = 60
 """Characters of a prompt or an answer in the summary."""
 
 CHORES = (
-    ("count from 3 to 25", ", ".join(map(str, range(3, 26)))),
+    ("count from 12 to 30", ", ".join(map(str, range(12, 31)))),
     ("reverse: kitten", "nettik"),
     ("sort: kitten", "eikntt"),
-    ("upper: kitten", "BLUE RIVER"),
+    ("upper: kitten", "KITTEN"),
     ("add: 47+85", "132"),
     ("say hello to Anna", "Hello, Anna!"),
     ("repeat 5 times: mole", "mole mole mole mole mole"),
