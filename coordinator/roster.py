@@ -19,6 +19,8 @@ class MemberState(enum.StrEnum):
     """Takes new requests."""
     LEAVING = "leaving"
     """Finishes what it has."""
+    REPAIRING = "repairing"
+    """Replaces one of its workers: keeps its requests, and computes nothing meanwhile."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -30,6 +32,10 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     max_model_len: int = 0
     """Longest prompt plus answer that it takes, in tokens."""
     vocab_size: int = 0
+    incarnation: int = 0
+    """A number that only this start of the engine has."""
+    store: tuple[str, int] | None = None
+    """Where workers of other engines can meet its own; None: it shares nothing with others."""
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True):

@@ -1,30 +1,45 @@
-"""The words that the coordinator understands and says: counts, never text or tokens."""
+"""The words between the coordinator, the engines and the ingresses: counts, never text or tokens.
+
+Both directions stand here, because both are the coordinator's: it lies below engines and
+ingresses, which import it. Every word of an engine carries its incarnation, so that nothing a dead
+engine said is taken for its successor's, and its epoch; whatever is older than the receiver's is
+dropped. The rules of the words about waves are in `waves.py`.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
-from swell.coordinator.roster import Roster
+from swell.coordinator.roster import Member, Roster
+
+# ---------------------------------------------------------------- ingresses
 
 
 class Watch(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """An ingress wants every `ClusterView` from now on."""
+    """An ingress wants every `ClusterView`; repeated every `heartbeat_s`, else it is forgotten."""
 
     client_index: int
+    epoch: int = 0
+    """The newest that it has seen: a restarted coordinator goes on from there."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
     """An engine tells its load: on change within a deadline, else as a heartbeat."""
 
     rank: int
+    incarnation: int = 0
+    """A number that only this start of the engine has."""
     epoch: int = 0
+    """Of its group."""
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
     """Tokens known but not computed."""
     kv_usage: float = 0.0
     steps: int = 0
-    """Steps done since the start: progress."""
+    """Steps done since the start."""
+    ticks: int = 0
+    """Layers computed since the start: the measure of progress."""
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -32,9 +47,21 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: int = 0
     """Those that were found."""
-
-
-CoordinatorMessage = Watch | EngineReport
+    wave: int = 0
+    wave_phase: int = 0
+    """A `waves.Phase`, as a number."""
+    pausing: bool = False
+    """It votes for a pause, or is paused."""
+    waves: int = 0
+    """Waves completed since the start."""
+    dummy_steps: int = 0
+    """Lockstep steps without rows."""
+    sync_s: float = 0.0
+    """Seconds that steps waited for other engines, in all."""
+    repairs: int = 0
+    """Workers replaced since the start."""
+    resets: int = 0
+    """Times that its groups broke and were formed again."""
 
 
 class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
@@ -43,3 +70,133 @@ class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False)
     roster: Roster
     reports: list[EngineReport] = []
     wave: int = 0
+    state: str = "serving"
+    """serving | pausing | paused | forming: of the engines that share experts, or all if paused."""
+    stalls: int = 0
+    """Engines that were found without progress."""
+    commit_s: float = 0.0
+    """How long the last change of the group kept its engines from stepping, in seconds."""
+
+
+# ---------------------------------------------------------------- engine -> coordinator
+
+
+class EngineHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
+    """An engine introduces itself: at its start, and when it is asked to."""
+
+    member: Member
+    epoch: int = 0
+    """Of its group; 0 if it is in none."""
+    wave: int = 0
+
+
+class StartWave(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
+    """A stopped engine has work and began wave `wave` of `epoch`."""
+
+    rank: int
+    incarnation: int
+    epoch: int
+    wave: int
+
+
+class WaveComplete(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
+    """Nobody has work; said by the group's first engine."""
+
+    rank: int
+    incarnation: int
+    epoch: int
+    wave: int
+
+
+class Paused(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
+    """The vote was unanimous; this engine has no step in flight."""
+
+    rank: int
+    incarnation: int
+    epoch: int
+
+
+class Joined(msgspec.Struct, frozen=True, tag=6, array_like=True, gc=False):
+    """The engine is in the group of `epoch` and waits for `Resume`."""
+
+    rank: int
+    incarnation: int
+    epoch: int
+
+
+class Broken(msgspec.Struct, frozen=True, tag=7, array_like=True, gc=False):
+    """The engine's groups have failed; it keeps its requests and weights.
+
+    `repairing`: one of its own workers was lost, and it takes no part until `Repaired`.
+    """
+
+    rank: int
+    incarnation: int
+    epoch: int
+    reason: str = ""
+    repairing: bool = False
+
+
+class Repaired(msgspec.Struct, frozen=True, tag=8, array_like=True, gc=False):
+    """All workers are there again."""
+
+    rank: int
+    incarnation: int
+    store: tuple[str, int] | None = None
+    """`Member.store`, which may have moved."""
+
+
+CoordinatorMessage = (
+    Watch
+    | EngineReport
+    | EngineHello
+    | StartWave
+    | WaveComplete
+    | Paused
+    | Joined
+    | Broken
+    | Repaired
+)
+
+
+# ---------------------------------------------------------------- coordinator -> engine
+
+
+class StartDPWave(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
+    """Another engine has begun wave `wave`."""
+
+    epoch: int
+    wave: int
+
+
+class Pause(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
+    """Vote for a pause, and keep stepping until all do. An engine without a group stops alone."""
+
+    epoch: int
+
+
+class Resume(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
+    """Step again; or withdraw the vote."""
+
+    epoch: int
+
+
+class ReconfigureDistributedRequest(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
+    """Leave the group, whatever it is doing, and form that of `epoch` with these ranks, in order.
+
+    Answered by `Joined` or `Broken`. Whoever is not listed has left.
+    """
+
+    epoch: int
+    ranks: list[int]
+    wave: int = 0
+    """The wave at which the group begins."""
+    store: tuple[str, int] | None = None
+    """Where the workers meet; None if there is one engine."""
+
+
+class Introduce(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
+    """Say `EngineHello`: the coordinator does not know you."""
+
+
+EngineCommand = StartDPWave | Pause | Resume | ReconfigureDistributedRequest | Introduce

@@ -24,7 +24,7 @@ from swell.engine.wire import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineMessage,
-    StartDPWave,
+    KeepAlive,
     UtilityCall,
     UtilityOutput,
 )
@@ -125,8 +125,8 @@ class EngineServer:
                     self.core.abort_requests(message.request_ids)
                 case UtilityCall():
                     self._serve(peer, message)
-                case StartDPWave():
-                    """Engines that share no collectives have no waves."""
+                case KeepAlive():
+                    pass
 
     def _check_conservation(self) -> None:
         """An idle engine holds nothing; if it does, say so, once it is known and not later."""

@@ -1,7 +1,8 @@
 """The words that an engine understands and says.
 
-An ingress sends `EngineCoreRequest`, `AbortRequests` and `UtilityCall`; the coordinator sends
-`StartDPWave`; an engine answers each ingress with at most one `EngineCoreOutputs` per step.
+An ingress sends `EngineCoreRequest`, `AbortRequests`, `KeepAlive` and `UtilityCall`; an engine
+answers each ingress with at most one `EngineCoreOutputs` per step. What the coordinator says to an
+engine stands in `coordinator/wire.py`.
 Fields are only ever appended.
 """
 
@@ -19,9 +20,8 @@ class EngineCoreRequestType(enum.IntEnum):
 
     ADD = 0
     ABORT = 1
-    START_DP_WAVE = 2
+    KEEP_ALIVE = 2
     UTILITY = 3
-    EXECUTOR_FAILED = 4
 
 
 class FinishReason(enum.IntEnum):
@@ -61,8 +61,6 @@ class EngineCoreRequest(
     stop_token_ids: list[int] = []
     output_token_ids: list[int] = []
     client_index: int = 0
-    current_wave: int = 0
-    epoch: int = 0
     arrival_time: float = 0.0
     """Wall clock, seconds; for statistics and order only."""
     priority: int = 0
@@ -85,16 +83,15 @@ class AbortRequests(
     request_ids: list[str]
 
 
-class StartDPWave(
+class KeepAlive(
     msgspec.Struct,
     frozen=True,
-    tag=EngineCoreRequestType.START_DP_WAVE.value,
+    tag=EngineCoreRequestType.KEEP_ALIVE.value,
     array_like=True,
     gc=False,
 ):
-    wave: int
-    exclude_rank: int
-    epoch: int = 0
+    """The asker still waits. Said every `cluster.heartbeat_s`; whoever says nothing for
+    `cluster.stall_timeout_s` is taken for dead, and what it asked for is dropped."""
 
 
 class UtilityCall(
@@ -111,7 +108,7 @@ class UtilityCall(
     args: list[str | int | float | bool | None] = []
 
 
-EngineMessage = EngineCoreRequest | AbortRequests | StartDPWave | UtilityCall
+EngineMessage = EngineCoreRequest | AbortRequests | KeepAlive | UtilityCall
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -151,6 +148,3 @@ class EngineCoreOutputs(
     timestamp: float = 0.0
     """Monotonic clock of the engine's machine, seconds."""
     utility_output: UtilityOutput | None = None
-    wave_complete: int | None = None
-    start_wave: int | None = None
-    epoch: int = 0

@@ -15,6 +15,7 @@ from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
+    SchedulerOutput,
     Shutdown,
     WorkerCommand,
     WorkerFailure,
@@ -90,6 +91,7 @@ class WorkerActor:
                     step, output = due.popleft()
                     outlet.send(output.get_output())
                     continue
+                assert isinstance(command, SchedulerOutput)
                 step = command.step
                 started = self._worker.execute_model(command)
                 if started is not None:

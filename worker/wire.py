@@ -75,13 +75,54 @@ class SchedulerOutput(
     starts: list[int] = []
     num_tokens: list[int] = []
     samples: list[bool] = []
+    work: bool = False
+    """Lockstep engines: this one wants another step after this one."""
+    pause: bool = False
+    """Lockstep engines: this one votes for a pause."""
+
+
+class GroupPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The groups that a worker is to be in.
+
+    A store is (host, port): where those who are to meet find each other. Every plan has a
+    `generation` that its store has not seen, so that late keys of earlier groups are nobody's.
+    """
+
+    generation: int
+    """Counts the times that this engine's own groups were formed."""
+    store: tuple[str, int] | None = None
+    """Where the engine's own workers meet; None: there is one alone, or its groups still stand."""
+    epoch: int = 0
+    """Of the group of engines that share experts."""
+    engines: int = 1
+    """How many engines share experts."""
+    index: int = 0
+    """This engine's place among them."""
+    expert_store: tuple[str, int] | None = None
+    """Where workers of these engines meet; None if there is one engine."""
+    keep_states: bool = False
+    """All steps were done: slots and KV cache stay as they are. Else every slot is empty now."""
+
+
+class Regroup(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
+    """Leave the groups and form those of the plan; answered by `Regrouped` or `WorkerFailure`."""
+
+    plan: GroupPlan
+
+
+class AbortGroups(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
+    """Leave the groups at once, from inside an operation too: that step fails. Heard by the
+    worker's second channel, which is never busy with a step."""
+
+    generation: int
+    """Groups of a later plan are left alone."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
     """The worker leaves its loop and gives its memory back."""
 
 
-WorkerCommand = SchedulerOutput | Shutdown
+WorkerCommand = SchedulerOutput | Regroup | AbortGroups | Shutdown
 
 
 class ModelRunnerOutput(
@@ -91,14 +132,22 @@ class ModelRunnerOutput(
 
     step: int
     sampled_token_ids: list[int] = []
+    working: int = 0
+    """Lockstep: engines that want another step."""
+    pausing: int = 0
+    """Lockstep: engines that vote for a pause."""
+    sync_s: float = 0.0
+    """Lockstep: how long this worker waited for the other engines before the step."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
-    """A step raised: the engine cannot go on with this worker."""
+    """A step or a regrouping raised. The worker keeps its weights and waits for a `Regroup`."""
 
     step: int
     rank: int
     message: str
+    group: bool = False
+    """A group failed: a peer has gone. Else it is the worker's own fault."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
@@ -116,7 +165,28 @@ class WorkerProgress(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=Fal
     total_bytes: int
 
 
-WorkerMessage = ModelRunnerOutput | WorkerFailure | WorkerHello | WorkerProgress
+class WorkerBeat(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
+    """Sent every `cluster.heartbeat_s` by a thread of its own: the process runs."""
+
+    rank: int
+    ticks: int
+    """Layers computed since the start: the measure of progress."""
+
+
+class Regrouped(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
+    """A worker is in the groups of a plan."""
+
+    rank: int
+    generation: int
+    experts_moved: int = 0
+    """Experts that came from a peer."""
+    experts_loaded: int = 0
+    """Experts that nobody had, read from the checkpoint."""
+
+
+WorkerMessage = (
+    ModelRunnerOutput | WorkerFailure | WorkerHello | WorkerProgress | WorkerBeat | Regrouped
+)
 
 
 class AsyncModelRunnerOutput(ABC):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from swell.configs.schema import Config, ConfigError
-from swell.worker.wire import AsyncModelRunnerOutput, SchedulerOutput, WorkerLimits
+from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, SchedulerOutput, WorkerLimits
 
 EXECUTORS = {
     "inproc": "swell.engine.executor.inproc:InprocExecutor",
@@ -19,7 +19,15 @@ EXECUTORS = {
 
 
 class ExecutorError(RuntimeError):
-    """A worker failed or was lost; the engine cannot go on with it."""
+    """A worker failed or was lost; the engine cannot go on."""
+
+
+class GroupBroken(ExecutorError):
+    """The workers live, but a group of theirs has failed: `regroup` mends it."""
+
+
+class WorkerLost(ExecutorError):
+    """Workers died or stopped: `repair` replaces them. The message names the ranks."""
 
 
 class ExecutorLimits(msgspec.Struct, frozen=True):
@@ -50,7 +58,11 @@ def loading(done_bytes: int, total_bytes: int) -> str:
 
 
 class Executor(ABC):
-    """Workers of one engine: started once, given plans in order, answering in order."""
+    """Workers of one engine: started once, given plans in order, answering in order.
+
+    A result that is waited for may raise GroupBroken or WorkerLost; any other ExecutorError is
+    the end of the engine.
+    """
 
     @abstractmethod
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
@@ -59,6 +71,37 @@ class Executor(ABC):
     @abstractmethod
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
         """Hand a plan to every worker and return at once."""
+
+    @abstractmethod
+    def regroup(self, groups: GroupPlan) -> None:
+        """Let every worker leave its groups and form those of the plan.
+
+        The executor fills in `generation` and `store`; the caller says the rest. Blocks until all
+        are there. Results of earlier steps that were not read are dropped. Raises GroupBroken if
+        a peer does not come, WorkerLost if one of ours has gone.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Let workers inside a collective leave it with an error; from any thread."""
+
+    def repair(self) -> None:
+        """Replace the lost workers; the others keep their weights. `regroup` must follow, and
+        the KV cache holds nothing. Raises ExecutorError if it cannot be done."""
+        raise ExecutorError("this executor cannot replace a worker")
+
+    def check(self) -> None:  # noqa: B027 - threads cannot die alone
+        """Raise WorkerLost if a worker has died or stopped; called while the engine is idle."""
+
+    @property
+    def store(self) -> tuple[str, int] | None:
+        """Where workers of other engines can meet ours; None unless engines share experts."""
+        return None
+
+    @property
+    def ticks(self) -> int:
+        """Layers computed by the workers since the start: progress. From any thread."""
+        return 0
 
     @abstractmethod
     def workers(self) -> list[WorkerInfo]: ...

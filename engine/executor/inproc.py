@@ -23,7 +23,7 @@ from swell.engine.executor import (
     agree_limits,
     loading,
 )
-from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, ModelRunnerOutput, SchedulerOutput
 
 _JOIN_S = 10.0
 """How long a worker thread may take to end."""
@@ -146,6 +146,12 @@ class InprocExecutor(Executor):
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
         futures = [thread.call("execute_model", plan) for thread in self._threads]
         return InprocOutput(futures, self._config.parallel.world - self._config.parallel.tensor)
+
+    def regroup(self, groups: GroupPlan) -> None:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        raise NotImplementedError
 
     def workers(self) -> list[WorkerInfo]:
         tensor = self._config.parallel.tensor

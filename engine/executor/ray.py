@@ -27,9 +27,12 @@ from swell.engine.executor import (
 from swell.worker.actor import WorkerActor
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
+    GroupPlan,
     ModelRunnerOutput,
+    Regrouped,
     SchedulerOutput,
     Shutdown,
+    WorkerBeat,
     WorkerFailure,
     WorkerHello,
     WorkerLimits,
@@ -116,6 +119,12 @@ class RayExecutor(Executor):
             self._receive()
         return self._results.pop(step)
 
+    def regroup(self, groups: GroupPlan) -> None:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        raise NotImplementedError
+
     def workers(self) -> list[WorkerInfo]:
         tensor = self._config.parallel.tensor
         return [
@@ -169,7 +178,7 @@ class RayExecutor(Executor):
                     self._peers[message.rank] = peer
                 case WorkerFailure():
                     raise ExecutorError(f"worker {message.rank} failed: {message.message}")
-                case WorkerProgress():
+                case WorkerProgress() | WorkerBeat() | Regrouped():
                     """The last words of a load that has ended."""
         if not heard:
             self._check_alive()

@@ -292,8 +292,8 @@ def test_a_resubmission_continues_where_the_first_run_stood(
         ]
         got = out.process_outputs(outputs).request_outputs
         if not got:
-            again = state.resubmission(epoch=5)
-            assert (again.output_token_ids, again.epoch) == (ids[:cut], 5)
+            again = state.resubmission(priority=5)
+            assert (again.output_token_ids, again.priority) == (ids[:cut], 5)
             assert (again.request_id, again.sampler) == (request.request_id, request.sampler)
             rest = steps(request.request_id, ids[cut:], sizes, FinishReason.LENGTH)
             got = out.process_outputs(rest).request_outputs

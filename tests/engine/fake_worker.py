@@ -15,7 +15,7 @@ from swell.configs.schema import Config, load
 from swell.engine.core import EngineCore
 from swell.engine.executor import Executor, ExecutorLimits, Progress, WorkerInfo
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
-from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, ModelRunnerOutput, SchedulerOutput
 
 VOCAB = 50
 
@@ -106,6 +106,12 @@ class FakeExecutor(Executor):
             output = self.worker.execute_model(self._queue.popleft())
             if output.step == step:
                 return output
+
+    def regroup(self, groups: GroupPlan) -> None:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        raise NotImplementedError
 
     def workers(self) -> list[WorkerInfo]:
         return []

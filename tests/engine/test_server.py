@@ -25,7 +25,7 @@ from swell.engine.wire import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    StartDPWave,
+    KeepAlive,
     UtilityCall,
     UtilityOutput,
 )
@@ -301,12 +301,12 @@ def test_an_id_can_be_used_again(engine) -> None:
         assert client.tokens["again"] == expected(request("again", [1], seed=seed))
 
 
-def test_nonsense_and_waves_change_nothing(engine) -> None:
+def test_nonsense_and_keep_alives_change_nothing(engine) -> None:
     client = engine.client()
     client.send(msgspec.Raw(b"\xc1"))
     client.send(msgspec.Raw(b"\x92\x01\x91\xa1\xff"))
     client.send(["unknown"])
-    client.send(StartDPWave(3, 0))
+    client.send(KeepAlive())
     client.send(request("fine", [1]))
     client.hear_until(lambda: bool(client.ended))
     assert client.tokens["fine"] == expected(request("fine", [1]))
