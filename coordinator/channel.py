@@ -14,8 +14,10 @@ them cannot complete CURVE's handshake, so it can neither read nor say anything.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,8 @@ M = TypeVar("M")
 
 _LINGER_MS = 1000
 """How long a closing end tries to deliver what it was given."""
+_MAX_BURST = 4096
+"""Messages that an inbox hands over at a time."""
 
 
 class ChannelKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -64,10 +68,62 @@ def this_machine() -> str:
     return f"{boot.read_text().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
 
 
+class Waker:
+    """Ends a wait for messages, from any thread."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wake(self) -> None:
+        """Nothing happens once it is closed: its number may be another file's."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._fd, 1)
+
+    def rest(self) -> None:
+        """Forget that it was woken."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            os.close(self._fd)
+
+
+def _wait(socket: Any, timeout_s: float | None, waker: Waker | None) -> bool:
+    """Whether the socket has a message, after waiting for one or for the waker."""
+    timeout_ms = None if timeout_s is None else max(0, round(timeout_s * 1000))
+    if waker is None:
+        return bool(socket.poll(timeout_ms))
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(waker.fileno(), zmq.POLLIN)
+    ready = dict(poller.poll(timeout_ms))
+    if waker.fileno() in ready:
+        waker.rest()
+    return socket in ready
+
+
 class Inbox(Generic[M]):
     """Bound end: receives from many peers, answers each by its identity. Not thread-safe."""
 
-    def __init__(self, message_type: Any, keys: ChannelKeys, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        message_type: Any,
+        keys: ChannelKeys,
+        host: str = "127.0.0.1",
+        *,
+        name: str | None = None,
+        port: int = 0,
+    ) -> None:
+        """`name` and `port` let a successor be found where its predecessor was; else they are
+        chosen here."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = _LINGER_MS
@@ -76,9 +132,12 @@ class Inbox(Generic[M]):
         self._socket.curve_server = True
         self._socket.curve_publickey = keys.public
         self._socket.curve_secretkey = keys.secret
-        ipc = f"ipc://@swell-{secrets.token_hex(8)}"
+        ipc = f"ipc://@swell-{name or secrets.token_hex(8)}"
         self._socket.bind(ipc)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        if port:
+            self._socket.bind(f"tcp://{host}:{port}")
+        else:
+            port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = ChannelAddress(this_machine(), ipc, f"tcp://{host}:{port}")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(message_type)
@@ -87,14 +146,17 @@ class Inbox(Generic[M]):
         """Queue a message; dropped if the peer is gone."""
         self._socket.send_multipart((peer, self._encoder.encode(message)), copy=True)
 
-    def receive(self, timeout_s: float = 0.0) -> Iterator[tuple[bytes, M]]:
-        """Everything that is there, after waiting up to `timeout_s` for the first message.
+    def receive(
+        self, timeout_s: float = 0.0, waker: Waker | None = None
+    ) -> Iterator[tuple[bytes, M]]:
+        """What is there, after waiting up to `timeout_s` for the first message or the waker.
 
-        A frame that does not decode is a peer of another build: it is skipped.
+        A frame that does not decode is a peer of another build: it is skipped. A flood is taken
+        in parts, so that the receiver does something else between them.
         """
-        if not self._socket.poll(max(0, round(timeout_s * 1000))):
+        if not _wait(self._socket, timeout_s, waker):
             return
-        while True:
+        for _ in range(_MAX_BURST):
             try:
                 peer, frame = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -140,9 +202,9 @@ class Outlet(Generic[M]):
     def send(self, message: Any) -> None:
         self._socket.send(self._encoder.encode(message))
 
-    def receive(self, timeout_s: float | None = 0.0) -> M | None:
-        """The next message, or None after `timeout_s` (None: wait for ever)."""
-        if not self._socket.poll(None if timeout_s is None else max(0, round(timeout_s * 1000))):
+    def receive(self, timeout_s: float | None = 0.0, waker: Waker | None = None) -> M | None:
+        """The next message, or None after `timeout_s` (None: wait for ever) or when woken."""
+        if not _wait(self._socket, timeout_s, waker):
             return None
         message: M = self._decoder.decode(self._socket.recv())
         return message

@@ -7,11 +7,11 @@ import os
 import msgspec
 import ray
 
+from swell.configs.log import configure_logging
 from swell.configs.schema import ClusterConfig
-from swell.coordinator import roster
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.coordinator.roster import Member, Roster
-from swell.coordinator.service import CoordinatorService
+from swell.coordinator.service import CoordinatorService, ManagerNote, Membership, Seat
 from swell.coordinator.wire import ClusterView
 
 
@@ -23,24 +23,49 @@ class CoordinatorContact(msgspec.Struct, frozen=True):
     pid: int
 
 
-@ray.remote(num_cpus=0, max_concurrency=8)
+@ray.remote(num_cpus=0, max_concurrency=16, max_restarts=-1, max_task_retries=-1)
 class Coordinator:
-    """Knows the members of a cluster. Changes of membership come from the manager alone."""
+    """Knows the members of a cluster; Ray starts it again where it dies."""
 
-    def __init__(self, config: ClusterConfig) -> None:
-        self._service = CoordinatorService(config, ray.util.get_node_ip_address())
+    def __init__(self, config: ClusterConfig, lockstep: bool, seat: Seat) -> None:
+        configure_logging()
+        self._service = CoordinatorService(
+            config,
+            ray.util.get_node_ip_address(),
+            lockstep=lockstep,
+            seat=seat,
+            recover=ray.get_runtime_context().was_current_actor_reconstructed,
+        )
 
     def contact(self) -> CoordinatorContact:
         return CoordinatorContact(self._service.address, self._service.keys, os.getpid())
 
-    def join(self, members: list[Member]) -> Roster:
-        return self._service.change(lambda now: roster.join(now, members))
+    def join(self, members: list[Member], timeout_s: float) -> Roster:
+        return self._service.join(members, timeout_s)
 
     def leave(self, ranks: list[int]) -> Roster:
-        return self._service.change(lambda now: roster.leave(now, ranks))
+        return self._service.leave(ranks)
 
-    def remove(self, ranks: list[int]) -> Roster:
-        return self._service.change(lambda now: roster.remove(now, ranks))
+    def part(self, ranks: list[int], timeout_s: float) -> Roster:
+        return self._service.part(ranks, timeout_s)
+
+    def lose(self, ranks: list[int]) -> Roster:
+        return self._service.lose(ranks)
+
+    def hold(self) -> None:
+        self._service.hold()
+
+    def release(self) -> None:
+        self._service.release()
 
     def view(self) -> ClusterView:
         return self._service.view()
+
+    def take_over(self, owner: str) -> ManagerNote:
+        return self._service.take_over(owner)
+
+    def note(self, note: ManagerNote) -> None:
+        self._service.note(note)
+
+    def wait(self, epoch: int, timeout_s: float) -> Membership:
+        return self._service.wait(epoch, timeout_s)

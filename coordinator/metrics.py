@@ -9,17 +9,23 @@ from prometheus_client.registry import Collector
 
 from swell.coordinator.wire import ClusterView, EngineReport
 
+# swell_sync_seconds only grows; a counter would be called swell_sync_seconds_total.
 _GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
     "swell_num_requests_running": ("Requests that hold a slot.", lambda r: r.running),
     "swell_num_requests_waiting": ("Requests that wait for a slot.", lambda r: r.waiting),
     "swell_kv_cache_usage_ratio": ("Share of KV blocks held.", lambda r: r.kv_usage),
+    "swell_sync_seconds": ("Time that steps waited for other engines.", lambda r: r.sync_s),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
     "swell_engine_steps": ("Steps done.", lambda r: r.steps),
     "swell_num_preemptions": ("Requests that lost their blocks.", lambda r: r.preemptions),
     "swell_prefix_cache_queries": ("Tokens looked up.", lambda r: r.prefix_queries),
     "swell_prefix_cache_hits": ("Tokens found.", lambda r: r.prefix_hits),
+    "swell_waves": ("Waves completed.", lambda r: r.waves),
+    "swell_dummy_steps": ("Lockstep steps without rows.", lambda r: r.dummy_steps),
+    "swell_engine_repairs": ("Workers replaced.", lambda r: r.repairs),
 }
+_PHASES = ("idle", "prepare", "commit", "drain", "failed")
 
 
 class ViewCollector(Collector):
@@ -33,6 +39,20 @@ class ViewCollector(Collector):
         yield GaugeMetricFamily("swell_epoch", "Epoch of the roster.", view.roster.epoch)
         yield GaugeMetricFamily("swell_wave", "Current wave.", view.wave)
         yield GaugeMetricFamily("swell_engines", "Engines.", len(view.roster.members))
+        yield GaugeMetricFamily(
+            "swell_rescale_commit_seconds",
+            "How long the last change kept engines from stepping.",
+            view.commit_s,
+        )
+        yield CounterMetricFamily(
+            "swell_engine_stalls", "Engines found to have stopped.", view.stalls
+        )
+        phases = GaugeMetricFamily(
+            "swell_rescale_phase", "1 for the phase of the change of engines.", labels=["phase"]
+        )
+        for phase in _PHASES:
+            phases.add_metric([phase], float(phase == view.phase))
+        yield phases
         for name, (text, read) in _GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=["engine"])
             for report in view.reports:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -36,6 +37,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """A number that only this start of the engine has."""
     store: tuple[str, int] | None = None
     """Where workers of other engines can meet its own; None: it shares nothing with others."""
+    num_blocks: int = 0
+    """KV blocks of its cache."""
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +50,13 @@ class Roster(msgspec.Struct, frozen=True, array_like=True):
     @property
     def ranks(self) -> list[int]:
         return [member.rank for member in self.members]
+
+    def find(self, rank: int, incarnation: int | None = None) -> Member | None:
+        """The member of this rank, if it is there (and is of this incarnation)."""
+        for member in self.members:
+            if member.rank == rank and incarnation in (None, member.incarnation):
+                return member
+        return None
 
 
 def join(roster: Roster, newcomers: Iterable[Member]) -> Roster:
@@ -61,13 +71,15 @@ def join(roster: Roster, newcomers: Iterable[Member]) -> Roster:
 
 def leave(roster: Roster, ranks: Iterable[int]) -> Roster:
     """Mark engines as leaving: they get no new requests. Unknown ranks are ignored."""
-    going = set(ranks)
+    return amend(roster, ranks, state=MemberState.LEAVING)
+
+
+def amend(roster: Roster, ranks: Iterable[int], **changes: Any) -> Roster:
+    """Change fields of members. Unknown ranks are ignored."""
+    chosen = set(ranks)
     return _next(
         roster,
-        (
-            msgspec.structs.replace(m, state=MemberState.LEAVING) if m.rank in going else m
-            for m in roster.members
-        ),
+        (msgspec.structs.replace(m, **changes) if m.rank in chosen else m for m in roster.members),
     )
 
 

@@ -1,33 +1,125 @@
-"""The coordinator's loop: hears engines and ingresses, tells ingresses what they route by.
+"""The coordinator's loop: a `Conductor` between its channel and whoever calls it.
 
-Runs on a thread of the coordinator actor; without Ray, on any thread.
+Runs on a thread of the coordinator actor; without Ray, on any thread. Everything that it knows
+belongs to this thread: calls from others are run there, between messages.
+
+A coordinator that died is started again with the same keys, name and port, so its peers find it
+where it was. It knows nothing then: whoever speaks is asked to introduce itself, and after a
+moment the cluster is what was heard. Serving goes on meanwhile: nobody is told a view.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
+import msgspec
+
+from swell.configs.log import FactLogger
 from swell.configs.schema import ClusterConfig
-from swell.coordinator.board import Board
-from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, make_keys
-from swell.coordinator.roster import Roster
-from swell.coordinator.wire import ClusterView, CoordinatorMessage, EngineReport, Watch
+from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Waker, make_keys
+from swell.coordinator.conductor import Conductor
+from swell.coordinator.liveness import Verdict
+from swell.coordinator.pauses import NullCoordinator
+from swell.coordinator.roster import Member, Roster
+from swell.coordinator.waves import Sends, WaveCoordinator
+from swell.coordinator.wire import (
+    ClusterView,
+    CoordinatorMessage,
+    EngineCommand,
+    EngineHello,
+    EngineReport,
+    Introduce,
+    Watch,
+)
 
-_IDLE_POLL_S = 0.05
-"""How late a roster change from another thread may be published."""
+T = TypeVar("T")
+
+_FORGET_WATCHER_BEATS = 5
+"""Heartbeats after which a silent ingress is told nothing more."""
+_TICK_S = 0.1
+"""How often time is looked at."""
+
+
+def recovery_s(config: ClusterConfig) -> float:
+    """How long a successor listens: peers find it within a second, and speak each heartbeat."""
+    return 1.0 + config.heartbeat_s
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """Where a coordinator is found, and by which keys; its successor takes the same."""
+
+    keys: ChannelKeys
+    name: str | None = None
+    """Of its `ipc` socket; None: any."""
+    port: int = 0
+    """0: any."""
+
+
+class ManagerNote(msgspec.Struct, frozen=True):
+    """What a manager wants, kept here for its successor."""
+
+    owner: str = ""
+    """The manager that rules; empty: none has spoken to this coordinator."""
+    target: int = 0
+    """Engines wanted; 0: not said."""
+    held: bool = False
+    """An operator wants a pause."""
+    phase: str = "idle"
+    """Of the change of engines: idle, prepare, commit, drain or failed."""
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """What the manager follows."""
+
+    view: ClusterView
+    verdicts: list[Verdict] = []
+    """Every engine that was found to have stopped."""
+    note: ManagerNote = ManagerNote()
 
 
 class CoordinatorService:
-    """A `Board` behind an `Inbox`."""
+    """Hears engines and ingresses, answers the manager."""
 
-    def __init__(self, config: ClusterConfig, host: str = "127.0.0.1") -> None:
-        self.keys: ChannelKeys = make_keys()
-        self._inbox: Inbox[CoordinatorMessage] = Inbox(CoordinatorMessage, self.keys, host)
-        self._board = Board(config, time.monotonic())
-        self._lock = threading.Lock()
-        self._watchers: set[bytes] = set()
+    def __init__(
+        self,
+        config: ClusterConfig,
+        host: str = "127.0.0.1",
+        *,
+        lockstep: bool = False,
+        seat: Seat | None = None,
+        recover: bool = False,
+    ) -> None:
+        """`lockstep`: engines share experts. `recover`: another one was here before."""
+        seat = seat or Seat(make_keys())
+        self.keys = seat.keys
+        now = time.monotonic()
+        self._config = config
+        self._log = FactLogger("coordinator")
+        self._inbox: Inbox[CoordinatorMessage] = Inbox(
+            CoordinatorMessage, seat.keys, host, name=seat.name, port=seat.port
+        )
+        waves = WaveCoordinator() if lockstep else NullCoordinator()
+        self._conductor = Conductor(config, waves, now)
+        self._waker = Waker()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._watchers: dict[bytes, float] = {}
+        """Ingresses, and when each spoke last."""
+        self._peers: dict[int, bytes] = {}
+        """Engines of the cluster."""
+        self._strangers: dict[int, bytes] = {}
+        """Engines that have spoken and are not in it, by incarnation."""
+        self._unsent: dict[int, list[EngineCommand]] = {}
+        """For engines that join and have not introduced themselves yet."""
+        self._changed = threading.Condition()
+        self._note = ManagerNote()
+        self._epoch_seen = 0
+        self._hellos: dict[int, EngineHello] = {}
+        self._recover_until = now + recovery_s(config) if recover else 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="swell-coordinator", daemon=True)
         self._thread.start()
@@ -36,37 +128,180 @@ class CoordinatorService:
     def address(self) -> ChannelAddress:
         return self._inbox.address
 
-    def change(self, step: Callable[[Roster], Roster]) -> Roster:
-        """Apply a function of `roster.py`; watchers hear of it at once."""
-        with self._lock:
-            return self._board.change(step, time.monotonic())
+    # ---------------------------------------------------------------- from other threads
 
     def view(self) -> ClusterView:
-        with self._lock:
-            return self._board.view()
+        return self._call(self._conductor.view)
+
+    def membership(self) -> Membership:
+        return self._call(
+            lambda: Membership(self._conductor.view(), list(self._conductor.verdicts), self._note)
+        )
+
+    def wait(self, epoch: int, timeout_s: float) -> Membership:
+        """Return when the roster is no longer of `epoch`, or after the time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._conductor.roster.epoch != epoch, timeout_s)
+        return self.membership()
+
+    def join(self, members: list[Member], timeout_s: float) -> Roster:
+        """Return when they are in the roster. Raises ValueError for a rank that is taken, and
+        RuntimeError, with everybody as before, if their group does not form in time."""
+        ranks = {member.rank for member in members}
+        self._change(lambda now: self._conductor.join(members, now))
+        with self._changed:
+            self._changed.wait_for(lambda: self._joined_or_lost(ranks), timeout_s)
+        roster = self._conductor.roster
+        missing = sorted(ranks - set(roster.ranks))
+        if missing:
+            reasons = [v.reason for v in self.membership().verdicts if v.rank in missing]
+            self.lose(missing)
+            raise RuntimeError(
+                f"engines {missing} did not join the group"
+                + (f": {reasons[-1]}" if reasons else f" within {timeout_s:g} s or died meanwhile")
+            )
+        return roster
+
+    def leave(self, ranks: list[int]) -> Roster:
+        return self._change(lambda now: self._conductor.leave(ranks, now))
+
+    def part(self, ranks: list[int], timeout_s: float) -> Roster:
+        """Return when the roster is without them: when their group goes on without them."""
+        self._change(lambda now: self._conductor.part(ranks, now))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not set(ranks) & set(self._conductor.roster.ranks), timeout_s
+            )
+        return self.lose(ranks)
+
+    def lose(self, ranks: list[int]) -> Roster:
+        """Take out engines that are dead."""
+        return self._change(lambda now: self._conductor.lose(ranks, now))
+
+    def hold(self) -> None:
+        """Pause all engines."""
+        self._change(self._conductor.hold)
+
+    def release(self) -> None:
+        """Let all engines go on."""
+        self._change(self._conductor.release)
+
+    def take_over(self, owner: str) -> ManagerNote:
+        """Let this manager rule from now on; what the one before it has left."""
+        with self._changed:
+            before, self._note = self._note, msgspec.structs.replace(self._note, owner=owner)
+        return before
+
+    def note(self, note: ManagerNote) -> None:
+        """Keep what the manager wants. One that no longer rules is not heard."""
+        with self._changed:
+            if self._note.owner in ("", note.owner):
+                self._note = note
+                self._conductor.phase = note.phase
 
     def stop(self) -> None:
         self._stopping.set()
+        self._waker.wake()
         self._thread.join()
         self._inbox.close()
+        self._waker.close()
+
+    def _joined_or_lost(self, ranks: set[int]) -> bool:
+        known = {*self._conductor.roster.ranks, *self._conductor.coming}
+        return ranks <= set(self._conductor.roster.ranks) or not ranks <= known
+
+    def _change(self, step: Callable[[float], Sends]) -> Roster:
+        def run() -> Roster:
+            self._send(step(time.monotonic()))
+            return self._conductor.roster
+
+        return self._call(run)
+
+    def _call(self, run: Callable[[], T]) -> T:
+        future: Future[T] = Future()
+        self._calls.put((run, future))
+        self._waker.wake()
+        return future.result()
+
+    # ---------------------------------------------------------------- the loop
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            with self._lock:
-                wait_s = self._board.wait_s(time.monotonic())
-            for peer, message in self._inbox.receive(min(wait_s, _IDLE_POLL_S)):
+            now = time.monotonic()
+            wait_s = min(self._conductor.board.wait_s(now), _TICK_S)
+            for peer, message in self._inbox.receive(wait_s, self._waker):
                 self._take(peer, message)
-            with self._lock:
-                view = self._board.due(time.monotonic())
-            if view is not None:
-                for peer in self._watchers:
-                    self._inbox.send(peer, view)
+            if self._recover_until:
+                self._end_recovery(time.monotonic())
+                continue
+            self._serve_calls()
+            now = time.monotonic()
+            self._send(self._conductor.tick(now))
+            self._publish(now)
+            with self._changed:
+                self._changed.notify_all()
+
+    def _serve_calls(self) -> None:
+        while not self._calls.empty():
+            run, future = self._calls.get()
+            try:
+                future.set_result(run())
+            except Exception as error:
+                future.set_exception(error)
 
     def _take(self, peer: bytes, message: CoordinatorMessage) -> None:
+        now = time.monotonic()
         match message:
             case Watch():
-                self._watchers.add(peer)
-                self._inbox.send(peer, self.view())
-            case EngineReport():
-                with self._lock:
-                    self._board.report(message, time.monotonic())
+                self._epoch_seen = max(self._epoch_seen, message.epoch)
+                stranger = peer not in self._watchers
+                self._watchers[peer] = now
+                if self._recover_until:
+                    return
+                self._conductor.outrun(message.epoch, now)
+                if stranger:
+                    self._inbox.send(peer, self._conductor.view())
+            case EngineHello():
+                self._strangers[message.member.incarnation] = peer
+                if self._recover_until:
+                    self._hellos[message.member.rank] = message
+                rank = message.member.rank
+                self._send([(rank, command) for command in self._unsent.pop(rank, [])])
+            case _:
+                if self._conductor.member(message.rank, message.incarnation) is not None:
+                    self._peers[message.rank] = peer
+                    self._send(self._conductor.hear(message, now))
+                elif self._recover_until and isinstance(message, EngineReport):
+                    self._inbox.send(peer, Introduce())
+
+    def _send(self, sends: Sends) -> None:
+        for rank, command in sends:
+            peer = self._peer(rank)
+            if peer is not None:
+                self._inbox.send(peer, command)
+            elif self._conductor.newest(rank) is not None:
+                self._unsent.setdefault(rank, []).append(command)
+
+    def _peer(self, rank: int) -> bytes | None:
+        """The channel of an engine that has introduced itself."""
+        member = self._conductor.newest(rank)
+        if member is not None and member.incarnation in self._strangers:
+            self._peers[rank] = self._strangers.pop(member.incarnation)
+        return self._peers.get(rank)
+
+    def _publish(self, now: float) -> None:
+        if self._conductor.board.due(now) is None:
+            return
+        silent_s = _FORGET_WATCHER_BEATS * self._config.heartbeat_s
+        self._watchers = {p: at for p, at in self._watchers.items() if now - at < silent_s}
+        view = self._conductor.view()
+        for peer in self._watchers:
+            self._inbox.send(peer, view)
+
+    def _end_recovery(self, now: float) -> None:
+        if now < self._recover_until:
+            return
+        self._recover_until = 0.0
+        hellos = list(self._hellos.values())
+        self._log.warning("recovered", engines=sorted(self._hellos), epoch=self._epoch_seen + 1)
+        self._send(self._conductor.recover(self._epoch_seen, hellos, now))

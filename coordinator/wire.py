@@ -76,6 +76,8 @@ class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False)
     """Engines that were found without progress."""
     commit_s: float = 0.0
     """How long the last change of the group kept its engines from stepping, in seconds."""
+    phase: str = "idle"
+    """Of the manager's change of engines: idle | prepare | commit | drain | failed."""
 
 
 # ---------------------------------------------------------------- engine -> coordinator
@@ -86,8 +88,12 @@ class EngineHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False)
 
     member: Member
     epoch: int = 0
-    """Of its group; 0 if it is in none."""
+    """Of its group; 0 if it was in none yet."""
+    ranks: list[int] = []
+    """The group, in order."""
     wave: int = 0
+    phase: int = 0
+    """A `waves.Phase`, as a number."""
 
 
 class StartWave(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):

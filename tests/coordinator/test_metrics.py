@@ -12,12 +12,12 @@ from swell.coordinator.wire import ClusterView, EngineReport
 from tests.coordinator.test_roster import roster_of
 
 
-def scrape(view: ClusterView) -> dict[tuple[str, str], float]:
+def scrape(view: ClusterView, label: str = "engine") -> dict[tuple[str, str], float]:
     registry = CollectorRegistry()
     registry.register(ViewCollector(lambda: view))
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {
-        (sample.name, sample.labels.get("engine", "")): sample.value
+        (sample.name, sample.labels.get(label, "")): sample.value
         for family in families
         for sample in family.samples
     }
@@ -34,13 +34,19 @@ def test_every_engine_has_its_values() -> None:
             preemptions=rank,
             prefix_queries=100,
             prefix_hits=25,
+            waves=rank + 7,
+            dummy_steps=rank + 8,
+            sync_s=rank + 0.5,
+            repairs=rank + 9,
         )
         for rank in (0, 3)
     ]
-    values = scrape(ClusterView(roster_of(0, 3), reports, wave=4))
+    values = scrape(ClusterView(roster_of(0, 3), reports, wave=4, stalls=3, commit_s=0.25))
     assert values["swell_epoch", ""] == 1
     assert values["swell_wave", ""] == 4
     assert values["swell_engines", ""] == 2
+    assert values["swell_engine_stalls_total", ""] == 3
+    assert values["swell_rescale_commit_seconds", ""] == 0.25
     for rank in (0, 3):
         engine = str(rank)
         assert values["swell_num_requests_running", engine] == rank + 1
@@ -50,9 +56,19 @@ def test_every_engine_has_its_values() -> None:
         assert values["swell_num_preemptions_total", engine] == rank
         assert values["swell_prefix_cache_queries_total", engine] == 100
         assert values["swell_prefix_cache_hits_total", engine] == 25
+        assert values["swell_waves_total", engine] == rank + 7
+        assert values["swell_dummy_steps_total", engine] == rank + 8
+        assert values["swell_sync_seconds", engine] == rank + 0.5
+        assert values["swell_engine_repairs_total", engine] == rank + 9
 
 
 def test_an_empty_cluster_has_no_series_of_engines() -> None:
     values = scrape(ClusterView(Roster()))
     assert values["swell_engines", ""] == 0
     assert not [name for name, engine in values if engine]
+
+
+def test_one_phase_is_the_current_one() -> None:
+    values = scrape(ClusterView(Roster(), phase="drain"), "phase")
+    phases = {phase: value for (name, phase), value in values.items() if phase}
+    assert phases == {"idle": 0, "prepare": 0, "commit": 0, "drain": 1, "failed": 0}

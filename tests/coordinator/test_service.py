@@ -11,7 +11,6 @@ import pytest
 
 from swell.configs.schema import load
 from swell.coordinator.channel import Outlet
-from swell.coordinator.roster import join, leave, remove
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.wire import ClusterView, EngineReport, Watch
 from tests.coordinator.test_roster import member
@@ -54,12 +53,8 @@ def hear(outlet: Outlet[ClusterView], wanted: Callable[[ClusterView], bool]) -> 
     raise AssertionError("no such view came")
 
 
-def joined(*ranks: int):
-    return lambda roster: join(roster, map(member, ranks))
-
-
 def test_a_watcher_hears_at_once_what_is_known(service, connect) -> None:
-    service.change(joined(0, 1))
+    service.join([member(0), member(1)], SOON_S)
     watcher = connect()
     watcher.send(Watch(0))
     view = hear(watcher, lambda _view: True)
@@ -71,14 +66,18 @@ def test_a_change_of_the_roster_reaches_every_watcher(service, connect) -> None:
     for index, watcher in enumerate(watchers):
         watcher.send(Watch(index))
         hear(watcher, lambda _view: True)
-    for step in (joined(0, 1), lambda r: leave(r, [1]), lambda r: remove(r, [1])):
-        roster = service.change(step)
+    for step in (
+        lambda: service.join([member(0), member(1)], SOON_S),
+        lambda: service.leave([1]),
+        lambda: service.lose([1]),
+    ):
+        roster = step()
         for watcher in watchers:
             hear(watcher, lambda view, roster=roster: view.roster == roster)
 
 
 def test_a_report_reaches_the_watchers(service, connect) -> None:
-    service.change(joined(0))
+    service.join([member(0)], SOON_S)
     watcher, engine = connect(), connect()
     watcher.send(Watch(0))
     report = EngineReport(0, running=3, waiting=2, kv_usage=0.25, steps=7)
@@ -91,7 +90,7 @@ def test_who_does_not_watch_hears_nothing(service, connect) -> None:
     engine, watcher = connect(), connect()
     watcher.send(Watch(0))
     engine.send(EngineReport(0))
-    service.change(joined(0))
+    service.join([member(0)], SOON_S)
     hear(watcher, lambda view: view.roster.ranks == [0])
     assert engine.receive(0.0) is None
 
@@ -105,7 +104,7 @@ def test_heartbeats_come_without_changes(service, connect) -> None:
 
 def test_continuous_reports_do_not_hold_views_back(service, connect) -> None:
     """Engines talk without a pause, for a second; views go on coming meanwhile."""
-    service.change(joined(0))
+    service.join([member(0)], SOON_S)
     watcher = connect()
     watcher.send(Watch(0))
     quiet = threading.Event()
@@ -143,5 +142,5 @@ def test_nonsense_and_watchers_that_have_gone_harm_nobody(service, connect) -> N
     for nonsense in (b"", b"\x93\x01\xa1\xff", b"\x91\x63", b"\xc1"):
         watcher.send(msgspec.Raw(nonsense))
     watcher.send(Watch(0))
-    service.change(joined(0))
+    service.join([member(0)], SOON_S)
     assert hear(watcher, lambda view: view.roster.epoch == 1)

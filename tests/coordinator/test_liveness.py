@@ -1,0 +1,115 @@
+"""Who has stopped, by a scripted clock."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swell.coordinator.liveness import Liveness
+from swell.coordinator.wire import EngineReport
+
+LIMIT_S = 4.0
+BEAT_S = 0.5
+
+
+def beat(rank: int, ticks: int = 0, busy: bool = False) -> EngineReport:
+    return EngineReport(rank, running=int(busy), steps=ticks, ticks=ticks)
+
+
+class World:
+    """Engines that behave in a given way, looked at every tenth of a second."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.now = 0.0
+        self.liveness = Liveness(LIMIT_S, self.now)
+        self.liveness.follow(set(ranks), self.now)
+        self.reports = {rank: beat(rank) for rank in ranks}
+        self.silent: set[int] = set()
+        self.moving: set[int] = set()
+        self.found: list[tuple[float, int]] = []
+
+    def run(self, seconds: float, excused: frozenset[int] = frozenset()) -> None:
+        for _ in range(round(seconds * 10)):
+            self.now = round(self.now + 0.1, 3)
+            for rank, report in self.reports.items():
+                if rank in self.moving:
+                    ticks = report.ticks + 1
+                    report = self.reports[rank] = beat(rank, ticks, bool(report.running))
+                if rank not in self.silent and round(self.now / BEAT_S, 3).is_integer():
+                    self.liveness.hear(report, self.now)
+            for verdict in self.liveness.look(self.now, excused):
+                self.found.append((self.now, verdict.rank))
+                del self.reports[verdict.rank]
+                self.liveness.follow(set(self.reports), self.now)
+
+
+def test_idle_engines_live_for_ever() -> None:
+    world = World(0, 1)
+    world.run(60)
+    assert not world.found
+
+
+def test_a_silent_engine_is_found_within_the_limit_and_a_beat() -> None:
+    world = World(0, 1)
+    world.run(10)
+    world.silent.add(1)
+    world.run(10)
+    [(at, rank)] = world.found
+    assert rank == 1 and 10 + LIMIT_S - BEAT_S <= at <= 10 + LIMIT_S + 0.2
+
+
+def test_slow_work_with_progress_is_no_stall() -> None:
+    world = World(0)
+    world.reports[0] = beat(0, 0, busy=True)
+    for _ in range(10):  # a layer every seven seconds: more than the limit, less than twice
+        world.run(7)
+        world.reports[0] = beat(0, world.reports[0].ticks + 1, busy=True)
+    assert not world.found
+
+
+def test_work_without_progress_is_found_after_twice_the_limit() -> None:
+    world = World(0, 1)
+    world.moving = {1}
+    world.reports[0] = beat(0, 5, busy=True)
+    world.reports[1] = beat(1, 5, busy=True)
+    world.run(20)
+    [(at, rank)] = world.found
+    assert rank == 0 and 2 * LIMIT_S <= at <= 2 * LIMIT_S + 2 * BEAT_S
+
+
+def test_of_engines_that_wait_for_each_other_only_the_last_is_named() -> None:
+    """The two others get their full time again once it has gone."""
+    world = World(0, 1, 2)
+    for rank, steps in ((0, 9), (1, 7), (2, 9)):
+        world.reports[rank] = beat(rank, steps, busy=True)
+    world.run(2 * LIMIT_S + 1)
+    assert [rank for _, rank in world.found] == [1]
+
+
+def test_the_excused_may_be_without_progress_but_not_silent() -> None:
+    world = World(0, 1)
+    world.reports[0] = beat(0, 5, busy=True)
+    world.silent = {1}
+    world.run(30, excused=frozenset({0, 1}))
+    assert [rank for _, rank in world.found] == [1]
+
+
+def test_who_was_stopped_itself_accuses_nobody() -> None:
+    world = World(0, 1)
+    world.run(5)
+    world.now += 60  # stopped for a minute, and so heard nothing
+    world.run(30)
+    assert not world.found
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 2]), st.floats(0.1, 3.0)), max_size=30))
+def test_whoever_beats_and_moves_is_never_accused(gaps) -> None:
+    """Engines that are silent for less than the limit, at any time."""
+    world = World(0, 1, 2)
+    world.moving = {0, 1, 2}
+    for rank, seconds in gaps:
+        world.silent = {rank}
+        world.run(seconds)
+        world.silent = set()
+        world.run(BEAT_S)
+    assert not world.found
