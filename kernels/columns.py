@@ -19,7 +19,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 
 
-OPERATIONS = ("activation", "attention", "cache", "norm", "rope", "sample")
+OPERATIONS = ("activation", "attention", "cache", "moe", "norm", "rope", "sample")
 
 
 class ColumnUnavailable(ImportError):

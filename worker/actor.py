@@ -1,10 +1,8 @@
-"""A worker as a Ray actor: the shell between the engine's channel and `Worker`."""
+"""A worker as a Ray actor: the shell around `Worker` and the loop that it is driven by."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -13,18 +11,7 @@ import ray
 from swell.configs.process import sleep_at_barriers
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
-from swell.worker.wire import (
-    AsyncModelRunnerOutput,
-    SchedulerOutput,
-    Shutdown,
-    WorkerCommand,
-    WorkerFailure,
-    WorkerHello,
-    WorkerLimits,
-    WorkerProgress,
-)
-
-_STORE_TIMEOUT = timedelta(seconds=120)
+from swell.worker.wire import WorkerCommand, WorkerLimits, WorkerProgress
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -38,70 +25,52 @@ class WorkerActor:
         local_workers: int,
         keys: ChannelKeys,
         engine: ChannelAddress,
+        beats: ChannelAddress,
     ) -> None:
+        """`engine` and `beats`: the engine's ends of the two channels."""
         self._rank = rank
+        self._keys = keys
+        self._beats = beats
         self._outlet: Outlet[WorkerCommand] = Outlet(engine, WorkerCommand, keys)
         self._config = config
         self._local_workers = local_workers
         self._worker: Any = None
-        self._store: Any = None
 
-    def open_store(self) -> tuple[str, int]:
-        """Host the engine's store (rank 0): where its groups find each other."""
-        from torch.distributed import TCPStore
-
-        host = ray.util.get_node_ip_address()
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return host, self._store.port
-
-    def load(self, store: tuple[str, int], epoch: int) -> WorkerLimits:
+    def load(self) -> WorkerLimits:
+        """Load the model, in no group yet."""
         sleep_at_barriers()
-        from torch.distributed import TCPStore
-
         from swell.worker.worker import Worker
 
         # Ray shows a worker only the GPU that it gave it.
         self._worker = Worker(
             self._config, self._rank, self._local_workers, local_rank=0, progress=self._tell
         )
-        if self._store is None:
-            self._store = TCPStore(*store, is_master=False, timeout=_STORE_TIMEOUT)
-        limits = self._worker.load(self._store, epoch)
+        limits = self._worker.load()
         return msgspec.structs.replace(limits, pid=os.getpid())
+
+    def open_store(self) -> tuple[str, int]:
+        """Host a store for the life of this process: where groups find each other."""
+        store: tuple[str, int] = self._worker.open_store(ray.util.get_node_ip_address())
+        return store
 
     def init_cache(self, num_blocks: int, max_model_len: int) -> None:
         self._worker.init_cache(num_blocks, max_model_len)
 
     def run(self) -> None:
-        """Execute plans until `Shutdown`. A failed step is told to the engine, then raised.
+        """Obey the engine until it says `Shutdown`."""
+        from swell.worker.loop import Beacon, WorkerLoop
 
-        Results are waited for only when no plan is there to be started: the device never idles
-        because the host waits for it.
-        """
-        outlet = self._outlet
-        outlet.send(WorkerHello(self._rank))
-        due: deque[tuple[int, AsyncModelRunnerOutput]] = deque()
-        step = 0
+        cluster = self._config.cluster
+        loop = WorkerLoop(self._rank, self._worker, self._outlet)
+        beats: Outlet[WorkerCommand] = Outlet(self._beats, WorkerCommand, self._keys)
+        beat_s = min(cluster.heartbeat_s, cluster.stall_timeout_s / 4)
+        beacon = Beacon(loop, beats, beat_s)
         try:
-            while True:
-                command = outlet.receive(0.0 if due else None)
-                if isinstance(command, Shutdown):
-                    return
-                if command is None:
-                    step, output = due.popleft()
-                    outlet.send(output.get_output())
-                    continue
-                assert isinstance(command, SchedulerOutput)
-                step = command.step
-                started = self._worker.execute_model(command)
-                if started is not None:
-                    due.append((step, started))
-        except Exception as error:
-            outlet.send(WorkerFailure(step, self._rank, f"{type(error).__name__}: {error}"))
-            raise
+            loop.run()
         finally:
+            beacon.stop()
             self._worker.shutdown()
-            outlet.close()
+            self._outlet.close()
 
     def _tell(self, done_bytes: int, total_bytes: int) -> None:
         self._outlet.send(WorkerProgress(self._rank, done_bytes, total_bytes))

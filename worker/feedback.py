@@ -46,6 +46,9 @@ class TokenFeedback:
     def after_sampling(self, tokens: Tensor) -> None:
         """tokens [S] int64 have been drawn and written to this stage's states."""
 
+    def settle(self) -> None:
+        """Finish all messages that are under way."""
+
 
 class Outbox:
     """Sends under way. Each is waited for when `limit` younger ones exist, and a tensor lives
@@ -58,7 +61,14 @@ class Outbox:
     def add(self, handles: Iterable[Handle]) -> None:
         """Keep the sends of one step."""
         self._sends.append(list(handles))
-        while len(self._sends) > self._limit:
+        self._wait_for_all_but(self._limit)
+
+    def settle(self) -> None:
+        """Wait for all sends."""
+        self._wait_for_all_but(0)
+
+    def _wait_for_all_but(self, youngest: int) -> None:
+        while len(self._sends) > youngest:
             for handle in self._sends.popleft():
                 handle.wait()
 
@@ -70,6 +80,9 @@ class LastStageFeedback(TokenFeedback):
 
     def after_sampling(self, tokens: Tensor) -> None:
         self._outbox.add([self._group.send(tokens, 0)])
+
+    def settle(self) -> None:
+        self._outbox.settle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +119,13 @@ class FirstStageFeedback(TokenFeedback):
             )
 
     def before_step(self, plan: SchedulerOutput) -> None:
-        for _ in range(self._needed(plan)):
+        self._receive(self._needed(plan))
+
+    def settle(self) -> None:
+        self._receive(len(self._expected))
+
+    def _receive(self, messages: int) -> None:
+        for _ in range(messages):
             message = self._expected.popleft()
             tokens = torch.empty_like(message.slots)
             self._group.recv(tokens, self._group.size - 1)

@@ -7,10 +7,11 @@ Whatever is wrong with the folder becomes one line that says what, and the way o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from swell.worker.layers.piece import Piece
 
 Progress = Callable[[int, int], None]
 """Called with (bytes filled, bytes in all) of this worker's parameters."""
+
+Wanted = Callable[[Collection[str]], Iterable[Piece]]
+"""Takes the names of a checkpoint's tensors, gives the pieces that are to be filled."""
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """Largest part of a tensor that is read at a time: what loading needs besides the parameters."""
@@ -93,13 +97,23 @@ def load_weights(
 ) -> int:
     """Fill the parameters of `model` with this rank's part of the checkpoint; returns its bytes.
 
-    `load_format: dummy` fills them with random numbers that depend on `model.seed` alone. Raises
-    `ValueError` for a folder that does not hold what the model needs.
+    Raises `ValueError` for a folder that does not hold what the model needs.
+    """
+    return load_pieces(model.pieces, model_config, progress)
+
+
+def load_pieces(
+    wanted_of: Wanted, model_config: ModelConfig, progress: Progress | None = None
+) -> int:
+    """Fill the pieces that `wanted_of` names; returns their bytes.
+
+    `load_format: dummy` fills them with random numbers that depend on `model.seed`, the tensor's
+    name and the part alone. Raises `ValueError` for a folder that does not hold them.
     """
     dummy = model_config.load_format == "dummy"
     folder = Path() if dummy else _folder(model_config.path)
     places = {} if dummy else _places(folder)
-    pieces: list[Piece] = list(model.pieces(places.keys()))  # type: ignore[operator]
+    pieces = list(wanted_of(places.keys()))
     report = _Report(sum(p.target.nbytes for p in pieces), progress or (lambda done, total: None))
     if dummy:
         _fill(pieces, model_config.seed, report)
@@ -200,17 +214,24 @@ def _places(folder: Path) -> dict[str, str]:
 
 def _fill(pieces: Sequence[Piece], seed: int, report: _Report) -> None:
     """Random matrices; norms' weights are ones and biases zeros, as in a fresh model."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator()
     for piece in pieces:
         target = piece.target
         if not target.is_floating_point():
             target.zero_()
         elif target.dim() >= 2:
+            generator.manual_seed(_seed(seed, piece))
             noise = torch.empty(target.shape, dtype=torch.float32)
             target.copy_(noise.normal_(0.0, DUMMY_STD, generator=generator))
         else:
             target.fill_(0.0 if piece.name.endswith("bias") else 1.0)
         report.add(target.nbytes)
+
+
+def _seed(seed: int, piece: Piece) -> int:
+    """The same for the same part of a tensor, whoever fills it, and beside whatever else."""
+    text = f"{seed} {piece.name} {piece.index}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _check_path(path: str) -> None:

@@ -1,155 +1,58 @@
-"""The groups in which the workers of one engine compute together.
+"""The groups in which workers compute together.
 
 A `Mesh` places one worker in a grid: `rank = stage * tensor + tensor_rank`, so the workers that
-split a layer are neighbours. Every group is a stateless process group over a store whose keys
-begin with the epoch: it can be left, aborted and formed again beside its predecessor while the
-process and its weights live. Nothing here is global: threads of one process may each hold a mesh
-of their own over a `HashStore`, processes meet over a `TCPStore`.
+split a layer are neighbours. Engines that share experts add a third axis:
+
+    tensor      one stage of one engine: they split its dense layers
+    pipeline    one tensor rank of one engine, in stage order (`feedback`: the same once more)
+    data        one stage and tensor rank over all engines (`sync`: the same, always on CPU)
+    expert      one stage over all engines: they hold the stage's experts;
+                rank = engine * tensor + tensor_rank
+
+Every group is a stateless process group over a store whose keys begin with a number that the store
+has not seen: the engine's own groups with the generation, those between engines with the epoch. A
+group can be left, aborted and formed again while the process, its model and its weights live:
+layers keep the engine's own groups as objects, whose transport is swapped in place, and read
+`data` and `expert` from the mesh when they compute. Nothing here is global: threads of one process
+may each hold a mesh of their own over a `HashStore`, processes meet over a `TCPStore`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from swell.configs.schema import ParallelConfig
+from swell.worker.groups import (
+    Group,
+    GroupError,
+    Handle,
+    ProcessGroup,
+    SoloGroup,
+    first_line,
+    make_group,
+)
+from swell.worker.transport import form
+from swell.worker.wire import GroupPlan
+
+__all__ = ["GROUP_TIMEOUT_S", "Group", "GroupError", "Handle", "Mesh", "ProcessGroup", "SoloGroup"]
 
 GROUP_TIMEOUT_S = 120.0
 """A peer that has not joined a group or a collective after this long is taken for dead."""
 
 
-class Handle(ABC):
-    """An operation under way."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Return once the tensor may be used again (on CUDA: on the current stream)."""
-
-
-class Group(ABC):
-    """The ranks of one collective. Every member calls the same operations in the same order.
-
-    A peer that died or left makes the operation raise `RuntimeError`; the group is then of no
-    further use and the worker joins one of the next epoch.
-    """
-
-    rank: int
-    size: int
-
-    @abstractmethod
-    def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
-        """Sum `t` over the ranks, in place; returns `t`."""
-
-    @abstractmethod
-    def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
-        """The ranks' tensors of equal shape, joined along `dim` in rank order."""
-
-    @abstractmethod
-    def broadcast(self, t: torch.Tensor, src: int) -> torch.Tensor:
-        """Overwrite `t` by that of rank `src`; returns `t`."""
-
-    @abstractmethod
-    def send(self, t: torch.Tensor, dst: int) -> Handle:
-        """Start sending `t` to rank `dst`; `t` must not change before `wait()` returns."""
-
-    @abstractmethod
-    def recv(self, t: torch.Tensor, src: int) -> torch.Tensor:
-        """Fill `t` with the next tensor sent by rank `src`; returns `t`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave at once: peers inside an operation get an error. Sockets and threads are freed."""
-
-
-class SoloGroup(Group):
-    """A group of one: collectives change nothing."""
-
-    rank = 0
-    size = 1
-
-    def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
-        return t
-
-    def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
-        return t
-
-    def broadcast(self, t: torch.Tensor, src: int) -> torch.Tensor:
-        return t
-
-    def send(self, t: torch.Tensor, dst: int) -> Handle:
-        raise AssertionError(f"rank 0 of a group of one cannot send to rank {dst}")
-
-    def recv(self, t: torch.Tensor, src: int) -> torch.Tensor:
-        raise AssertionError(f"rank 0 of a group of one cannot receive from rank {src}")
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass
-class _Sending(Handle):
-    work: Any
-    tensor: torch.Tensor  # kept alive until the transport has read it
-
-    def wait(self) -> None:
-        self.work.wait()
-
-
-class ProcessGroup(Group):
-    """A group over torch's transport: gloo on CPU, NCCL on CUDA."""
-
-    def __init__(self, transport: dist.Backend, rank: int, size: int) -> None:
-        self._transport: Any = transport
-        self.rank = rank
-        self.size = size
-
-    def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
-        if t.is_contiguous():
-            self._transport.allreduce([t]).wait()
-            return t
-        return t.copy_(self.all_reduce(t.contiguous()))
-
-    def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
-        t = t.contiguous()
-        parts = [torch.empty_like(t) for _ in range(self.size)]
-        self._transport.allgather([parts], [t]).wait()
-        return torch.cat(parts, dim=dim)
-
-    def broadcast(self, t: torch.Tensor, src: int) -> torch.Tensor:
-        if not t.is_contiguous():
-            return t.copy_(self.broadcast(t.contiguous(), src))
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        self._transport.broadcast([t], options).wait()
-        return t
-
-    def send(self, t: torch.Tensor, dst: int) -> Handle:
-        t = t.contiguous()
-        return _Sending(self._transport.send([t], dst, 0), t)
-
-    def recv(self, t: torch.Tensor, src: int) -> torch.Tensor:
-        if not t.is_contiguous():
-            return t.copy_(self.recv(torch.empty_like(t).contiguous(), src))
-        self._transport.recv([t], src, 0).wait()
-        return t
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-            self._transport = None
-
-
 @dataclass(eq=False)
 class Mesh:
-    """One worker's place among the workers of its engine, and the groups that it is in."""
+    """One worker's place among the workers, and the groups that it is in."""
 
     rank: int
+    """Among the workers of its engine."""
     epoch: int
+    """Of the groups between engines."""
     tensor: Group
     """The workers that split the layers of one stage."""
     pipeline: Group
@@ -157,6 +60,21 @@ class Mesh:
     feedback: Group
     """The same workers, for drawn tokens on their way back: NCCL runs the sends and receives of a
     group in order, and tokens must not wait behind activations nor the other way round."""
+    data: Group = field(default_factory=SoloGroup)
+    """The workers with this stage and tensor rank, one an engine, if engines share experts."""
+    sync: Group = field(default_factory=SoloGroup)
+    """The same workers, on CPU: what they agree on before a step."""
+    expert: Group = field(default_factory=SoloGroup)
+    """The workers of this stage in all engines: those who hold its experts."""
+    shares_experts: bool = False
+    """Engines share experts: they are placed when the groups between engines are formed."""
+    generation: int = 0
+    """Of the engine's own groups."""
+    tokens: list[int] = field(default_factory=list)
+    """[engines] what each engine computes in this step, as agreed before it."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _aborted: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def tensor_rank(self) -> int:
@@ -184,70 +102,119 @@ class Mesh:
         device: torch.device | str = "cpu",
         timeout_s: float = GROUP_TIMEOUT_S,
     ) -> Mesh:
-        """Join the groups of `epoch` as worker `rank` (0 .. parallel.world - 1) of one engine.
+        """The place of worker `rank` (0 .. parallel.world - 1) of an engine.
 
-        Blocks until every other worker has joined. `store` is where they find each other; an
-        engine of one worker needs none. Raises `RuntimeError` if a peer does not come in time.
+        With `store`, join the engine's own groups, of generation `epoch`: blocks until every other
+        worker of the engine has joined, and raises `GroupError` if one does not come. Without,
+        groups of several workers are not formed before the first `regroup`.
         """
         assert 0 <= rank < parallel.world, f"rank {rank} of a world of {parallel.world}"
-        assert store is not None or parallel.world == 1, "several workers need a store to meet"
         stage, tensor_rank = divmod(rank, parallel.tensor)
-        device = torch.device(device)
+        tensor = make_group(f"tensor{stage}", tensor_rank, parallel.tensor)
+        pipeline = make_group(f"pipeline{tensor_rank}", stage, parallel.pipeline)
+        feedback = make_group(f"feedback{tensor_rank}", stage, parallel.pipeline)
+        mesh = cls(rank, 0, tensor, pipeline, feedback, expert=tensor, generation=epoch)
+        mesh.shares_experts, mesh.device = parallel.expert, torch.device(device)
+        if store is not None:
+            mesh._form_own(store, timeout_s)
+        return mesh
 
-        def join(name: str, rank: int, size: int) -> Group:
-            if size == 1:
-                return SoloGroup()
-            keys = dist.PrefixStore(f"epoch{epoch}/{name}", store)
-            make = _nccl if device.type == "cuda" else _gloo
-            return ProcessGroup(make(keys, rank, size, timeout_s, _host(store)), rank, size)
+    def begin(self, generation: int) -> None:
+        """A plan of this generation is carried out: only its own `abort` counts from now on."""
+        with self._lock:
+            self.generation = generation
+            self._aborted.clear()
 
-        groups: list[Group] = []
-        try:
-            groups.append(join(f"tensor{stage}", tensor_rank, parallel.tensor))
-            groups.append(join(f"pipeline{tensor_rank}", stage, parallel.pipeline))
-            groups.append(join(f"feedback{tensor_rank}", stage, parallel.pipeline))
-        except BaseException:
-            for group in groups:
-                group.close()
-            raise
-        return cls(rank, epoch, *groups)
+    def check_aborted(self) -> None:
+        """Raise `GroupError` if `abort` was called since `begin`."""
+        if self._aborted.is_set():
+            raise GroupError("aborted while groups were formed")
+
+    def regroup(
+        self,
+        plan: GroupPlan,
+        own_store: dist.Store | None = None,
+        expert_store: dist.Store | None = None,
+        timeout_s: float = GROUP_TIMEOUT_S,
+    ) -> None:
+        """Leave the groups between engines, and with `own_store` the engine's own, and form those
+        of the plan, whose `begin` has been called.
+
+        Blocks until all peers are there; each is waited for `timeout_s`. Raises `GroupError` if
+        one does not come or `abort` is called; a group that was not formed is then closed, and its
+        operations raise until a later plan.
+        """
+        assert plan.generation == self.generation, "begin comes first"
+        for group in self._between_engines():
+            group.close()
+        if own_store is not None:
+            self._form_own(own_store, timeout_s)
+        if plan.engines == 1:
+            self.data, self.sync, self.expert = SoloGroup(), SoloGroup(), self.tensor
+        else:
+            assert expert_store is not None, "several engines need a store to meet"
+            self._form_between_engines(plan, expert_store, timeout_s)
+        self.epoch = plan.epoch
+
+    def abort(self, generation: int | None = None) -> None:
+        """Let operations under way fail, and those to come until `regroup`; from any thread.
+
+        With `generation`, groups of a later plan are left alone.
+        """
+        with self._lock:
+            if generation is not None and generation < self.generation:
+                return
+            self._aborted.set()
+        for group in (self.tensor, self.pipeline, self.feedback, *self._between_engines()):
+            group.abort()
+
+    def check(self) -> None:
+        """Raise `GroupError` if a group was aborted: what the step computed is void."""
+        for group in (self.tensor, self.pipeline, self.feedback, *self._between_engines()):
+            group.check()
 
     def close(self) -> None:
         """Leave all groups at once; a peer inside an operation gets an error."""
-        for group in (self.tensor, self.pipeline, self.feedback):
+        for group in (self.tensor, self.pipeline, self.feedback, *self._between_engines()):
             group.close()
 
+    def _between_engines(self) -> list[Group]:
+        return [group for group in (self.data, self.sync, self.expert) if group is not self.tensor]
 
-def _host(store: dist.Store | None) -> str | None:
-    """The address of this machine that peers can reach, where the store tells it.
+    def _form_own(self, store: dist.Store, timeout_s: float) -> None:
+        keys = dist.PrefixStore(f"generation{self.generation}", store)
+        kind = self.device.type
+        groups = (self.tensor, self.pipeline, self.feedback)
+        self._form([(group, kind) for group in groups], keys, timeout_s)
 
-    Peers that meet in one process or over loopback need no name that resolves.
-    """
-    if isinstance(store, dist.HashStore | dist.FileStore):
-        return "127.0.0.1"
-    if isinstance(store, dist.PrefixStore):
-        return _host(store.underlying_store)
-    if isinstance(store, dist.TCPStore) and store.host in ("localhost", "127.0.0.1", "::1"):
-        return "127.0.0.1"
-    return None
+    def _form_between_engines(self, plan: GroupPlan, store: dist.Store, timeout_s: float) -> None:
+        column, tensor, engines = f"{self.stage}.{self.tensor_rank}", self.tensor.size, plan.engines
+        self.data = make_group(f"data{column}", plan.index, engines)
+        self.sync = make_group(f"sync{column}", plan.index, engines)
+        place = plan.index * tensor + self.tensor_rank
+        self.expert = make_group(f"expert{self.stage}", place, engines * tensor)
+        keys, kind = dist.PrefixStore(f"epoch{plan.epoch}", store), self.device.type
+        self._form([(self.data, kind), (self.sync, "cpu"), (self.expert, kind)], keys, timeout_s)
 
+    def _form(
+        self, groups: Sequence[tuple[Group, str]], store: dist.Store, timeout_s: float
+    ) -> None:
+        try:
+            for group, kind in groups:
+                if isinstance(group, ProcessGroup):
+                    self._open(group, kind, store, timeout_s)
+        except BaseException:
+            for group, _kind in groups:
+                group.close()
+            raise
 
-def _gloo(
-    store: dist.Store, rank: int, size: int, timeout_s: float, host: str | None
-) -> dist.Backend:
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    options._threads = 2
-    make = dist.ProcessGroupGloo.create_device
-    options._devices = [
-        make(hostname=host) if host else dist.ProcessGroupGloo.create_default_device()
-    ]
-    return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _nccl(
-    store: dist.Store, rank: int, size: int, timeout_s: float, host: str | None
-) -> dist.Backend:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    def _open(self, group: ProcessGroup, kind: str, store: dist.Store, timeout_s: float) -> None:
+        keys = dist.PrefixStore(group.name, store)
+        try:
+            group.reopen(form(kind, keys, group.rank, group.size, timeout_s, self._aborted))
+        except (RuntimeError, OSError) as error:
+            text = f"group {group.name!r} could not be formed: {first_line(error)}"
+            raise GroupError(text) from error
+        # `abort` sets its mark before it looks for transports, so one of the two sees the other.
+        if self._aborted.is_set():
+            raise GroupError(f"group {group.name!r} was aborted while it was formed")

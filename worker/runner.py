@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.worker.block_tables import BlockTables
+from swell.worker.dispatch import Agreement, make_dispatch
 from swell.worker.feedback import Outbox, make_feedback
 from swell.worker.input_batch import InputBatch, build_batch
 from swell.worker.mesh import Mesh
@@ -36,9 +38,13 @@ class CopyingOutput(AsyncModelRunnerOutput):
     """Tokens on their way from a CUDA device, on a stream of their own: the next step's kernels
     do not stand in the way."""
 
-    def __init__(self, step: int, tokens: Tensor, stream: torch.cuda.Stream) -> None:
-        self._step = step
+    def __init__(
+        self, output: ModelRunnerOutput, tokens: Tensor, mesh: Mesh, stream: torch.cuda.Stream
+    ) -> None:
+        """`output` lacks the tokens."""
+        self._output = output
         self._tokens = tokens  # kept until the copy is done
+        self._mesh = mesh
         stream.wait_stream(torch.cuda.current_stream(tokens.device))
         with torch.cuda.stream(stream):
             self._host = tokens.to("cpu", non_blocking=True)
@@ -47,7 +53,9 @@ class CopyingOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         self._done.synchronize()
-        return ModelRunnerOutput(self._step, self._host.tolist())
+        # An aborted collective ends on the device without a word to the host.
+        self._mesh.check()
+        return msgspec.structs.replace(self._output, sampled_token_ids=self._host.tolist())
 
 
 class ModelRunner:
@@ -74,6 +82,7 @@ class ModelRunner:
         self.blocks = BlockTables(scheduler.max_rows, max_model_len, cache.block_tokens, device)
         self.sampler = Sampler()
         self.feedback = make_feedback(mesh, self.states)
+        self.dispatch = make_dispatch(model, mesh)
         # The engine does not plan further ahead than this, so an older send has been received.
         self._outbox = Outbox(scheduler.steps_in_flight)
         self._copy_stream: torch.cuda.Stream | None = None
@@ -90,15 +99,22 @@ class ModelRunner:
         """Compute one step; None on all workers but the output rank."""
         self.feedback.before_step(plan)
         self._apply(plan)
-        # What ranks must agree on before a step, a dummy one too, belongs here.
+        agreed = self.dispatch.before_step(plan)
         if not plan.slots:
-            return self._output(plan.step, None)
+            self.dispatch.idle_step()
+            return self._output(plan.step, agreed, None)
         batch = build_batch(plan, self.states, self.blocks)
         hidden = self._forward(batch)
         self.feedback.after_forward(batch)
         if hidden is None:
             return None
-        return self._output(plan.step, self._sample(hidden, batch))
+        return self._output(plan.step, agreed, self._sample(hidden, batch))
+
+    def settle(self) -> None:
+        """Take and send what is under way between the stages: every step has been computed, and
+        the groups are about to be left."""
+        self.feedback.settle()
+        self._outbox.settle()
 
     def _apply(self, plan: SchedulerOutput) -> None:
         """Let new requests take their slots and blocks, and running ones their new blocks."""
@@ -135,11 +151,14 @@ class ModelRunner:
         self.feedback.after_sampling(tokens)
         return tokens
 
-    def _output(self, step: int, tokens: Tensor | None) -> AsyncModelRunnerOutput | None:
+    def _output(
+        self, step: int, agreed: Agreement, tokens: Tensor | None
+    ) -> AsyncModelRunnerOutput | None:
         if not self.is_output_rank:
             return None
+        output = ModelRunnerOutput(step, [], agreed.working, agreed.pausing, agreed.sync_s)
         if tokens is None:
-            return ReadyOutput(ModelRunnerOutput(step))
+            return ReadyOutput(output)
         if self._copy_stream is not None:
-            return CopyingOutput(step, tokens, self._copy_stream)
-        return ReadyOutput(ModelRunnerOutput(step, tokens.tolist()))
+            return CopyingOutput(output, tokens, self.mesh, self._copy_stream)
+        return ReadyOutput(msgspec.structs.replace(output, sampled_token_ids=tokens.tolist()))

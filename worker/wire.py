@@ -148,6 +148,8 @@ class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=Fals
     message: str
     group: bool = False
     """A group failed: a peer has gone. Else it is the worker's own fault."""
+    generation: int = 0
+    """Of the groups that it was in, or was to form."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
@@ -171,6 +173,8 @@ class WorkerBeat(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
     rank: int
     ticks: int
     """Layers computed since the start: the measure of progress."""
+    generation: int = 0
+    """Of the groups that it is in, or is forming."""
 
 
 class Regrouped(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):

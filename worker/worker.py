@@ -1,28 +1,40 @@
-"""The life of one worker, without Ray: load, init_cache, execute_model, shutdown."""
+"""The life of one worker, without Ray: load, init_cache, then steps and regroupings, shutdown."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from swell.configs.schema import Config
 from swell.kernels import columns
 from swell.worker import kv_cache
+from swell.worker.experts import max_share_bytes, rebalance
 from swell.worker.loader import load_config, load_weights, max_model_len, resolve_dtype
-from swell.worker.mesh import Mesh
+from swell.worker.mesh import GROUP_TIMEOUT_S, GroupError, Mesh
 from swell.worker.models import build_model
 from swell.worker.runner import ModelRunner
-from swell.worker.wire import AsyncModelRunnerOutput, SchedulerOutput, WorkerLimits
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from swell.worker.wire import (
+    AsyncModelRunnerOutput,
+    GroupPlan,
+    Regrouped,
+    SchedulerOutput,
+    WorkerLimits,
+)
 
 LoadProgress = Callable[[int, int], None]
 """Takes bytes done and bytes in all."""
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+CONNECT_S = 2.0
+"""Longest attempt to reach a store before looking whether the groups were aborted meanwhile."""
 
 
 class Worker:
@@ -53,13 +65,18 @@ class Worker:
         self.mesh: Mesh | None = None
         self.model: Any = None
         self.runner: ModelRunner | None = None
+        self.ticks = 0
+        """Layers computed since the start: the measure of progress. Read by other threads too."""
+        self._max_model_len = 0
+        self._store: dist.TCPStore | None = None
         self._dtype = torch.float32
         self._prepared = threading.local()
 
-    def load(self, store: Store | None = None, epoch: int = 0) -> WorkerLimits:
+    def load(self, store: dist.Store | None = None, epoch: int = 0) -> WorkerLimits:
         """Join the engine's groups of `epoch`, build and fill the model, measure the memory.
 
-        `store` is where the engine's workers meet; one worker alone needs none. Raises
+        `store` is where the engine's workers meet; without one, several workers meet at the first
+        `regroup`. With `parallel.expert` a worker has no experts before that. Raises
         `ValueError` for a model or a split that does not work, or that leaves no room for a cache.
         """
         self._prepare_thread()
@@ -69,6 +86,8 @@ class Worker:
         self.mesh = Mesh.build(parallel, self.rank, store, epoch, self.device)
         self.model = build_model(model_config, hf_config, self.mesh, self.device, self._dtype)
         weight_bytes = load_weights(self.model, model_config, self._progress)
+        for layer in [*self.model.attention_layers(), *self._moe_layers()]:
+            layer.register_forward_hook(self._tick)
         length = max_model_len(model_config, hf_config)
         return WorkerLimits(
             num_blocks=self._count_blocks(length),
@@ -88,15 +107,58 @@ class Worker:
         cache = self.config.cache
         layers = self.model.attention_layers()
         kv_cache.allocate(layers, num_blocks, cache.block_tokens, self._dtype, self.device)
-        self.runner = ModelRunner(
-            self.model, self.mesh, self.config.scheduler, cache, max_model_len, self.device
-        )
+        self._max_model_len = max_model_len
+        self._start_runner()
 
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         """Compute one step (see `ModelRunner.execute_model`)."""
         assert self.runner is not None, "init_cache comes first"
         self._prepare_thread()
         return self.runner.execute_model(plan)
+
+    def regroup(self, plan: GroupPlan, store: dist.Store | None = None) -> Regrouped:
+        """Leave the groups that the plan replaces, form new ones, and take this worker's share of
+        the experts. The weights and the memory of the KV cache stay.
+
+        `store` is where the engine's own workers meet, for those that share a process; the plan's
+        `store` is for those that do not. With neither, the engine's own groups stand. Raises
+        `GroupError` when a peer does not come or `abort` is called, `ValueError` when experts
+        cannot be read; the groups between engines are then of no use until the next plan.
+        """
+        assert self.mesh is not None, "load comes first"
+        self._prepare_thread()
+        self.mesh.begin(plan.generation)
+        if store is None and plan.store is not None:
+            store = self._connect(plan.store)
+        meeting = self._connect(plan.expert_store) if plan.expert_store is not None else None
+        if plan.keep_states and store is not None and self.runner is not None:
+            self.runner.settle()
+        moved = loaded = 0
+        self.mesh.regroup(plan, store, meeting)
+        if self.config.parallel.expert:
+            try:
+                moved, loaded = rebalance(self.model, self.mesh, self.config.model)
+            except BaseException:
+                self.mesh.abort()  # peers in a collective must not wait for this one
+                raise
+        if not plan.keep_states and self.runner is not None:
+            self._start_runner()
+        return Regrouped(self.rank, plan.generation, moved, loaded)
+
+    def abort(self, generation: int | None = None) -> None:
+        """Let this worker's collectives fail, the one under way too; from any thread.
+
+        With `generation`, groups of a later plan are left alone.
+        """
+        mesh = self.mesh
+        if mesh is not None:
+            mesh.abort(generation)
+
+    def open_store(self, host: str) -> tuple[str, int]:
+        """Host a store, where workers can meet as long as this one lives: (host, port)."""
+        if self._store is None:
+            self._store = dist.TCPStore(_reachable(host), 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
 
     def shutdown(self) -> None:
         """Leave the groups and drop every tensor; may be called twice, and after a failure."""
@@ -105,9 +167,51 @@ class Worker:
         if self.model is not None:
             for layer in self.model.attention_layers():
                 layer.unbind_cache()
-        self.mesh = self.model = self.runner = None
+        self.mesh = self.model = self.runner = self._store = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _start_runner(self) -> None:
+        """All slots are empty; what the KV cache holds is nobody's."""
+        assert self.mesh is not None
+        self.runner = None
+        self.runner = ModelRunner(
+            self.model,
+            self.mesh,
+            self.config.scheduler,
+            self.config.cache,
+            self._max_model_len,
+            self.device,
+        )
+
+    def _moe_layers(self) -> list[Any]:
+        return self.model.moe_layers() if hasattr(self.model, "moe_layers") else []
+
+    def _tick(self, *_call: Any) -> None:
+        self.ticks += 1
+
+    def _connect(self, address: tuple[str, int]) -> dist.Store:
+        """A client of the store at `address`, or our own. Raises `GroupError`."""
+        assert self.mesh is not None
+        host, port = address
+        if self._store is not None and (self._store.host, self._store.port) == (
+            _reachable(host),
+            port,
+        ):
+            return self._store
+        deadline = time.monotonic() + GROUP_TIMEOUT_S
+        while True:
+            try:
+                wait = timedelta(seconds=CONNECT_S)
+                store = dist.TCPStore(_reachable(host), port, is_master=False, timeout=wait)
+                break
+            except RuntimeError as error:
+                self.mesh.check_aborted()
+                if time.monotonic() > deadline:
+                    text = f"the store at {host}:{port} does not answer: {error}"
+                    raise GroupError(text.splitlines()[0]) from error
+        store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
+        return store
 
     def _count_blocks(self, length: int) -> int:
         cache, rows = self.config.cache, self.config.scheduler.max_rows
@@ -115,6 +219,8 @@ class Worker:
         block_bytes = kv_cache.bytes_per_block(layers, cache.block_tokens, self._dtype)
         useful = rows * -(-length // cache.block_tokens) if self.device.type == "cpu" else None
         free = kv_cache.free_bytes(self.device, self.local_workers)
+        if self.config.parallel.expert:
+            free = max(0, free - max_share_bytes(self._moe_layers(), self.config))
         return kv_cache.count_blocks(cache, block_bytes, free, useful)
 
     def _prepare_thread(self) -> None:
@@ -142,6 +248,11 @@ def _device(wanted: str, local_rank: int) -> torch.device:
             f"{torch.cuda.device_count()}; lower parallel.tensor or parallel.pipeline"
         )
     return torch.device("cuda", local_rank)
+
+
+def _reachable(host: str) -> str:
+    """Names of this machine itself may resolve to an address at which no store listens."""
+    return "127.0.0.1" if host in LOOPBACK else host
 
 
 def _cores() -> int:

@@ -21,7 +21,7 @@ from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
 from swell.worker.wire import SamplerParams
 from tests.worker import tiny_models
 
-NATIVE = ["llama-llama3", "mistral", "qwen2", "qwen3"]
+NATIVE = ["llama-llama3", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe-mixed"]
 GENERIC = ["gpt_neox", "starcoder2"]
 NEW_TOKENS = 12
 

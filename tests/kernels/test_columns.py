@@ -14,7 +14,7 @@ import torch
 from swell.kernels import columns
 
 ROOT = Path(columns.__file__).parent
-DOORS = ["attention", "cache", "norm", "rope", "activation", "sample"]
+DOORS = ["attention", "cache", "norm", "rope", "activation", "sample", "moe"]
 
 
 @pytest.mark.parametrize("operation", DOORS)

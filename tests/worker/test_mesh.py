@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from swell.configs.schema import ParallelConfig
-from swell.worker.mesh import Mesh, SoloGroup
+from swell.worker.mesh import Group, GroupError, Mesh, SoloGroup
+from swell.worker.wire import GroupPlan
 
 
 def in_threads(world: int, work: Callable[[int], Any]) -> list[Any]:
@@ -77,6 +78,8 @@ def test_operations(dtype: torch.dtype) -> None:
         assert gathered.tolist() == [[0, 1], [0, 1]]
         assert group.all_gather(torch.empty(0, 4, dtype=dtype), 1).shape == (0, 8)
         assert group.all_reduce(torch.empty(0, 4, dtype=dtype)).shape == (0, 4)
+        scattered = group.reduce_scatter((torch.arange(8).view(4, 2) + rank).to(dtype))
+        assert scattered.tolist() == [[[1, 3], [5, 7]], [[9, 11], [13, 15]]][rank]
         assert group.broadcast(torch.full((2,), rank).to(dtype), 1).tolist() == [1, 1]
         if rank == 0:
             handles = [group.send(torch.full((2,), i).to(dtype), 1) for i in range(3)]
@@ -129,7 +132,7 @@ def test_leaving_wakes_the_peer() -> None:
             mesh.close()
             return
         before = time.monotonic()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(GroupError, match=r"'tensor0': allreduce"):
             mesh.tensor.all_reduce(torch.ones(1))
         assert time.monotonic() - before < 10
         mesh.close()
@@ -138,8 +141,103 @@ def test_leaving_wakes_the_peer() -> None:
 
 
 def test_a_peer_that_never_comes() -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises(GroupError, match=r"'tensor0'.*ranks \[1\] of 2 did not come in 1 s"):
         Mesh.build(ParallelConfig(tensor=2), 0, dist.HashStore(), timeout_s=1)
+
+
+BLOCKING: dict[str, Callable[[Group], Any]] = {
+    "allreduce": lambda group: group.all_reduce(torch.ones(3)),
+    "allgather": lambda group: group.all_gather(torch.ones(3), 0),
+    "reduce_scatter": lambda group: group.reduce_scatter(torch.ones(4)),
+    "recv": lambda group: group.recv(torch.ones(3), 1),
+    "send": lambda group: group.send(torch.ones(3), 1).wait(),
+}
+
+
+@pytest.mark.parametrize("operation", BLOCKING)
+def test_another_thread_aborts_a_blocked_operation(operation: str) -> None:
+    """The peer is alive and does not come: it has something else to do."""
+    store, alone = dist.HashStore(), threading.Event()
+    meshes: list[Any] = [None, None]
+
+    def work(rank: int) -> None:
+        mesh = meshes[rank] = Mesh.build(ParallelConfig(tensor=2), rank, store, timeout_s=60)
+        mesh.tensor.all_reduce(torch.ones(1))
+        if rank == 1:
+            alone.wait(30)
+            return
+        threading.Timer(0.1, mesh.abort).start()
+        before = time.monotonic()
+        with pytest.raises(GroupError, match=r"'tensor0'"):
+            BLOCKING[operation](mesh.tensor)
+        assert time.monotonic() - before < 30
+        with pytest.raises(GroupError, match="aborted"):
+            mesh.check()
+        alone.set()
+
+    in_threads(2, work)
+
+    def again(rank: int) -> float:
+        meshes[rank].begin(1)
+        meshes[rank].regroup(GroupPlan(1), store, None, 30)
+        return float(meshes[rank].tensor.all_reduce(torch.ones(1)))
+
+    tensors = [mesh.tensor for mesh in meshes]
+    assert in_threads(2, again) == [2, 2]
+    assert [mesh.tensor for mesh in meshes] == tensors, "layers keep the group"
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_another_thread_aborts_forming() -> None:
+    mesh = Mesh.build(ParallelConfig(tensor=2), 0)
+    mesh.begin(1)
+    timer = threading.Timer(0.1, mesh.abort)
+    timer.start()
+    before = time.monotonic()
+    with pytest.raises(GroupError, match=r"'tensor0'.*aborted"):
+        mesh.regroup(GroupPlan(1), dist.HashStore(), None, 60)
+    assert time.monotonic() - before < 30
+    with pytest.raises(GroupError, match="'tensor0'"):
+        mesh.tensor.all_reduce(torch.ones(1))
+
+
+def test_abort_of_an_older_plan_is_late() -> None:
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        mesh = Mesh.build(ParallelConfig(tensor=2), rank, store, epoch=4, timeout_s=30)
+        mesh.abort(3)
+        assert mesh.tensor.all_reduce(torch.ones(1)).item() == 2
+        mesh.close()
+
+    in_threads(2, work)
+
+
+def test_groups_between_engines() -> None:
+    """Two engines of two stages of two: who meets whom, and what is left with one engine."""
+    parallel, store = ParallelConfig(tensor=2, pipeline=2, expert=True), dist.HashStore()
+    own = [dist.HashStore(), dist.HashStore()]
+
+    def work(worker: int) -> Any:
+        index, rank = divmod(worker, 4)
+        mesh = Mesh.build(parallel, rank, own[index], timeout_s=30)
+        mesh.begin(1)
+        mesh.regroup(GroupPlan(1, None, 7, 2, index), None, store, 30)
+        me = torch.tensor([worker])
+        groups = (mesh.data, mesh.sync, mesh.expert)
+        met = [group.all_gather(me, 0).tolist() for group in groups]
+        mesh.begin(2)
+        mesh.regroup(GroupPlan(2, None, 8), None, None, 30)
+        assert mesh.expert is mesh.tensor
+        assert isinstance(mesh.data, SoloGroup)
+        assert isinstance(mesh.sync, SoloGroup)
+        assert mesh.tensor.all_gather(me, 0).tolist() == [worker & ~1, worker | 1]
+        mesh.close()
+        return met
+
+    want = [[[r, r + 4]] * 2 + [[s, s + 1, s + 4, s + 5]] for r, s in enumerate((0, 0, 2, 2))]
+    assert in_threads(8, work) == want * 2
 
 
 def test_closing_frees_sockets_and_threads() -> None:

@@ -198,6 +198,9 @@ NATIVE = [
     "qwen2",
     "qwen2-window",
     "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_moe-mixed",
 ]
 
 
@@ -242,6 +245,7 @@ def test_generic_breadth(tiny: Any, family: str, tensor: int, pipeline: int) -> 
         ("mistral", "native", 2, 2),
         ("qwen2-window", "native", 1, 1),
         ("qwen3", "native", 1, 2),
+        ("mixtral", "native", 2, 1),
         ("gpt_neox", "transformers", 2, 2),
         ("gemma2", "transformers", 1, 1),
     ],
@@ -326,7 +330,12 @@ def _lone_mesh(parallel: ParallelConfig) -> Mesh:
         ("starcoder2", {"tensor": 4}, {}, ["parallel.tensor=4", "num_key_value_heads=2", "1, 2"]),
         ("gpt2", {"tensor": 2}, {}, ["GPT2LMHeadModel", "plan", "parallel.tensor=1"]),
         ("gpt2", {"pipeline": 2}, {}, ["GPT2LMHeadModel", "plan", "parallel.pipeline=1"]),
-        ("mixtral", {"tensor": 2}, {}, ["MixtralForCausalLM", "experts", "parallel.tensor=1"]),
+        (
+            "mixtral",
+            {"tensor": 2},
+            {"backend": "transformers"},
+            ["MixtralForCausalLM", "experts", "parallel.tensor=1"],
+        ),
         ("mamba", {}, {"max_model_len": 64}, ["MambaForCausalLM", "linear_attention"]),
         ("falcon", {}, {}, ["FalconForCausalLM", "attention interface"]),
         ("bloom", {}, {"max_model_len": 64}, ["BloomForCausalLM", "positions"]),

@@ -7,6 +7,12 @@ Every model is one stage and one tensor rank's part, and offers
     attention_layers() -> the attention layers of the stage, each of which wants a KV cache
     make_empty_intermediate(tokens) -> room for what the stage before sends
     pieces(stored) -> what it reads from a checkpoint that has the tensors named `stored`
+
+and, if engines can share its experts,
+
+    moe_layers() -> the layers of the stage that have experts; every worker of the stage must
+        compute each of them in every step
+    expert_pieces(expert, weights) -> what it reads for one expert, with weights one a layer
 """
 
 from __future__ import annotations
@@ -25,6 +31,8 @@ NATIVE = {
     "MistralForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
     "Qwen3ForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "swell.worker.models.moe:MoeForCausalLM",
+    "Qwen3MoeForCausalLM": "swell.worker.models.moe:MoeForCausalLM",
 }
 """Architecture, as config.json names it -> "module:Class"."""
 
@@ -41,7 +49,7 @@ def build_model(
     """The part of the model that this worker runs, on `device`, its weights not yet loaded.
 
     `hf_config` comes from `load_config`. Raises `ValueError` for an architecture or a split that
-    is not supported.
+    is not supported, or if engines are to share experts of a model that has none.
     """
     from swell.worker.loader import max_model_len
 
@@ -49,6 +57,11 @@ def build_model(
     where = _choose(model_config.backend, architecture(hf_config))
     module, _, name = where.partition(":")
     kind = getattr(import_module(module), name)
+    if mesh.shares_experts and not hasattr(kind, "moe_layers"):
+        raise ValueError(
+            f"parallel.expert=true: {architecture(hf_config)!r} has no experts that engines could "
+            f"share with model.backend={model_config.backend}; set parallel.expert=false"
+        )
     model: nn.Module = kind(hf_config, mesh, torch.device(device), dtype, length)
     return model.eval()
 

@@ -11,9 +11,9 @@ follows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -45,6 +45,8 @@ class Traits:
     """Queries and keys are normalized per head, before their rotation."""
     windows: tuple[int, ...] = ()
     """Tokens that each layer looks back on, itself included; 0: all."""
+    mlp_name: str = "mlp"
+    """Of the feed-forward block in a checkpoint."""
 
 
 def _llama(config: Any) -> Traits:
@@ -129,13 +131,17 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, config: Any, traits: Traits, layer: int, group: Group) -> None:
+    def __init__(
+        self, config: Any, traits: Traits, layer: int, group: Group, mlp: nn.Module
+    ) -> None:
+        """`mlp` maps [T, hidden] to [T, hidden], whatever the tokens."""
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.attention_norm = RMSNorm(hidden, eps)
         self.attention = LlamaAttention(config, traits, layer, group)
         self.mlp_norm = RMSNorm(hidden, eps)
-        self.mlp = GatedMLP(hidden, config.intermediate_size, group, traits.mlp_bias)
+        self.mlp = mlp
+        self.mlp_name = traits.mlp_name
 
     def forward(
         self,
@@ -157,11 +163,13 @@ class LlamaLayer(nn.Module):
         yield from self.attention_norm.pieces(f"{name}.input_layernorm")
         yield from self.attention.pieces(f"{name}.self_attn")
         yield from self.mlp_norm.pieces(f"{name}.post_attention_layernorm")
-        yield from self.mlp.pieces(f"{name}.mlp")
+        yield from self.mlp.pieces(f"{name}.{self.mlp_name}")
 
 
 class LlamaForCausalLM(nn.Module):
     """One pipeline stage, and one tensor rank's part of it."""
+
+    traits_table: ClassVar[Mapping[str, Callable[[Any], Traits]]] = TRAITS
 
     def __init__(
         self,
@@ -178,12 +186,15 @@ class LlamaForCausalLM(nn.Module):
         """
         super().__init__()
         _check(config)
-        traits = TRAITS[config.architectures[0]](config)
+        traits = self.traits_table[config.architectures[0]](config)
         group, self.mesh, self.hidden = mesh.tensor, mesh, config.hidden_size
         self.device, self.dtype = device, dtype
         stages = mesh.pipeline.size
         self.range = stage_layers(config.num_hidden_layers, stages, mesh.stage)
-        self.layers = nn.ModuleList(LlamaLayer(config, traits, i, group) for i in self.range)
+        self.layers = nn.ModuleList(
+            LlamaLayer(config, traits, i, group, self.make_mlp(config, traits, i))
+            for i in self.range
+        )
         self.tied = bool(config.tie_word_embeddings)
         if mesh.is_first_stage:
             self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
@@ -195,6 +206,12 @@ class LlamaForCausalLM(nn.Module):
         materialize(self, device, dtype)
         self.rope = RotaryEmbedding(head_dim(config), max_positions, config.rope_parameters)
         self.rope.to(device)
+
+    def make_mlp(self, config: Any, traits: Traits, layer: int) -> nn.Module:
+        """The feed-forward block of a layer."""
+        return GatedMLP(
+            config.hidden_size, config.intermediate_size, self.mesh.tensor, traits.mlp_bias
+        )
 
     def forward(
         self, batch: InputBatch, intermediate: IntermediateTensors | None = None

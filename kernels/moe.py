@@ -1,0 +1,50 @@
+"""Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538; gated experts as in Mixtral).
+
+    p    = softmax(logits)                            e_1 .. e_k: the k largest of p
+    y[t] = sum_j w[t, j] * expert_{e_j}(x[t])         w[t, j] = p[t, e_j] (/ sum_j p[t, e_j])
+    expert(x) = down(silu(gate(x)) * up(x))
+
+The sum is cut in two, because the experts may lie on different ranks: `expert_outputs` computes
+the terms of the experts that are here and zeros for the rest, `combine_experts` adds the terms
+when all have met. A term is computed by exactly one rank, so the sum over ranks does not round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from swell.kernels import columns
+
+
+def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """logits [T, E] -> (weights [T, k] float32, experts [T, k] int64), the largest first.
+
+    The softmax is computed in float32; `renormalize` makes the k weights of a token sum to 1.
+    Columns: reference.
+    """
+    return columns.pick("moe", logits.device.type).route(logits, top_k, renormalize)  # type: ignore[no-any-return]
+
+
+def expert_outputs(
+    x: Tensor, experts: Tensor, weights: Mapping[int, tuple[Tensor, Tensor]], out: Tensor
+) -> None:
+    """out[t, j] = expert_{experts[t, j]}(x[t]) where that expert is in `weights`; else unchanged.
+
+    x [T, hidden]; experts [T, k] int64; weights: expert -> (gate over up [2 * size, hidden],
+    down [hidden, size]); out [T, k, hidden], contiguous, changes in place. An expert multiplies
+    the tokens that chose it, in their order, by one product, and one that nobody chose costs
+    nothing: so a result depends on which tokens come together, but on no other expert and not on
+    where the experts lie. Reads back how often each expert was chosen: one wait for the device a
+    call. Columns: reference.
+    """
+    columns.pick("moe", x.device.type).expert_outputs(x, experts, weights, out)
+
+
+def combine_experts(outputs: Tensor, weights: Tensor) -> Tensor:
+    """sum_j weights[:, j] * outputs[:, j], j ascending: [T, k, hidden], [T, k] -> [T, hidden].
+
+    Computed in float32 and rounded once to the type of `outputs`. Columns: reference.
+    """
+    return columns.pick("moe", outputs.device.type).combine_experts(outputs, weights)  # type: ignore[no-any-return]

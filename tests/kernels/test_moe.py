@@ -1,0 +1,101 @@
+"""Routing, the products of experts and their sum: against the modules of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from swell.kernels.moe import combine_experts, expert_outputs, route
+
+HIDDEN, SIZE, EXPERTS, TOP_K = 16, 24, 6, 2
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-2}
+
+
+def block(kind: str, dtype: torch.dtype, renormalize: bool = True) -> Any:
+    """transformers' block of a router and its experts."""
+    values: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "intermediate_size": SIZE,
+    }
+    torch.manual_seed(0)
+    if kind == "mixtral":
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock as Block
+
+        made = Block(transformers.MixtralConfig(**values))
+    else:
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
+
+        values.update(moe_intermediate_size=SIZE, norm_topk_prob=renormalize)
+        made = Block(transformers.Qwen3MoeConfig(**values))
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return made.to(dtype).eval()
+
+
+def weights_of(made: Any) -> dict[int, tuple[Tensor, Tensor]]:
+    both = zip(made.experts.gate_up_proj.data, made.experts.down_proj.data, strict=True)
+    return dict(enumerate(both))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "renormalize"), [("mixtral", True), ("qwen3", True), ("qwen3", False)]
+)
+@torch.no_grad()
+def test_the_whole_is_transformers(
+    kind: str, renormalize: bool, dtype: torch.dtype, tokens: int
+) -> None:
+    made = block(kind, dtype, renormalize)
+    x = torch.randn(tokens, HIDDEN).to(dtype)
+    weights, experts = route(x @ made.gate.weight.T, TOP_K, renormalize)
+    assert weights.dtype == torch.float32
+    outputs = torch.zeros(tokens, TOP_K, HIDDEN, dtype=dtype)
+    expert_outputs(x, experts, weights_of(made), outputs)
+    got = combine_experts(outputs, weights)
+    assert got.dtype == dtype
+    if tokens:  # transformers' router has no answer for none
+        want = made(x[None])[0]
+        torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("split", [[{0, 1, 2}, {3, 4, 5}], [{5}, {0, 2}, {1, 3, 4}, set()]])
+@torch.no_grad()
+def test_parts_add_up_without_rounding(split: list[set[int]]) -> None:
+    """Wherever the experts lie, the sum of the parts has the bits of the whole."""
+    weights = weights_of(block("mixtral", torch.float32))
+    x, experts = torch.randn(40, HIDDEN), torch.rand(40, EXPERTS).topk(TOP_K).indices
+    whole = torch.zeros(40, TOP_K, HIDDEN)
+    expert_outputs(x, experts, weights, whole)
+    total = torch.zeros_like(whole)
+    for held in split:
+        part = torch.zeros_like(whole)
+        expert_outputs(x, experts, {expert: weights[expert] for expert in held}, part)
+        elsewhere = torch.tensor([[e not in held for e in row] for row in experts.tolist()])
+        assert not part[elsewhere].any()
+        total += part
+    assert torch.equal(total, whole)
+    assert whole.abs().amax(-1).min() > 0
+
+
+def test_the_order_of_the_sum_is_that_of_the_choices() -> None:
+    """1e8 + 1 - 1e8 is 0 in float32 from the left, and 1 from the right."""
+    outputs = torch.tensor([[[1e8], [1.0], [-1e8]], [[-1e8], [1e8], [1.0]]])
+    assert combine_experts(outputs, torch.ones(2, 3)).tolist() == [[0.0], [1.0]]
+
+
+def test_an_expert_that_nobody_chose_is_not_computed() -> None:
+    nothing = torch.full((2 * SIZE, HIDDEN), float("nan"))
+    weights = {
+        0: (torch.ones(2 * SIZE, HIDDEN), torch.ones(HIDDEN, SIZE)),
+        1: (nothing, torch.empty(HIDDEN, 0)),  # a product with it would not even fit
+    }
+    out = torch.zeros(3, 1, HIDDEN)
+    expert_outputs(torch.ones(3, HIDDEN), torch.tensor([[0], [2], [0]]), weights, out)
+    assert out[:, 0, 0].bool().tolist() == [True, False, True]

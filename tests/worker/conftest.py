@@ -1,0 +1,27 @@
+"""What several of these files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worker import tiny_models
+from tests.worker.moe_fleet import PROMPTS, greedy
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """family -> (its folder, the greedy answers of transformers to PROMPTS), each made once."""
+    made: dict[str, tuple[Path, list[list[int]]]] = {}
+
+    def get(family: str) -> tuple[Path, list[list[int]]]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            oracle = tiny_models.make(folder, family)
+            made[family] = (folder, [greedy(oracle, prompt) for prompt in PROMPTS])
+            assert len({tuple(answer) for answer in made[family][1]}) == len(PROMPTS)
+        return made[family]
+
+    return get

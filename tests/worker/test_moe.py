@@ -1,0 +1,153 @@
+"""Mixtures of experts against transformers, however many engines share the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swell.configs.schema import ModelConfig, ParallelConfig
+from swell.worker.layers.moe import ExpertTraits, MoE
+from swell.worker.layers.piece import materialize
+from swell.worker.loader import load_config
+from swell.worker.mesh import Mesh
+from swell.worker.models import build_model
+from swell.worker.wire import GroupPlan
+from tests.worker import tiny_models
+from tests.worker.moe_fleet import NEW_TOKENS, PROMPTS, Fleet, answers
+from tests.worker.test_mesh import in_threads
+
+FAMILIES = ["mixtral", "qwen3_moe", "qwen3_moe-mixed"]
+
+SPREADS = {1: [[0, 1, 3]], 2: [[0, 1], [2, 3, 4]], 3: [[0, 1, 2], [], [3]]}
+"""Engines -> the prompts of each: uneven, and with three one is idle."""
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("engines", [1, 2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engines_answer_as_transformers(
+    tiny_moe: Any, family: str, engines: int, tensor: int
+) -> None:
+    folder, truth = tiny_moe(family)
+    with Fleet(folder, parallel__tensor=tensor) as fleet:
+        fleet.regroup(*[fleet.add() for _ in range(engines)])
+        rows = SPREADS[engines]
+        assert answers(fleet, rows) == [truth[i] for mine in rows for i in mine]
+
+
+@pytest.mark.parametrize(("engines", "tensor"), [(1, 2), (2, 1)])
+def test_pipelines_of_engines(tiny_moe: Any, engines: int, tensor: int) -> None:
+    folder, truth = tiny_moe("mixtral")
+    with Fleet(folder, parallel__tensor=tensor, parallel__pipeline=2) as fleet:
+        fleet.regroup(*[fleet.add() for _ in range(engines)])
+        rows = SPREADS[engines]
+        assert answers(fleet, rows) == [truth[i] for mine in rows for i in mine]
+
+
+def hidden_states(fleet: Fleet, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """What the first member's model gave in each step."""
+    fleet.members[0].hidden.clear()
+    answers(fleet, rows)
+    return list(fleet.members[0].hidden)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_bits_do_not_depend_on_the_engines(tiny_moe: Any, family: str, tensor: int) -> None:
+    """Alone, beside two busy engines, beside two idle ones, and with the experts elsewhere."""
+    folder, _truth = tiny_moe(family)
+    with Fleet(folder, parallel__tensor=tensor) as fleet:
+        first, second, third = (fleet.add() for _ in range(3))
+        fleet.regroup(first)
+        alone = hidden_states(fleet, [[0, 1, 3]])
+        assert len(alone) == NEW_TOKENS
+        fleet.regroup(first, second, third)
+        spread = first.held()
+        beside = [
+            hidden_states(fleet, [[0, 1, 3], [2, 4, 5], [1]]),
+            hidden_states(fleet, [[0, 1, 3], [], []]),
+        ]
+        for worker in first.workers:
+            for layer in worker.model.moe_layers():
+                layer.held.clear()
+        fleet.regroup(third, first)
+        assert first.held() != spread
+        fleet.members.reverse()
+        beside.append(hidden_states(fleet, [[0, 1, 3], [5]]))
+        for states in beside:
+            assert all(torch.equal(a, b) for a, b in zip(states, alone, strict=True))
+
+
+def test_engines_learn_who_works_and_who_votes(tiny_moe: Any) -> None:
+    with Fleet(tiny_moe("mixtral")[0], parallel__pipeline=2) as fleet:
+        engines = [fleet.add() for _ in range(3)]
+        fleet.regroup(*engines)
+        engines[1].start([PROMPTS[0]])
+        says = [
+            # (work, pause) of each engine -> (working, pausing) heard by all
+            ([(False, False), (True, False), (True, True)], (2, 1)),
+            ([(False, True), (False, True), (False, True)], (0, 3)),
+        ]
+        for step, (wishes, sums) in enumerate(says):
+            started = [e.submit(step, *wish) for e, wish in zip(engines, wishes, strict=True)]
+            heard = [e.finish(f) for e, f in zip(engines, started, strict=True)]
+            assert [(out.working, out.pausing) for out in heard] == [sums] * 3
+            assert all(out.sync_s >= 0 for out in heard)
+        fleet.regroup(engines[0])
+        alone = engines[0].finish(engines[0].submit(9, True, True))
+        assert (alone.working, alone.pausing) == (1, 1)
+
+
+def test_ticks_count_layers_also_of_the_idle_and_stand_still_when_all_are(tiny_moe: Any) -> None:
+    with Fleet(tiny_moe("mixtral")[0]) as fleet:
+        busy, idle = fleet.add(), fleet.add()
+        fleet.regroup(busy, idle)
+        fleet.advance()
+        assert [engine.workers[0].ticks for engine in (busy, idle)] == [0, 0]
+        busy.start([PROMPTS[0]])
+        fleet.advance()
+        # Four layers: each has attention and experts, and the idle one computes experts alone.
+        assert [engine.workers[0].ticks for engine in (busy, idle)] == [8, 4]
+
+
+def test_choices_travel_whole_beside_small_types() -> None:
+    """300 experts in bfloat16, whose own integers end at 256."""
+    traits = ExpertTraits(300, 4, 2, True, False, ("gate", "up", "down"))
+    store = torch.distributed.HashStore()
+    torch.manual_seed(0)
+    router = torch.randn(300, 8).bfloat16()
+    weights = [(torch.randn(8, 8).bfloat16(), torch.randn(8, 4).bfloat16()) for _ in range(300)]
+    inputs = [torch.randn(9, 8).bfloat16(), torch.randn(4, 8).bfloat16()]
+
+    def compute(mesh: Mesh, rank: int, held: range) -> torch.Tensor:
+        layer = MoE(8, traits, mesh)
+        materialize(layer, torch.device("cpu"), torch.bfloat16)
+        layer.router.copy_(router)
+        layer.held = {expert: weights[expert] for expert in held}
+        return layer(inputs[rank])
+
+    def work(rank: int) -> torch.Tensor:
+        mesh = Mesh.build(ParallelConfig(expert=True), 0)
+        mesh.begin(1)
+        mesh.regroup(GroupPlan(1, None, 1, 2, rank), None, store, timeout_s=30)
+        mesh.tokens = [len(x) for x in inputs]
+        out = compute(mesh, rank, range(rank, 300, 2))
+        mesh.close()
+        return out
+
+    for rank, out in enumerate(in_threads(2, work)):
+        alone = compute(Mesh.build(ParallelConfig(), 0), rank, range(300))
+        assert alone.float().abs().max() > 1
+        assert torch.equal(out, alone)
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    tiny_models.make(tmp_path, "llama")
+    config = ModelConfig(path=str(tmp_path))
+    mesh = Mesh.build(ParallelConfig(expert=True), 0)
+    with pytest.raises(ValueError, match=r"parallel.expert=true.*LlamaForCausalLM.*no experts"):
+        build_model(config, load_config(config), mesh, "cpu", torch.float32)

@@ -1,0 +1,216 @@
+"""Engines come, go and die; the experts follow, and answers stay what they were."""
+
+from __future__ import annotations
+
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from swell.worker import experts, kv_cache
+from swell.worker.experts import place
+from swell.worker.mesh import GroupError
+from swell.worker.wire import GroupPlan
+from tests.worker import tiny_models
+from tests.worker.moe_fleet import NEW_TOKENS, PROMPTS, Engine, Fleet, answers
+
+
+@st.composite
+def holdings(draw: Any) -> tuple[list[set[int]], int]:
+    """Who holds what: an expert with nobody, one rank, or several."""
+    count = draw(st.integers(1, 7))
+    held = st.sets(st.integers(0, count - 1))
+    return draw(st.lists(held, min_size=1, max_size=4)), count
+
+
+def most_kept(have: list[set[int]], count: int) -> int:
+    """By trying every balanced placement: the most experts that can stay."""
+    share, extras = divmod(count, len(have))
+    best = {(0,) * len(have): 0}
+    for expert in range(count):
+        after: dict[tuple[int, ...], int] = {}
+        for loads, kept in best.items():
+            for rank, held in enumerate(have):
+                more = (*loads[:rank], loads[rank] + 1, *loads[rank + 1 :])
+                over = [load - share for load in more if load > share]
+                if len(over) <= extras and all(n == 1 for n in over):
+                    after[more] = max(after.get(more, 0), kept + (expert in held))
+        best = after
+    return max(best.values())
+
+
+@settings(max_examples=300, deadline=None)
+@given(holdings())
+@example(([{0, 3}, {1, 2}, {2}], 4))  # the second rank must leave the extra place to the first
+def test_placements_are_balanced_and_move_the_least(case: tuple[list[set[int]], int]) -> None:
+    have, count = case
+    owners = place(have, count)
+    assert owners == place([set(held) for held in have], count)
+    loads = [owners.count(rank) for rank in range(len(have))]
+    assert len(owners) == count
+    assert max(loads) - min(loads) <= 1
+    kept = sum(expert in have[owner] for expert, owner in enumerate(owners))
+    assert kept == most_kept(have, count)
+
+
+def test_live_states_survive_regrouping(tiny_moe: Any) -> None:
+    """1 -> 3 -> 2 -> 1 engines between the steps of one answer; experts go where `place` says."""
+    folder, truth = tiny_moe("mixtral")
+    with Fleet(folder) as fleet:
+        first, second, third = (fleet.add() for _ in range(3))
+        rows = [0, 1, 3]
+        memberships = [[first], [first, second, third], [first, third], [first]]
+        for number, members in enumerate(memberships):
+            before = [engine.held()[0] for engine in members]
+            done = fleet.regroup(*members, keep_states=number > 0)
+            owners = place(before, 4)
+            for rank, (engine, (regrouped,)) in enumerate(zip(members, done, strict=True)):
+                share = {e for e, owner in enumerate(owners) if owner == rank}
+                assert engine.held() == [share]
+                came = share - before[rank]
+                had = set().union(*before)
+                assert regrouped.experts_moved == len(came & had)
+                assert regrouped.experts_loaded == len(came - had)
+            if number == 0:
+                first.start([PROMPTS[i] for i in rows])
+            fleet.advance()
+        while len(first.tokens[0]) < len(PROMPTS[0]) + NEW_TOKENS:
+            fleet.advance()
+        got = [tokens[len(PROMPTS[i]) :] for i, tokens in zip(rows, first.tokens, strict=True)]
+        assert got == [truth[i] for i in rows]
+
+
+def test_live_states_of_a_pipeline_survive_new_groups(tiny_moe: Any) -> None:
+    """Tokens on their way from the last stage to the first are taken before the groups go."""
+    folder, truth = tiny_moe("mixtral")
+    with Fleet(folder, parallel__pipeline=2) as fleet:
+        first, second = fleet.add(), fleet.add()
+        fleet.regroup(first)
+        first.start([PROMPTS[1]])
+        for step in range(NEW_TOKENS):
+            fleet.advance()
+            fleet.regroup(*([first, second] if step % 2 else [first]), keep_states=True)
+        assert first.tokens[0][len(PROMPTS[1]) :] == truth[1]
+
+
+def test_survivors_go_on_after_a_death(tiny_moe: Any) -> None:
+    """The death of one engine breaks the step of all; those who are left read its experts."""
+    folder, truth = tiny_moe("mixtral")
+    with Fleet(folder) as fleet:
+        engines = [fleet.add() for _ in range(3)]
+        fleet.regroup(*engines)
+        assert answers(fleet, [[0], [1], [2]]) == truth[:3]
+        lost = engines[2].held()[0]
+        engines[2].shutdown()
+        fleet.engines.remove(engines[2])
+        for engine in engines[:2]:
+            engine.start([PROMPTS[0]])
+        started = [engine.submit(100) for engine in engines[:2]]
+        for futures in started:
+            error = futures[0].exception(timeout=60)
+            assert type(error).__name__ == "GroupError", error
+        done = fleet.regroup(*engines[:2])
+        assert sum(answer.experts_loaded for (answer,) in done) == len(lost) > 0
+        assert set().union(*(engine.held()[0] for engine in engines[:2])) == set(range(4))
+        assert answers(fleet, [[3], [4, 5]]) == truth[3:]
+
+
+def broken(futures: list[Any]) -> None:
+    """The call fails by its groups, and soon."""
+    wait(futures, timeout=60)
+    assert all(isinstance(future.exception(timeout=0), GroupError) for future in futures)
+
+
+def test_abort_frees_who_waits_for_a_peer(tiny_moe: Any) -> None:
+    """In a regrouping to which nobody else comes, and in a step that nobody else computes."""
+    folder, truth = tiny_moe("mixtral")
+    with Fleet(folder) as fleet:
+        first, second = fleet.add(), fleet.add()
+        waiting = first.regroup(GroupPlan(0, None, 1, 2, 0, first.store))
+        while wait(waiting, timeout=0.05).not_done:
+            first.workers[0].abort(first.generation)
+        broken(waiting)
+        fleet.epoch = 1
+        fleet.regroup(first, second)
+        first.start([PROMPTS[0]])
+        waiting = first.submit(1)
+        first.workers[0].abort(first.generation - 1)
+        assert wait(waiting, timeout=0.2).not_done, "the groups are of a later plan"
+        first.workers[0].abort(first.generation)
+        broken(waiting)
+        broken(second.submit(1))
+        fleet.regroup(first, second)
+        assert answers(fleet, [[0], [1]]) == truth[:2]
+
+
+def test_a_worker_that_cannot_read_its_experts(
+    tiny_moe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so; its peer hears of it in the next operation; the next plan mends both."""
+    folder, truth = tiny_moe("mixtral")
+    real = experts.load_pieces
+
+    def fails(wanted: Any, config: Any) -> int:
+        if any(".experts.3." in piece.name for piece in wanted([])):
+            raise ValueError("cannot be read")
+        return real(wanted, config)
+
+    with Fleet(folder) as fleet:
+        first, second = fleet.add(), fleet.add()
+        with monkeypatch.context() as patch:
+            patch.setattr(experts, "load_pieces", fails)
+            (one,), (two,) = fleet.submit_regroup(first, second)
+            wait([one, two], timeout=60)
+        assert isinstance(two.exception(timeout=0), ValueError)
+        assert one.exception(timeout=0) is None or isinstance(one.exception(), GroupError)
+        first.start([PROMPTS[0]])
+        broken(first.submit(1))
+        fleet.regroup(first, second)
+        assert first.held()[0] | second.held()[0] == set(range(4))
+        assert answers(fleet, [[0], [1]]) == truth[:2]
+
+
+def test_dummy_experts_are_the_same_wherever_they_lie(tmp_path: Path) -> None:
+    tiny_models.make(tmp_path, "qwen3_moe")
+    (tmp_path / "model.safetensors").unlink()
+
+    def weights(engine: Engine) -> dict[tuple[int, int], torch.Tensor]:
+        return {
+            (layer, expert): torch.cat([part.flatten() for part in parts])
+            for layer, module in enumerate(engine.workers[0].model.moe_layers())
+            for expert, parts in module.held.items()
+        }
+
+    with Fleet(tmp_path, model__load_format="dummy") as fleet:
+        alone, one, two = (fleet.add() for _ in range(3))
+        fleet.regroup(alone)
+        fleet.regroup(one, two)
+        whole, halves = weights(alone), [weights(one), weights(two)]
+        assert [len(half) for half in halves] == [8, 8]
+        assert len({tuple(part.tolist()) for part in whole.values()}) == 16
+        for half in halves:
+            assert all(torch.equal(part, whole[key]) for key, part in half.items())
+
+
+@pytest.mark.parametrize(("tensor", "least", "share"), [(1, 1, 4), (1, 3, 2), (2, 1, 2), (2, 3, 1)])
+def test_room_is_left_for_the_largest_share(
+    tiny_moe: Any, monkeypatch: pytest.MonkeyPatch, tensor: int, least: int, share: int
+) -> None:
+    """Experts arrive after the cache was measured: ceil(4 / ranks) of them in each layer."""
+    folder, _truth = tiny_moe("mixtral")
+    expert_bytes = 3 * 128 * 192 * 4
+    block_bytes = 2 * 4 * 4 * 32 * (2 // tensor) * 4  # K and V, layers, tokens, size, heads, float
+    free = 4 * share * expert_bytes + 3 * block_bytes
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda *_: free)
+    settings = {
+        "parallel__data": 3,
+        "parallel__tensor": tensor,
+        "cluster__min_engines": least,
+        "cache__memory_fraction": 1.0,
+    }
+    with Fleet(folder, **settings) as fleet:
+        assert fleet.add().limits[0].num_blocks == 3

@@ -1,0 +1,168 @@
+"""Which worker holds which experts, and how they get there when the workers change.
+
+All layers of a stage share one placement. A placement is balanced to within one expert, and of
+the balanced ones it moves the fewest: an expert stays where it is as long as balance allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from swell.configs.schema import Config, ModelConfig
+from swell.worker.layers.moe import Expert, MoE
+from swell.worker.layers.piece import Piece
+from swell.worker.loader import load_pieces
+from swell.worker.mesh import Mesh
+
+
+def place(have: Sequence[set[int]], num_experts: int) -> list[int]:
+    """have: the experts that each rank holds (one may be held by several) -> the owner of each.
+
+    With q, r = divmod(num_experts, ranks), r ranks own q + 1 experts and the others q. As many as
+    possible stay with a rank that holds them. The same on every rank that asks.
+    """
+    placement = _Placement(have, num_experts)
+    for expert in range(num_experts):
+        placement.keep(expert)
+    for expert in range(num_experts):
+        if placement.owners[expert] is None:
+            placement.give(expert)
+    return [owner for owner in placement.owners if owner is not None]
+
+
+class _Placement:
+    """A bipartite matching of experts and ranks, grown by augmenting paths.
+
+    Each rank has q places of its own; r ranks may take one of the extra places, which a rank can
+    also take over from another.
+    """
+
+    def __init__(self, have: Sequence[set[int]], num_experts: int) -> None:
+        self.have = have
+        self.owners: list[int | None] = [None] * num_experts
+        self.owned: list[set[int]] = [set() for _ in have]
+        self.share, self.extras = divmod(num_experts, len(have))
+
+    def keep(self, expert: int) -> None:
+        """Let a rank that holds the expert own it, if others can make room."""
+        self._settle(expert, set())
+
+    def give(self, expert: int) -> None:
+        """Let the first rank that has room own the expert, the emptiest first."""
+        rank = min(range(len(self.have)), key=lambda rank: len(self.owned[rank]))
+        self._own(rank, expert)
+
+    def _settle(self, expert: int, asked: set[int]) -> bool:
+        """Find an owner among the holders; ranks in `asked` have no room."""
+        for rank, held in enumerate(self.have):
+            if expert in held and rank not in asked and self._make_room(rank, asked):
+                self._own(rank, expert)
+                return True
+        return False
+
+    def _make_room(self, rank: int, asked: set[int]) -> bool:
+        """Whether the rank may own one more: at once, or after another has moved."""
+        asked.add(rank)
+        load = len(self.owned[rank])
+        if load < self.share or (load == self.share and self.extras > self._extras_taken()):
+            return True
+        if self._shed(rank, asked):
+            return True
+        others = range(len(self.have)) if load == self.share else ()
+        return any(
+            self._shed(other, asked)
+            for other in others
+            if other not in asked and len(self.owned[other]) > self.share
+        )
+
+    def _shed(self, rank: int, asked: set[int]) -> bool:
+        """Move one of the rank's experts to another of its holders."""
+        asked.add(rank)
+        return any(self._settle(expert, asked) for expert in sorted(self.owned[rank]))
+
+    def _own(self, rank: int, expert: int) -> None:
+        before = self.owners[expert]
+        if before is not None:
+            self.owned[before].remove(expert)
+        self.owners[expert] = rank
+        self.owned[rank].add(expert)
+
+    def _extras_taken(self) -> int:
+        return sum(len(owned) > self.share for owned in self.owned)
+
+
+def max_share_bytes(layers: Sequence[MoE], config: Config) -> int:
+    """Memory of the most experts that one worker of a stage can own while at least
+    `cluster.min_engines` engines are there."""
+    ranks = config.cluster.min_engines * config.parallel.tensor
+    return sum(-(-layer.traits.count // ranks) * layer.expert_bytes for layer in layers)
+
+
+def rebalance(model: Any, mesh: Mesh, model_config: ModelConfig) -> tuple[int, int]:
+    """Bring the experts of this stage to where `place` wants them; every worker of `mesh.expert`
+    calls it at the same time.
+
+    What a peer has comes from the peer, what nobody has from the checkpoint, what another owns is
+    dropped. Returns how many experts came to this rank (moved, loaded), each with all its layers.
+    Raises `GroupError` if a peer fails, `ValueError` if the checkpoint does; either way each
+    expert of this rank is either complete in all layers or absent from all.
+    """
+    layers = model.moe_layers()
+    if not layers:
+        return 0, 0
+    group, here = mesh.expert, mesh.expert.rank
+    count = layers[0].traits.count
+    mine = torch.zeros(1, count, dtype=torch.int64, device=mesh.device)
+    mine[0, list(layers[0].held)] = 1
+    have = [set(row.nonzero().flatten().tolist()) for row in group.all_gather(mine, 0).cpu()]
+    moved, missing = 0, []
+    for expert, owner in enumerate(place(have, count)):
+        holders = [rank for rank, held in enumerate(have) if expert in held]
+        if not holders and owner == here:
+            missing.append(expert)
+        if holders and owner not in holders:
+            moved += _move(layers, mesh, expert, holders[0], owner)
+        if owner != here:
+            for layer in layers:
+                layer.held.pop(expert, None)
+    _load(model, missing, model_config)
+    return moved, len(missing)
+
+
+def _load(model: Any, experts: Sequence[int], model_config: ModelConfig) -> None:
+    """Read experts. Last of all, because no peer must wait for the disk of another."""
+    layers = model.moe_layers()
+    made = {expert: [layer.make_expert() for layer in layers] for expert in experts}
+
+    def wanted(_stored: Collection[str]) -> Iterator[Piece]:
+        for expert, weights in made.items():
+            yield from model.expert_pieces(expert, weights)
+
+    if made:
+        load_pieces(wanted, model_config)
+    for expert, weights in made.items():
+        _hold(layers, expert, weights)
+
+
+def _move(layers: Sequence[MoE], mesh: Mesh, expert: int, source: int, target: int) -> int:
+    """Ranks go through the moves in one order, so none waits for one that waits for it."""
+    if mesh.expert.rank == source:
+        for layer in layers:
+            for part in layer.held[expert]:
+                mesh.expert.send(part, target).wait()
+    if mesh.expert.rank != target:
+        return 0
+    weights = [layer.make_expert() for layer in layers]
+    for arrived in weights:
+        for part in arrived:
+            mesh.expert.recv(part, source)
+    _hold(layers, expert, weights)
+    return 1
+
+
+def _hold(layers: Sequence[MoE], expert: int, weights: Sequence[Expert]) -> None:
+    for layer, part in zip(layers, weights, strict=True):
+        layer.held[expert] = part

@@ -1,0 +1,212 @@
+"""The ranks of one collective: what they can do together, and how it fails."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from swell.worker.transport import Transport
+
+
+class GroupError(RuntimeError):
+    """A group could not be formed or has failed: a peer has gone, or the group was aborted."""
+
+
+class Handle(ABC):
+    """An operation under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return once the tensor may be used again (on CUDA: on the current stream)."""
+
+
+class Group(ABC):
+    """The ranks of one collective. Every member calls the same operations in the same order.
+
+    A peer that died or left makes the operation raise `GroupError`; the group is then of no
+    further use until it is formed again.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
+        """Sum `t` over the ranks, in place; returns `t`."""
+
+    @abstractmethod
+    def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
+        """The ranks' tensors of equal shape, joined along `dim` in rank order."""
+
+    @abstractmethod
+    def reduce_scatter(self, t: torch.Tensor) -> torch.Tensor:
+        """t [size * n, ...] -> [n, ...]: part `rank` of the sum over the ranks."""
+
+    @abstractmethod
+    def broadcast(self, t: torch.Tensor, src: int) -> torch.Tensor:
+        """Overwrite `t` by that of rank `src`; returns `t`."""
+
+    @abstractmethod
+    def send(self, t: torch.Tensor, dst: int) -> Handle:
+        """Start sending `t` to rank `dst`; `t` must not change before `wait()` returns."""
+
+    @abstractmethod
+    def recv(self, t: torch.Tensor, src: int) -> torch.Tensor:
+        """Fill `t` with the next tensor sent by rank `src`; returns `t`."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `GroupError` if the group was aborted: what it computed since is void."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Let the operation under way fail, here and at the peers; from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave at once: peers inside an operation get an error. Sockets and threads are freed."""
+
+
+class SoloGroup(Group):
+    """A group of one: collectives change nothing."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
+        return t
+
+    def reduce_scatter(self, t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def broadcast(self, t: torch.Tensor, src: int) -> torch.Tensor:
+        return t
+
+    def send(self, t: torch.Tensor, dst: int) -> Handle:
+        raise AssertionError(f"rank 0 of a group of one cannot send to rank {dst}")
+
+    def recv(self, t: torch.Tensor, src: int) -> torch.Tensor:
+        raise AssertionError(f"rank 0 of a group of one cannot receive from rank {src}")
+
+    def check(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class _Sending(Handle):
+    group: ProcessGroup
+    work: Any
+    tensor: torch.Tensor  # kept alive until the transport has read it
+
+    def wait(self) -> None:
+        self.group.finish("send", self.work)
+
+
+class ProcessGroup(Group):
+    """A group over a transport, which `reopen` gives it and `close` takes away."""
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        """`name`: in messages, and where the ranks meet in a store."""
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self._transport: Transport | None = None
+
+    def reopen(self, transport: Transport) -> None:
+        """Use this transport from now on."""
+        self.close()
+        self._transport = transport
+
+    def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
+        if not t.is_contiguous():
+            return t.copy_(self.all_reduce(t.contiguous()))
+        self._run("allreduce", [t])
+        return t
+
+    def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
+        t = t.contiguous()
+        parts = [torch.empty_like(t) for _ in range(self.size)]
+        self._run("allgather", [parts], [t])
+        return torch.cat(parts, dim=dim)
+
+    def reduce_scatter(self, t: torch.Tensor) -> torch.Tensor:
+        part = t.new_empty(len(t) // self.size, *t.shape[1:])
+        self._run("_reduce_scatter_base", part, t.contiguous())
+        return part
+
+    def broadcast(self, t: torch.Tensor, src: int) -> torch.Tensor:
+        if not t.is_contiguous():
+            return t.copy_(self.broadcast(t.contiguous(), src))
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        self._run("broadcast", [t], options)
+        return t
+
+    def send(self, t: torch.Tensor, dst: int) -> Handle:
+        t = t.contiguous()
+        return _Sending(self, self._start("send", [t], dst, 0), t)
+
+    def recv(self, t: torch.Tensor, src: int) -> torch.Tensor:
+        if not t.is_contiguous():
+            return t.copy_(self.recv(torch.empty_like(t).contiguous(), src))
+        self._run("recv", [t], src, 0)
+        return t
+
+    def check(self) -> None:
+        if self._transport is None or self._transport.aborted:
+            raise GroupError(f"group {self.name!r} was aborted or left")
+
+    def abort(self) -> None:
+        transport = self._transport
+        if transport is not None:
+            transport.abort()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def finish(self, operation: str, work: Any) -> None:
+        """Wait for what `_start` gave. Raises `GroupError`."""
+        self.check()
+        assert self._transport is not None
+        self._guard(operation, self._transport.wait, work)
+
+    def _run(self, operation: str, *args: Any) -> None:
+        self.finish(operation, self._start(operation, *args))
+
+    def _start(self, operation: str, *args: Any) -> Any:
+        self.check()
+        assert self._transport is not None
+        return self._guard(operation, getattr(self._transport.backend, operation), *args)
+
+    def _guard(self, operation: str, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            result = call(*args)
+        except RuntimeError as error:
+            raise GroupError(f"group {self.name!r}: {operation}: {first_line(error)}") from error
+        self.check()
+        return result
+
+
+def make_group(name: str, rank: int, size: int) -> Group:
+    """A group that is yet to be formed, unless it is a group of one."""
+    return SoloGroup() if size == 1 else ProcessGroup(name, rank, size)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,124 @@
+"""A mixture of experts whose experts are spread over the workers of one pipeline stage.
+
+Attention is data parallel: each engine has tokens of its own, the same on all its tensor ranks.
+The experts of a layer lie on the workers of the stage in all engines (`mesh.expert`), each on one
+of them, by any placement (see `worker/experts.py`). With T tokens here, P the most of any engine,
+k choices a token and the engines of `mesh.data`:
+
+    route          x [T, hidden] -> weights, choices [T, k]      on every tensor rank alike
+    all-gather     [P, hidden | choices] over `data`             [engines * P, ...]
+    local experts  one engine's tokens after the other's         [engines * P, k, hidden]
+    sum            reduce-scatter over `data`, all-reduce over `tensor`      [P, k, hidden]
+    combine        in the order of the k choices, on the home rank           [T, hidden]
+
+An answer has the same bits whatever the number of engines and wherever the experts lie: each
+element of the sum has one term that is not zero; the choices are added at home, in one order; and
+a product never holds tokens of two engines, because its rounding depends on how many rows it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from swell.kernels.moe import combine_experts, expert_outputs, route
+from swell.worker.layers.piece import ALL, Piece, empty_parameter, whole
+from swell.worker.mesh import Mesh
+
+Expert = tuple[torch.Tensor, torch.Tensor]
+"""The weights of one expert: gate over up [2 * size, hidden], down [hidden, size]."""
+
+
+@dataclass(frozen=True)
+class ExpertTraits:
+    """The experts of one family of models."""
+
+    count: int
+    size: int
+    """Of an expert's inner dimension."""
+    top_k: int
+    """Experts that a token chooses."""
+    renormalize: bool
+    """The weights of a token's choices sum to 1."""
+    round_weights: bool
+    """The weights are rounded to the model's type before they are used."""
+    names: tuple[str, str, str]
+    """Of gate, up and down in a checkpoint."""
+
+
+class MoE(nn.Module):
+    """The router is on every rank, an expert on one rank of `mesh.expert`."""
+
+    def __init__(self, hidden: int, traits: ExpertTraits, mesh: Mesh) -> None:
+        super().__init__()
+        self.hidden, self.traits, self.mesh = hidden, traits, mesh
+        self.router = empty_parameter(traits.count, hidden)
+        self.held: dict[int, Expert] = {}
+        """The experts that this rank has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]; every worker of the stage calls it, with T = 0 too."""
+        traits = self.traits
+        logits = F.linear(x, self.router)
+        weights, choices = route(logits, traits.top_k, traits.renormalize)
+        if traits.round_weights:
+            weights = weights.to(x.dtype)
+        return combine_experts(self._outputs(x, choices), weights)
+
+    def make_expert(self) -> Expert:
+        """Room for one expert, not filled."""
+        size, hidden = self.traits.size, self.hidden
+        make = self.router.new_empty
+        return make(2 * size, hidden), make(hidden, size)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Memory of one expert."""
+        return 3 * self.traits.size * self.hidden * self.router.element_size()
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        yield whole(f"{name}.gate.weight", self.router)
+        for expert, weights in self.held.items():
+            yield from self.expert_pieces(name, expert, weights)
+
+    def expert_pieces(self, name: str, expert: int, weights: Expert) -> Iterator[Piece]:
+        """What fills the weights of one expert."""
+        (gate_up, down), size = weights, self.traits.size
+        targets = (gate_up[:size], gate_up[size:], down)
+        for part, target in zip(self.traits.names, targets, strict=True):
+            shape = tuple(target.shape)
+            yield Piece(f"{name}.experts.{expert}.{part}.weight", target, (ALL, ALL), shape)
+
+    def _outputs(self, x: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], [T, k] -> [T, k, hidden]: what each choice of each token gives."""
+        if self.mesh.data.size == 1:
+            outputs = x.new_zeros(*choices.shape, self.hidden)
+            expert_outputs(x, choices, self.held, outputs)
+        else:
+            outputs = self._outputs_of_engines(x, choices)[: len(x)]
+        return self.mesh.tensor.all_reduce(outputs)
+
+    def _outputs_of_engines(self, x: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], [T, k] -> [P, k, hidden]; the engines' tokens are `mesh.tokens`."""
+        tokens, top_k = self.mesh.tokens, self.traits.top_k
+        assert tokens[self.mesh.data.rank] == len(x), "the engines have agreed on other tokens"
+        padded = max(tokens)
+        # Choices travel in the bits of the activations' type, whose own integers end at 256.
+        integer = _INTEGERS[x.element_size()]
+        packed = x.new_zeros(padded, self.hidden + top_k)
+        packed[: len(x), : self.hidden] = x
+        packed[: len(x), self.hidden :] = choices.to(integer).view(x.dtype)
+        gathered = self.mesh.data.all_gather(packed, 0).unflatten(0, (len(tokens), padded))
+        outputs = x.new_zeros(len(tokens), padded, top_k, self.hidden)
+        for part, out, count in zip(gathered, outputs, tokens, strict=True):
+            theirs = part[:count, self.hidden :].contiguous().view(integer).long()
+            expert_outputs(part[:count, : self.hidden], theirs, self.held, out[:count])
+        return self.mesh.data.reduce_scatter(outputs.flatten(0, 1))
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+"""Bytes of an element -> the integer type of that size."""

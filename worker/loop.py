@@ -1,0 +1,134 @@
+"""A worker at its engine's two channels: one is as busy as the steps are, one never is.
+
+The protocol. The engine speaks first only after `WorkerHello`; then it sends plans and, now and
+then, a `Regroup`. A step or a regrouping that raises is told by `WorkerFailure`; the worker then
+leaves its groups, forgets results that are due, and passes over plans until the next `Regroup`:
+the engine had sent them before it heard of the failure. On the second channel the worker beats,
+and hears `AbortGroups`, the one way out of an operation whose peers do not come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+from swell.coordinator.channel import Outlet, Waker
+from swell.worker.groups import GroupError
+from swell.worker.wire import (
+    AbortGroups,
+    AsyncModelRunnerOutput,
+    GroupPlan,
+    Regroup,
+    SchedulerOutput,
+    Shutdown,
+    WorkerBeat,
+    WorkerCommand,
+    WorkerFailure,
+    WorkerHello,
+)
+
+
+class WorkerLoop:
+    """Obeys the first channel on the thread that calls `run`."""
+
+    def __init__(self, rank: int, worker: Any, outlet: Outlet[WorkerCommand]) -> None:
+        self._rank = rank
+        self._worker = worker
+        self._outlet = outlet
+        self._due: deque[tuple[int, AsyncModelRunnerOutput]] = deque()
+        self._step = 0
+        self._failed = False
+        self._generation = 0
+        self._aborted = -1
+        """Groups of this generation, and of older ones, are to be left."""
+
+    def beat(self) -> WorkerBeat:
+        """How far the worker is; from any thread."""
+        return WorkerBeat(self._rank, self._worker.ticks, self._generation)
+
+    def run(self) -> None:
+        """Execute plans until `Shutdown`.
+
+        Results are waited for only when no plan is there to be started: the device never idles
+        because the host waits for it.
+        """
+        self._outlet.send(WorkerHello(self._rank))
+        while True:
+            command = self._outlet.receive(0.0 if self._due else None)
+            if isinstance(command, Shutdown):
+                return
+            try:
+                self._obey(command)
+            except Exception as error:
+                self._fail(error)
+
+    def abort(self, generation: int) -> None:
+        """Leave the groups unless they are younger; from one other thread."""
+        self._aborted = max(self._aborted, generation)
+        self.press()
+
+    def press(self) -> None:
+        """Abort once more what is to be left: groups that were just about to be formed when
+        `abort` came have missed it. From the thread of `abort`."""
+        if self._aborted >= self._generation:
+            self._worker.abort(self._aborted)
+
+    def _obey(self, command: WorkerCommand | None) -> None:
+        match command:
+            case None if self._due:
+                self._step, output = self._due.popleft()
+                self._outlet.send(output.get_output())
+            case SchedulerOutput() if not self._failed:
+                self._step = command.step
+                started = self._worker.execute_model(command)
+                if started is not None:
+                    self._due.append((command.step, started))
+            case Regroup():
+                self._regroup(command.plan)
+
+    def _regroup(self, plan: GroupPlan) -> None:
+        self._due.clear()
+        self._generation = plan.generation
+        regrouped = self._worker.regroup(plan)
+        self._failed = False
+        self._outlet.send(regrouped)
+
+    def _fail(self, error: Exception) -> None:
+        self._failed = True
+        self._due.clear()
+        text = f"{type(error).__name__}: {error}"
+        group = isinstance(error, GroupError)
+        self._outlet.send(WorkerFailure(self._step, self._rank, text, group, self._generation))
+        self._worker.abort()
+
+
+class Beacon:
+    """Beats and hears `AbortGroups` on the second channel, on a thread of its own."""
+
+    def __init__(self, loop: WorkerLoop, outlet: Outlet[WorkerCommand], beat_s: float) -> None:
+        """`outlet` is the thread's from now on; it closes it."""
+        self._loop = loop
+        self._outlet = outlet
+        self._beat_s = beat_s
+        self._waker = Waker()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="swell-beacon", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; a last beat tells the final ticks."""
+        self._ending = True
+        self._waker.wake()
+        self._thread.join()
+        self._waker.close()
+
+    def _run(self) -> None:
+        while not self._ending:
+            self._outlet.send(self._loop.beat())
+            command = self._outlet.receive(self._beat_s, self._waker)
+            if isinstance(command, AbortGroups):
+                self._loop.abort(command.generation)
+            else:
+                self._loop.press()
+        self._outlet.close()

@@ -1,0 +1,119 @@
+"""Mixtures of experts on llama's diagram: mixtral and qwen3-moe differ in a few traits.
+
+Some or all layers have a router and many experts in place of the one feed-forward block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from swell.worker.experts import place
+from swell.worker.layers.moe import Expert, ExpertTraits, MoE
+from swell.worker.layers.piece import Piece
+from swell.worker.mesh import Mesh
+from swell.worker.models.llama import LlamaForCausalLM, Traits
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoETraits(Traits):
+    experts: ExpertTraits
+    sparse: tuple[bool, ...]
+    """Whether each layer has experts."""
+
+
+def _mixtral(config: Any) -> MoETraits:
+    layers = config.num_hidden_layers
+    experts = ExpertTraits(
+        count=config.num_local_experts,
+        size=config.intermediate_size,
+        top_k=config.num_experts_per_tok,
+        renormalize=True,
+        round_weights=False,
+        names=("w1", "w3", "w2"),
+    )
+    return MoETraits(
+        windows=(config.sliding_window or 0,) * layers,
+        mlp_name="block_sparse_moe",
+        experts=experts,
+        sparse=(True,) * layers,
+    )
+
+
+def _qwen3_moe(config: Any) -> MoETraits:
+    layers, bias = config.num_hidden_layers, bool(config.attention_bias)
+    experts = ExpertTraits(
+        count=config.num_experts,
+        size=config.moe_intermediate_size,
+        top_k=config.num_experts_per_tok,
+        renormalize=bool(config.norm_topk_prob),
+        round_weights=True,
+        names=("gate_proj", "up_proj", "down_proj"),
+    )
+    dense, period = set(config.mlp_only_layers or ()), config.decoder_sparse_step
+    return MoETraits(
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        windows=(config.sliding_window or 0,) * layers,
+        experts=experts,
+        sparse=tuple(i not in dense and (i + 1) % period == 0 for i in range(layers)),
+    )
+
+
+TRAITS: dict[str, Callable[[Any], MoETraits]] = {
+    "MixtralForCausalLM": _mixtral,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+}
+"""Architecture, as config.json names it -> its traits."""
+
+
+class MoeForCausalLM(LlamaForCausalLM):
+    """One pipeline stage, one tensor rank's part of its dense layers, and some of its experts.
+
+    A rank of engines that share experts starts without any; else the engine's tensor ranks split
+    them, and `pieces` names this rank's share.
+    """
+
+    traits_table = TRAITS
+
+    def __init__(
+        self,
+        config: Any,
+        mesh: Mesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_positions: int,
+    ) -> None:
+        super().__init__(config, mesh, device, dtype, max_positions)
+        if mesh.shares_experts:
+            return
+        for layer in self.moe_layers():
+            owners = place([set()] * mesh.tensor.size, layer.traits.count)
+            for expert, owner in enumerate(owners):
+                if owner == mesh.tensor_rank:
+                    layer.held[expert] = layer.make_expert()
+
+    def make_mlp(self, config: Any, traits: Traits, layer: int) -> nn.Module:
+        assert isinstance(traits, MoETraits)
+        if traits.sparse[layer]:
+            return MoE(config.hidden_size, traits.experts, self.mesh)
+        return super().make_mlp(config, traits, layer)
+
+    def moe_layers(self) -> list[MoE]:
+        """Those of this stage that have experts, in order."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
+
+    def expert_pieces(self, expert: int, weights: Sequence[Expert]) -> Iterator[Piece]:
+        """What fills an expert's weights, one entry a layer of `moe_layers`."""
+        names = [
+            (f"model.layers.{i}.{layer.mlp_name}", layer.mlp)
+            for i, layer in zip(self.range, self.layers, strict=True)
+            if isinstance(layer.mlp, MoE)
+        ]
+        for (name, layer), part in zip(names, weights, strict=True):
+            yield from layer.expert_pieces(name, expert, part)
