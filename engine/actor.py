@@ -26,6 +26,10 @@ class EngineReady(msgspec.Struct, frozen=True):
     pid: int
     node: str
     workers: list[WorkerInfo]
+    incarnation: int = 0
+    """A number that only this start of the engine has."""
+    store: tuple[str, int] | None = None
+    """Where workers of other engines can meet its own."""
 
 
 @ray.remote(num_cpus=0, max_concurrency=4, max_restarts=0)
@@ -42,7 +46,6 @@ class EngineActor:
         self._keys = keys
         self._coordinator = coordinator
         self._server: EngineServer | None = None
-        self._ready: EngineReady | None = None
         self._doing = "starting"
         self._end = "it was stopped"
         self._ended = threading.Event()
@@ -63,22 +66,25 @@ class EngineActor:
             self._config, self._rank, core, self._keys, self._coordinator, host
         )
         self._doing = "serving"
-        self._ready = EngineReady(
-            self._rank,
-            self._server.address,
-            limits,
-            os.getpid(),
-            ray.get_runtime_context().get_node_id(),
-            executor.workers(),
-        )
         threading.Thread(target=self._run, name="swell-engine", daemon=True).start()
-        return self._ready
+        return self.ready()
 
     def ready(self) -> EngineReady:
-        """What `start` answered. Raises RuntimeError before that."""
-        if self._ready is None:
+        """The engine as it is now: workers may have been replaced. Raises RuntimeError before it
+        is there."""
+        if self._server is None:
             raise RuntimeError(f"engine {self._rank} is still {self._doing}")
-        return self._ready
+        server = self._server
+        return EngineReady(
+            self._rank,
+            server.address,
+            server.core.limits,
+            os.getpid(),
+            ray.get_runtime_context().get_node_id(),
+            server.core.executor.workers(),
+            server.incarnation,
+            server.core.executor.store,
+        )
 
     def doing(self) -> str:
         """What the engine is busy with, for people who wait."""

@@ -76,6 +76,11 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def forget(self) -> None:
+        """Lose every name: nothing that was written so far is found again."""
+        self._cached.clear()
+        self._names = [None] * self.num_blocks
+
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free: the conservation check when idle."""
         leaked = self.num_blocks - len(self._free)

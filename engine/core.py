@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from swell.configs.schema import Config
+from swell.coordinator.pauses import NullMember
+from swell.coordinator.waves import WaveMember
+from swell.coordinator.wire import CoordinatorMessage
 from swell.engine.executor import Executor, ExecutorLimits
 from swell.engine.scheduler import ScheduledStep, Scheduler
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
-from swell.worker.wire import AsyncModelRunnerOutput
+from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan
 
 Outputs = dict[bytes, list[EngineCoreOutput]]
 """What a step gave, by the ingress that waits for it."""
@@ -23,6 +28,15 @@ class EngineCore:
     """
 
     def __init__(self, config: Config, executor: Executor, limits: ExecutorLimits) -> None:
+        depth = config.scheduler.steps_in_flight
+        kind = WaveMember if config.parallel.expert else NullMember
+        self.member: WaveMember | NullMember = kind(rank=0, incarnation=0, depth=depth)
+        """Says when to step; what it has to say is collected in `take_words`."""
+        self.num_dummy_steps = 0
+        self.num_waves = 0
+        self.sync_s = 0.0
+        """Time that steps waited for other engines."""
+        self._words: list[CoordinatorMessage] = []
         self.config = config
         self.executor = executor
         self.limits = limits
@@ -38,15 +52,37 @@ class EngineCore:
         self._in_flight: deque[tuple[ScheduledStep, AsyncModelRunnerOutput]] = deque()
 
     @property
+    def progress(self) -> int:
+        """Grows with every step and every layer; from any thread."""
+        return self.num_steps + self.executor.ticks
+
+    @property
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_requests
+        """Whether `step` has something to do."""
+        if self._in_flight:
+            return True
+        return self.member.may_submit() and (self.member.lockstep or self.scheduler.has_requests)
 
     def add_request(self, request: EngineCoreRequest, client: bytes) -> EngineCoreOutput | None:
         """Queue a request; an answer means that it can never run."""
-        return self.scheduler.add(request, client)
+        answer = self.scheduler.add(request, client)
+        if answer is None:
+            self._words += self.member.work_arrived()
+        return answer
+
+    def take_words(self) -> list[CoordinatorMessage]:
+        """What the coordinator is to be told."""
+        words, self._words = self._words, []
+        return words
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.scheduler.abort(request_ids)
+
+    def abort_client(self, client: bytes) -> list[str]:
+        """Drop everything that one ingress asked for; the ids of what there was."""
+        ids = [i for i, request in self.scheduler.requests.items() if request.client == client]
+        self.scheduler.abort(ids)
+        return ids
 
     def step(self, intake: Callable[[], None] = lambda: None) -> Outputs:
         """Keep steps in flight, wait for the oldest, and return what it gave.
@@ -54,18 +90,60 @@ class EngineCore:
         `intake` is called between the wait and the update, so that an abort that arrived while
         the device computed holds for the tokens of that very step.
         """
-        while len(self._in_flight) < self.config.scheduler.steps_in_flight:
-            scheduled = self.scheduler.schedule()
-            if scheduled is None:
-                break
-            self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
+        self._submit()
         if not self._in_flight:
             return {}
         scheduled, future = self._in_flight.popleft()
         output = future.get_output()
         self.num_steps += 1
+        self.sync_s += output.sync_s
         intake()
-        return self.scheduler.update(scheduled, output)
+        outputs = self.scheduler.update(scheduled, output)
+        wave = self.member.wave
+        has_work = self.scheduler.has_requests
+        self._words += self.member.sums(output.working, output.pausing, has_work)
+        self.num_waves += self.member.wave != wave
+        return outputs
+
+    def _submit(self) -> None:
+        """Hand out steps until enough are in flight. Engines that share experts hand out steps
+        without rows too, while one of them has work."""
+        while self.member.may_submit():
+            scheduled = self.scheduler.schedule()
+            if self.member.lockstep:
+                scheduled = self._in_lockstep(scheduled or self.scheduler.schedule_nothing())
+            elif scheduled is None:
+                return
+            self.member.submitted()
+            self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
+
+    def _in_lockstep(self, scheduled: ScheduledStep) -> ScheduledStep:
+        """The step with what the other engines must know."""
+        self.num_dummy_steps += not scheduled.plan.slots
+        plan = msgspec.structs.replace(
+            scheduled.plan,
+            epoch=self.member.epoch,
+            work=self.scheduler.wants_step,
+            pause=self.member.voting,
+        )
+        return ScheduledStep(plan, scheduled.sampled)
+
+    def lose_steps(self) -> None:
+        """Steps in flight and the KV cache are lost: every request starts again from the tokens
+        that were read."""
+        self._in_flight.clear()
+        self.scheduler.preempt_all()
+
+    def regroup(self, groups: GroupPlan) -> None:
+        """Let the workers form the groups of the plan (see `Executor.regroup`).
+
+        With `keep_states` the caller has read the results of all steps.
+        """
+        if groups.keep_states:
+            assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
+        else:
+            self.lose_steps()
+        self.executor.regroup(groups)
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot is free and no step is in flight."""

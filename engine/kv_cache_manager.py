@@ -77,6 +77,11 @@ class KVCacheManager:
         request.block_ids = []
         request.num_named_blocks = 0
 
+    def forget(self) -> None:
+        """Find no prefix that was computed before: its content may be lost. Nobody holds blocks."""
+        self.pool.check_idle()
+        self.pool.forget()
+
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
 

@@ -81,6 +81,11 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self.requests)
 
+    @property
+    def wants_step(self) -> bool:
+        """Whether something is left to compute behind the steps that are scheduled."""
+        return any(request.tokens_to_schedule for request in self.requests.values())
+
     def waiting_tokens(self) -> int:
         """Tokens known but not computed, over all requests."""
         return sum(r.total_tokens - r.computed for r in self.requests.values())
@@ -150,6 +155,10 @@ class Scheduler:
         if not draft.rows:
             return None
         return self._plan(draft)
+
+    def schedule_nothing(self) -> ScheduledStep:
+        """A step without rows."""
+        return self._plan(_Draft(0))
 
     def _schedule_running(self, draft: _Draft) -> None:
         index = 0
@@ -232,6 +241,18 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         heapq.heappush(self._waiting, (request.order, request))
+
+    def preempt_all(self) -> None:
+        """Every step whose results were not read is lost, and with it the KV cache.
+
+        All requests wait again in their order and start from the tokens that the host knows.
+        Tokens that lost steps drew are drawn again: their noise depends on seed and position.
+        """
+        for request in reversed(self.running.copy()):
+            self._preempt(request)
+        for request in self.requests.values():
+            request.pending = 0
+        self.kv.forget()
 
     def _plan(self, draft: _Draft) -> ScheduledStep:
         """Write the step down, decode rows first, and advance as if it were done."""

@@ -1,12 +1,17 @@
-"""An engine that can be talked to: the core's loop between its channel and its executor.
+"""An engine that can be talked to: the core's loop between its channels and its executor.
 
 Runs on one thread, without Ray. Messages are taken in before each step and again when its result
 is there, so that an abort counts for that very step; outputs leave once per step for each
 ingress; the load is reported between steps, on a deadline.
+
+What fails is mended here. A lost worker is replaced, broken groups are formed again; requests
+are kept meanwhile, as if they had been preempted. Only what cannot be mended ends the engine.
 """
 
 from __future__ import annotations
 
+import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -15,27 +20,44 @@ import msgspec
 
 from swell.configs.log import FactLogger
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Outlet
-from swell.coordinator.wire import EngineReport
+from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Waker
+from swell.coordinator.roster import Member
+from swell.coordinator.waves import Phase
+from swell.coordinator.wire import (
+    CoordinatorMessage,
+    EngineCommand,
+    EngineHello,
+    EngineReport,
+    Introduce,
+    Pause,
+    ReconfigureDistributedRequest,
+    Repaired,
+    Resume,
+    StartDPWave,
+)
+from swell.engine.beacon import Beacon
+from swell.engine.clients import Clients
 from swell.engine.core import EngineCore
+from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
 from swell.engine.wire import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineMessage,
+    FinishReason,
     KeepAlive,
     UtilityCall,
     UtilityOutput,
 )
+from swell.worker.wire import GroupPlan
 
 
 class LoadReporter:
-    """When to tell the coordinator what: a deadline after a change, else a heartbeat."""
+    """When the coordinator is told what: a deadline after a change, else a heartbeat."""
 
-    def __init__(self, config: ClusterConfig, outlet: Outlet[None]) -> None:
+    def __init__(self, config: ClusterConfig) -> None:
         self._config = config
-        self._outlet = outlet
         self._changed = False
         self._last_at = -1e9
 
@@ -43,17 +65,14 @@ class LoadReporter:
         """Something happened that the last report does not tell."""
         self._changed = True
 
+    def told(self, now: float) -> None:
+        self._changed, self._last_at = False, now
+
     def wait_s(self, now: float) -> float:
         """Time until a report is due: as long as an idle engine may sleep."""
         config = self._config
         period_s = config.load_report_s if self._changed else config.heartbeat_s
         return max(0.0, self._last_at + period_s - now)
-
-    def offer(self, make: Callable[[], EngineReport], now: float) -> None:
-        """Send a report if one is due; nothing is made or sent otherwise."""
-        if self.wait_s(now) == 0.0:
-            self._outlet.send(make())
-            self._changed, self._last_at = False, now
 
 
 class EngineServer:
@@ -69,53 +88,104 @@ class EngineServer:
         host: str = "127.0.0.1",
     ) -> None:
         self.rank = rank
-        self._log = FactLogger("engine", rank=rank)
+        self.incarnation = secrets.randbits(48)
+        self.repairs = 0
         self.core = core
+        core.member.rank, core.member.incarnation = rank, self.incarnation
+        self._resets = 0
+        self._log = FactLogger("engine", rank=rank)
         self._inbox: Inbox[EngineMessage] = Inbox(EngineMessage, keys, host)
-        self._outlet: Outlet[None] = Outlet(coordinator, None, keys)
-        self._reporter = LoadReporter(config.cluster, self._outlet)
+        self._waker = Waker()
+        self._reporter = LoadReporter(config.cluster)
+        self._clients = Clients(config.cluster.stall_timeout_s)
+        self._look_s = config.cluster.heartbeat_s
+        self._looked_at = 0.0
+        self._commands: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
+        self._reconfiguration: ReconfigureDistributedRequest | None = None
+        self._newest_epoch = 0
+        self._beacon = Beacon(
+            config.cluster,
+            coordinator,
+            keys,
+            hello=self._hello,
+            ticks=lambda: core.progress,
+            on_command=self._on_command,
+            on_beat=self._tear,
+        )
+        self._told_wave: tuple[object, ...] = ()
         self._stopping = threading.Event()
         self._services: dict[str, Callable[..., object]] = {
             "report": self._report,
             "check_idle": core.check_idle,
         }
+        self._beacon.start()
 
     @property
     def address(self) -> ChannelAddress:
         return self._inbox.address
 
+    @property
+    def member(self) -> Member:
+        """The engine as the roster lists it."""
+        limits = self.core.limits
+        return Member(
+            self.rank,
+            self.address,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            incarnation=self.incarnation,
+            store=self.core.executor.store,
+            num_blocks=limits.num_blocks,
+        )
+
     def run(self) -> None:
-        """Serve until `stop`. A failure of the executor is raised.
+        """Serve until `stop`. What cannot be mended is raised.
 
         Requests that are left in either case are not answered: whoever asked hears from the
         roster that this engine has gone, and continues them elsewhere.
         """
         try:
+            failure: ExecutorError | None = None
             while not self._stopping.is_set():
-                self._turn()
+                try:
+                    if failure is not None:
+                        self._mend(failure)
+                    failure = None
+                    self._turn()
+                except (GroupBroken, WorkerLost) as error:
+                    failure = error
         finally:
+            self._beacon.stop()
             self.core.shutdown()
             self._inbox.close()
-            self._outlet.close()
+            self._waker.close()
 
     def stop(self) -> None:
         """Ask the loop to end; from any thread."""
         self._stopping.set()
+        self._waker.wake()
+
+    # ---------------------------------------------------------------- the loop
 
     def _turn(self) -> None:
         now = time.monotonic()
-        self._reporter.offer(self._report, now)
-        self._intake(0.0 if self.core.has_work else self._reporter.wait_s(now))
+        self._look_around(now)
+        self._tell(self.core.take_words())  # before waiting for more
+        busy = self.core.has_work or self._reconfiguration is not None
+        self._intake(0.0 if busy else self._reporter.wait_s(now))
+        if self._reconfiguration is not None:
+            self._reconfigure()
         if self.core.has_work:
             self._reporter.changed()
             for client, outputs in self.core.step(self._intake).items():
                 self._send(client, outputs)
-            if not self.core.has_work:
+            if not self.core.scheduler.has_requests and not self.core.has_work:
                 self._check_conservation()
 
     def _intake(self, timeout_s: float = 0.0) -> None:
-        for peer, message in self._inbox.receive(timeout_s):
+        for peer, message in self._inbox.receive(timeout_s, self._waker):
             self._reporter.changed()
+            self._clients.heard(peer, time.monotonic())
             match message:
                 case EngineCoreRequest():
                     answer = self.core.add_request(message, peer)
@@ -126,7 +196,23 @@ class EngineServer:
                 case UtilityCall():
                     self._serve(peer, message)
                 case KeepAlive():
-                    pass
+                    """Hearing it was all."""
+        while not self._commands.empty():
+            self._obey(self._commands.get())
+        self._tell(self.core.take_words())
+
+    def _look_around(self, now: float) -> None:
+        """Now and then: are the workers there, and those who asked?"""
+        if now - self._looked_at < self._look_s:
+            return
+        self._looked_at = now
+        for client in self._clients.drop_silent(now):
+            ids = self.core.abort_client(client)
+            if ids:
+                self._log.warning("client is silent", requests=len(ids))
+                self._send(client, [EngineCoreOutput(i, [], FinishReason.ABORT) for i in ids])
+        if not self.core.has_work and self.core.member.phase is not Phase.OUT:
+            self.core.executor.check()
 
     def _check_conservation(self) -> None:
         """An idle engine holds nothing; if it does, say so, once it is known and not later."""
@@ -148,20 +234,135 @@ class EngineServer:
         self._inbox.send(peer, EngineCoreOutputs(self.rank, utility_output=answer))
 
     def _send(self, client: bytes, outputs: list[EngineCoreOutput]) -> None:
-        self._inbox.send(client, EngineCoreOutputs(self.rank, outputs, time.monotonic()))
+        seq = self._clients.next_seq(client)
+        self._inbox.send(client, EngineCoreOutputs(self.rank, outputs, time.monotonic(), seq=seq))
+
+    # ---------------------------------------------------------------- groups and workers
+
+    def _on_command(self, command: EngineCommand) -> None:
+        """On the beacon's thread."""
+        if isinstance(command, ReconfigureDistributedRequest):
+            self._newest_epoch = max(self._newest_epoch, command.epoch)
+            self._tear()
+        self._commands.put(command)
+        self._waker.wake()
+
+    def _tear(self) -> None:
+        """On the beacon's thread: the loop may be inside a step that never ends, or be forming a
+        group that nobody wants any more. Done again until it has taken the newest command."""
+        member = self.core.member
+        if self._newest_epoch > member.epoch and member.phase is not Phase.PAUSED:
+            self.core.executor.abort()
+
+    def _obey(self, command: EngineCommand) -> None:
+        member = self.core.member
+        match command:
+            case StartDPWave():
+                self._tell(member.start(command))
+            case Pause():
+                self._tell(member.pause(command))
+            case Resume():
+                self._tell(member.resume(command))
+            case ReconfigureDistributedRequest():
+                self._reconfiguration = command
+            case Introduce():
+                """The beacon has done so."""
+
+    def _reconfigure(self) -> None:
+        """Join the group of the newest epoch."""
+        request, self._reconfiguration = self._reconfiguration, None
+        member = self.core.member
+        drained = member.phase is Phase.PAUSED
+        if request is None or not member.reconfigure(request):
+            return
+        if not drained:
+            self.core.lose_steps()
+        self._log.info("reconfiguring", epoch=request.epoch, ranks=request.ranks, drained=drained)
+        if self.rank in request.ranks:
+            self.core.regroup(
+                GroupPlan(
+                    generation=0,
+                    epoch=request.epoch,
+                    engines=len(request.ranks),
+                    index=request.ranks.index(self.rank),
+                    expert_store=request.store,
+                    keep_states=drained,
+                )
+            )
+            self._tell(member.joined())
+
+    def _mend(self, failure: ExecutorError) -> None:
+        """Replace what was lost, and form the engine's own groups again; an engine that shares
+        experts waits for the coordinator's next epoch."""
+        lost = isinstance(failure, WorkerLost)
+        self._log.warning("groups broke", reason=str(failure), workers_lost=lost)
+        member = self.core.member
+        self._resets += 1
+        self.core.lose_steps()
+        self._tell(member.broken(str(failure), repairing=lost))
+        if lost:
+            self.core.executor.repair()
+            self.repairs += 1
+        if not member.lockstep:
+            self.core.regroup(GroupPlan(generation=0))
+            self._tell(member.joined())
+        if lost:
+            self._log.info("workers replaced", repairs=self.repairs)
+            self._tell([Repaired(self.rank, self.incarnation, self.core.executor.store)])
+
+    # ---------------------------------------------------------------- reports
+
+    @property
+    def _wave(self) -> tuple[object, ...]:
+        member = self.core.member
+        return (member.epoch, member.wave, member.phase, member.voting)
+
+    def _tell(self, words: list[CoordinatorMessage]) -> None:
+        """Say these, and how things stand where that is due or has changed: the beacon repeats it
+        while this thread is inside a step."""
+        now = time.monotonic()
+        if self._wave != self._told_wave or self._reporter.wait_s(now) == 0.0:
+            self._told_wave = self._wave
+            self._reporter.told(now)
+            words = [*words, self._report()]
+        if words:
+            self._beacon.tell(words)
+
+    def _hello(self) -> EngineHello:
+        """On the beacon's thread. A group that was asked for and not begun counts as begun."""
+        member = self.core.member
+        behind = self._newest_epoch > member.epoch
+        return EngineHello(
+            self.member,
+            max(member.epoch, self._newest_epoch),
+            list(member.ranks),
+            member.wave,
+            int(Phase.OUT if behind else member.phase),
+        )
 
     def _report(self) -> EngineReport:
-        scheduler = self.core.scheduler
+        core, scheduler, member = self.core, self.core.scheduler, self.core.member
         return EngineReport(
             rank=self.rank,
+            incarnation=self.incarnation,
+            epoch=member.epoch,
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.waiting_tokens(),
             kv_usage=scheduler.kv.usage,
-            steps=self.core.num_steps,
+            steps=core.num_steps,
+            ticks=core.progress,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens,
             generation_tokens=scheduler.num_generated_tokens,
             prefix_queries=scheduler.kv.num_queried_tokens,
             prefix_hits=scheduler.kv.num_hit_tokens,
+            wave=member.wave,
+            wave_phase=int(member.phase),
+            pausing=member.voting,
+            waves=core.num_waves,
+            dummy_steps=core.num_dummy_steps,
+            sync_s=core.sync_s,
+            repairs=self.repairs,
+            resets=self._resets,
         )

@@ -148,3 +148,7 @@ class EngineCoreOutputs(
     timestamp: float = 0.0
     """Monotonic clock of the engine's machine, seconds."""
     utility_output: UtilityOutput | None = None
+    seq: int = 0
+    """Counts the messages with outputs to this ingress, from 1: a gap means that some were lost,
+    and a count that begins again that the engine has forgotten what it asked for. 0: not counted.
+    """

@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
+
+import msgspec
 
 from swell.configs.process import sleep_at_barriers
 from swell.configs.schema import Config, ConfigError
@@ -18,6 +21,7 @@ from swell.engine.executor import (
     Executor,
     ExecutorError,
     ExecutorLimits,
+    GroupBroken,
     Progress,
     WorkerInfo,
     agree_limits,
@@ -27,6 +31,10 @@ from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, ModelRunnerOutp
 
 _JOIN_S = 10.0
 """How long a worker thread may take to end."""
+_CULPRIT_S = 1.0
+"""When one worker fails, its peers notice within this time."""
+_POLL_S = 0.1
+"""How often a wait for groups looks whether they were given up."""
 
 LoadProgress = Callable[[int, int], None]
 """Takes bytes done and bytes in all."""
@@ -44,6 +52,7 @@ class WorkerThread:
     ) -> None:
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]] | None]
         self._calls = queue.SimpleQueue()
+        self._worker: Any = None
         self._thread = threading.Thread(
             target=self._run,
             args=(config, rank, local_workers, progress),
@@ -64,28 +73,47 @@ class WorkerThread:
         """Wait for the end; a thread that a dead peer holds up is left to its group's timeout."""
         self._thread.join(_JOIN_S)
 
+    def abort(self, generation: int) -> None:
+        """Let the worker leave its groups, even inside an operation, unless they are younger."""
+        if self._worker is not None:
+            self._worker.abort(generation)
+
+    @property
+    def ticks(self) -> int:
+        return self._worker.ticks if self._worker is not None else 0
+
     def _run(self, config: Config, rank: int, local_workers: int, progress: LoadProgress) -> None:
-        worker: Any = None
+        from swell.worker.worker import GroupError, Worker  # type: ignore[attr-defined]
+
         failure: BaseException | None = None
+        broken = False
         while (call := self._calls.get()) is not None:
             method, args, future = call
             try:
                 if failure is not None:
                     raise ExecutorError(f"worker {rank} failed before: {failure}")
-                if worker is None:
-                    from swell.worker.worker import Worker
-
-                    worker = Worker(config, rank, local_workers, local_rank=rank, progress=progress)
-                future.set_result(getattr(worker, method)(*args))
+                if broken and method == "execute_model":
+                    raise GroupError("the step was planned before its groups had failed")
+                if self._worker is None:
+                    self._worker = Worker(
+                        config, rank, local_workers, local_rank=rank, progress=progress
+                    )
+                result = getattr(self._worker, method)(*args)
+                broken = broken and method != "regroup"
+                future.set_result(result)
+            except GroupError as error:
+                broken = True
+                self._worker.abort()
+                future.set_exception(GroupBroken(f"worker {rank}: {error}"))
             except BaseException as error:
                 # Its groups are closed at once: peers in a collective must not wait for it.
                 failure = failure or error
-                if worker is not None:
-                    worker.shutdown()
+                if self._worker is not None:
+                    self._worker.shutdown()
                 future.set_exception(error)
             del call, args, future
-        if worker is not None:
-            worker.shutdown()
+        if self._worker is not None:
+            self._worker.shutdown()
 
 
 class InprocOutput(AsyncModelRunnerOutput):
@@ -97,20 +125,40 @@ class InprocOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         if len(self._futures) > 1:
-            done, _running = wait(self._futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
+            wait(self._futures, return_when=FIRST_EXCEPTION)
+            raise_first(self._futures)
         output: AsyncModelRunnerOutput = self._futures[self._output_rank].result()
         return output.get_output()
+
+
+def raise_first(futures: list[Future[Any]]) -> None:
+    """Raise what has failed: rather a worker's own fault than that its peers noticed."""
+    if not any(future.done() and future.exception() for future in futures):
+        return
+    wait(futures, timeout=_CULPRIT_S)
+    errors = [error for future in futures if future.done() and (error := future.exception())]
+    raise min(errors, key=lambda error: isinstance(error, GroupBroken))
 
 
 class InprocExecutor(Executor):
     """All workers of the engine in this process, a thread each."""
 
     def __init__(
-        self, config: Config, *, workers_per_machine: int | None = None, **_shell: Any
+        self,
+        config: Config,
+        *,
+        workers_per_machine: int | None = None,
+        host: str = "127.0.0.1",
+        **_shell: Any,
     ) -> None:
+        """`host`: where workers of other engines can reach this process."""
         self._config = config
+        self._host = host
+        self._store: tuple[str, int] | None = None
+        self._meeting: Any = None
+        """The store in which the threads find each other."""
+        self._generation = 0
+        self._aborted = -1
         self._local_workers = workers_per_machine or config.parallel.world
         self._threads: list[WorkerThread] = []
 
@@ -119,23 +167,27 @@ class InprocExecutor(Executor):
         # Threads that import at the same time can see half of a module.
         import swell.worker.worker  # noqa: F401
 
-        store = None
-        if self._config.parallel.world > 1:
+        parallel = self._config.parallel
+        if parallel.world > 1:
             import torch.distributed as dist
 
-            store = dist.HashStore()  # type: ignore[attr-defined]
+            self._meeting = dist.HashStore()  # type: ignore[attr-defined]
         progress("loading weights")
 
         def told(done_bytes: int, total_bytes: int) -> None:
             progress(loading(done_bytes, total_bytes))
 
         try:
-            for rank in range(self._config.parallel.world):
+            for rank in range(parallel.world):
                 tell = told if rank == 0 else _silent
                 self._threads.append(WorkerThread(self._config, rank, self._local_workers, tell))
-            limits = agree_limits(self._config, self._call_all("load", store, 0))
+            limits = agree_limits(self._config, self._call_all("load"))
             progress("allocating the KV cache")
             self._call_all("init_cache", limits.num_blocks, limits.max_model_len)
+            if parallel.expert:
+                self._store = self._threads[0].call("open_store", self._host).result()
+            else:
+                self.regroup(GroupPlan(generation=0))
         except BaseException as error:
             self.shutdown()
             if isinstance(error, ValueError):
@@ -148,10 +200,32 @@ class InprocExecutor(Executor):
         return InprocOutput(futures, self._config.parallel.world - self._config.parallel.tensor)
 
     def regroup(self, groups: GroupPlan) -> None:
-        raise NotImplementedError
+        self._generation += 1
+        plan = msgspec.structs.replace(groups, generation=self._generation)
+        futures = [thread.call("regroup", plan, self._meeting) for thread in self._threads]
+        deadline = time.monotonic() + self._config.cluster.start_timeout_s
+        while wait(futures, timeout=_POLL_S)[1] and time.monotonic() < deadline + _JOIN_S:
+            late = time.monotonic() > deadline
+            failed = any(future.done() and future.exception() for future in futures)
+            # Again and again: who was just about to form its groups has missed the last one.
+            if late or failed or self._aborted >= self._generation:
+                self.abort()
+        raise_first(futures)
+        if any(not future.done() for future in futures):
+            raise GroupBroken("the workers did not form their groups in time")
 
     def abort(self) -> None:
-        raise NotImplementedError
+        self._aborted = self._generation
+        for thread in self._threads:
+            thread.abort(self._aborted)
+
+    @property
+    def store(self) -> tuple[str, int] | None:
+        return self._store
+
+    @property
+    def ticks(self) -> int:
+        return sum(thread.ticks for thread in self._threads)
 
     def workers(self) -> list[WorkerInfo]:
         tensor = self._config.parallel.tensor
@@ -169,9 +243,6 @@ class InprocExecutor(Executor):
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         futures = [thread.call(method, *args) for thread in self._threads]
-        done, running = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-        if running:
-            raise ExecutorError(f"{method} did not finish on {len(running)} workers")
+        wait(futures, return_when=FIRST_EXCEPTION)
+        raise_first(futures)
         return [future.result() for future in futures]

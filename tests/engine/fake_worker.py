@@ -91,6 +91,7 @@ class FakeExecutor(Executor):
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
         self.worker = FakeWorker(num_blocks, block_tokens)
         self.plans: list[SchedulerOutput] = []
+        self.groups: list[GroupPlan] = []
         self._queue: deque[SchedulerOutput] = deque()
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
@@ -108,7 +109,11 @@ class FakeExecutor(Executor):
                 return output
 
     def regroup(self, groups: GroupPlan) -> None:
-        raise NotImplementedError
+        """The worst case: a worker that was replaced knows no slot and no token."""
+        self.groups.append(groups)
+        if not groups.keep_states:
+            self._queue.clear()
+            self.worker = FakeWorker(len(self.worker.cache), self.worker.block_tokens)
 
     def abort(self) -> None:
         raise NotImplementedError
@@ -149,3 +154,10 @@ def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
 
 def token_ids(outputs: list[EngineCoreOutput]) -> list[int]:
     return [token for output in outputs for token in output.new_token_ids]
+
+
+def regroup(core: EngineCore) -> None:
+    """Lose all steps in flight and form the groups again, as `EngineServer` does."""
+    core.member.broken("a test")
+    core.regroup(GroupPlan(generation=0))
+    core.member.joined()

@@ -73,6 +73,11 @@ class PoolAgainstModel(RuleBasedStateMachine):
             if not any(block in others for others in self.holders):
                 self.free.insert(len(self.free) if block in self.names else 0, block)
 
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget()
+        self.names.clear()
+
     @invariant()
     def every_block_is_held_or_free(self) -> None:
         held = {block for blocks in self.holders for block in blocks}

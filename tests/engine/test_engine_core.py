@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.engine.wire import EngineCoreRequest, FinishReason
-from swell.worker.wire import SamplerParams
-from tests.engine.fake_worker import expected, make_core, run, token_ids
+from swell.worker.wire import GroupPlan, SamplerParams
+from tests.engine.fake_worker import expected, make_core, regroup, run, token_ids
 
 CLIENT = b"ingress"
 
@@ -48,9 +48,10 @@ requests = st.builds(
     policy=st.sampled_from(["fcfs", "priority"]),
     prefix_caching=st.booleans(),
     aborts=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 30)), max_size=3),
+    losses=st.sets(st.integers(0, 30), max_size=4),
 )
-def test_answers_do_not_depend_on_the_schedule(
-    wanted, num_blocks, budget, chunk, depth, max_rows, policy, prefix_caching, aborts
+def test_answers_do_not_depend_on_the_schedule_nor_on_lost_steps(
+    wanted, num_blocks, budget, chunk, depth, max_rows, policy, prefix_caching, aborts, losses
 ):
     core = make_core(
         num_blocks=num_blocks,
@@ -75,6 +76,9 @@ def test_answers_do_not_depend_on_the_schedule(
                 outputs[r.request_id] = [answer]
         arrivals = [a for a in arrivals if a[0] > clock]
         core.abort_requests([name for name, at in aborted.items() if at == clock])
+        if clock in losses:
+            regroup(core)
+            core.scheduler.kv.pool.check_idle()
         for client, answers in core.step().items():
             assert client == CLIENT
             for answer in answers:
@@ -228,3 +232,36 @@ def test_a_preempted_request_waits_for_its_tokens_in_flight():
     core.abort_requests(["r0"])
     rest = run(core)["r1"]
     assert token_ids(outputs["r1"] + rest) == expected(wanted[1])
+
+
+def test_what_lost_steps_have_written_is_never_found_again():
+    core = make_core(block_tokens=4)
+    core.add_request(request("lost", [1] * 12, 4), CLIENT)
+    core.step()
+    regroup(core)
+    core.abort_requests(["lost"])
+    core.add_request(request("later", [1] * 12, 4), CLIENT)
+    assert run(core)["later"][0].num_cached_tokens == 0
+    core.add_request(request("last", [1] * 12, 4), CLIENT)
+    assert run(core)["last"][0].num_cached_tokens == 8, "names are given again"
+
+
+def test_lost_requests_keep_their_order():
+    core = make_core(max_rows=2, policy="priority", steps_in_flight=3)
+    for name, priority in (("last", 5), ("second", 1), ("first", 0)):
+        core.add_request(request(name, [1, 2], 6, priority=priority), CLIENT)
+    core.step()
+    regroup(core)
+    assert core.scheduler.num_waiting == 3
+    assert list(run(core)) == ["first", "second", "last"]
+    core.check_idle()
+
+
+def test_groups_that_keep_states_keep_what_was_computed():
+    core = make_core(steps_in_flight=1)
+    wanted = request("r", [1] * 9, 6)
+    core.add_request(wanted, CLIENT)
+    first = core.step()[CLIENT]
+    core.regroup(GroupPlan(generation=0, keep_states=True))
+    assert token_ids(first + run(core)["r"]) == expected(wanted)
+    assert sum(sum(plan.num_tokens) for plan in core.executor.plans) == 9 + 5

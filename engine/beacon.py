@@ -1,0 +1,109 @@
+"""The engine's line to the coordinator, on a thread of its own.
+
+A step may take long, and one whose peer has died may never end; the engine's loop hears nothing
+meanwhile. This thread goes on: it repeats the newest report with fresh progress, so that an engine
+at work is never taken for a stopped one, and it hears the command that tears the loop out of a
+step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from swell.configs.log import FactLogger
+from swell.configs.schema import ClusterConfig
+from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet, Waker
+from swell.coordinator.wire import (
+    CoordinatorMessage,
+    EngineCommand,
+    EngineHello,
+    EngineReport,
+    Introduce,
+)
+
+
+class Beacon:
+    """Says what the engine's loop tells it to say, beats in between, hands over commands.
+
+    `hello` introduces the engine, `ticks` is its progress, `on_beat` is called when the loop has
+    said nothing for a while; these and `on_command` run on this thread and must not wait.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        coordinator: ChannelAddress,
+        keys: ChannelKeys,
+        *,
+        hello: Callable[[], EngineHello],
+        ticks: Callable[[], int],
+        on_command: Callable[[EngineCommand], None],
+        on_beat: Callable[[], None],
+    ) -> None:
+        self._beat_s = min(config.heartbeat_s, config.stall_timeout_s / 4)
+        self._outlet: Outlet[EngineCommand] = Outlet(coordinator, EngineCommand, keys)
+        self._hello, self._ticks = hello, ticks
+        self._on_command, self._on_beat = on_command, on_beat
+        self._words: queue.SimpleQueue[CoordinatorMessage] = queue.SimpleQueue()
+        self._report: EngineReport | None = None
+        self._reported_at = time.monotonic()
+        self._waker = Waker()
+        self._log = FactLogger("engine.beacon")
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="swell-beacon", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def tell(self, words: Iterable[CoordinatorMessage]) -> None:
+        """Send in order; from any thread."""
+        for word in words:
+            self._words.put(word)
+        self._waker.wake()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._waker.wake()
+        self._thread.join()
+        self._outlet.close()
+        self._waker.close()
+
+    def _run(self) -> None:
+        self._outlet.send(self._hello())
+        while not self._stopping.is_set():
+            wait_s = max(0.0, self._reported_at + self._beat_s - time.monotonic())
+            command = self._outlet.receive(wait_s, self._waker)
+            self._send_words()
+            if time.monotonic() >= self._reported_at + self._beat_s:
+                self._beat()
+            if command is not None:
+                self._obey(command)
+        self._send_words()
+
+    def _send_words(self) -> None:
+        while not self._words.empty():
+            word = self._words.get()
+            if isinstance(word, EngineReport):
+                self._report, self._reported_at = word, time.monotonic()
+            self._outlet.send(word)
+
+    def _beat(self) -> None:
+        """The loop has said nothing for a while."""
+        self._reported_at = time.monotonic()
+        self._on_beat()
+        if self._report is not None:
+            self._outlet.send(msgspec.structs.replace(self._report, ticks=self._ticks()))
+
+    def _obey(self, command: EngineCommand) -> None:
+        if isinstance(command, Introduce):
+            self._outlet.send(self._hello())
+            return
+        try:
+            self._on_command(command)
+        except Exception as error:
+            self._log.error("command failed", error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,162 @@
+"""Groups of workers in one process: left in the middle of an answer, and formed again."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+import swell.worker.worker
+from swell.configs.schema import load
+from swell.engine.core import EngineCore
+from swell.engine.executor import ExecutorError, GroupBroken, build_executor
+from swell.engine.executor.inproc import InprocOutput
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.groups import GroupError
+from swell.worker.wire import SamplerParams
+from tests.engine.fake_worker import regroup
+from tests.worker import tiny_models
+
+pytestmark = pytest.mark.slow
+
+WANTED = [
+    EngineCoreRequest("a", list(range(3, 30)), SamplerParams(), 12),
+    EngineCoreRequest("b", [5] * 40, SamplerParams(temperature=0.9, seed=7), 12),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    tiny_models.make(path, "llama-llama3")
+    return path
+
+
+@pytest.fixture(params=["one worker", "tensor 2", "pipeline 2"])
+def core(request, folder):
+    kind, _, size = request.param.rpartition(" ")
+    split = {} if kind == "one" else {f"parallel.{kind}": int(size)}
+    config = load(
+        str(folder),
+        {
+            "model.dtype": "float32",
+            "model.device": "cpu",
+            "model.cpu_threads": 1,
+            "parallel.executor": "inproc",
+            "cache.memory_bytes": 4_000_000,
+            "scheduler.max_rows": 4,
+            "cluster.start_timeout_s": 30,
+            **split,
+        },
+    )
+    executor = build_executor(config)
+    core = EngineCore(config, executor, executor.start())
+    yield core
+    core.shutdown()
+
+
+Answers = dict[str, list[int]]
+"""Tokens by request."""
+
+
+def answers(core: EngineCore, steps: int = 10_000, tokens: Answers | None = None) -> Answers:
+    """What this many steps add to `tokens`."""
+    tokens = {} if tokens is None else tokens
+    while core.has_work and steps:
+        steps -= 1
+        for output in core.step().get(b"test", []):
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens
+
+
+def ask(core: EngineCore) -> None:
+    for request in WANTED:
+        assert core.add_request(request, b"test") is None
+
+
+def test_an_answer_goes_on_over_new_groups(core):
+    ask(core)
+    whole = answers(core)
+    ask(core)
+    tokens = answers(core, 5)
+    regroup(core)
+    answers(core, 4, tokens)
+    regroup(core)
+    assert answers(core, tokens=tokens) == whole
+    core.check_idle()
+
+
+def test_a_step_whose_groups_were_aborted_is_told_as_broken(core, monkeypatch):
+    """One worker waits in a step; the others wait for it in a collective."""
+    if core.config.parallel.world == 1:
+        pytest.skip("one worker has no groups")
+    ask(core)
+    whole = answers(core)
+    ask(core)
+    tokens = answers(core, 5)
+    held, real = threading.Event(), swell.worker.worker.Worker.execute_model
+
+    def execute_model(worker, plan):
+        if worker.rank == 0:
+            held.wait()
+        return real(worker, plan)
+
+    monkeypatch.setattr(swell.worker.worker.Worker, "execute_model", execute_model)
+    threading.Timer(0.2, core.executor.abort).start()
+    threading.Timer(0.4, held.set).start()
+    with pytest.raises(GroupBroken):
+        answers(core, tokens=tokens)
+    monkeypatch.undo()
+    before = core.executor.ticks
+    regroup(core)
+    assert answers(core, tokens=tokens) == whole
+    assert core.executor.ticks > before > 0
+    core.check_idle()
+
+
+def test_groups_that_cannot_be_formed_can_be_given_up(core, monkeypatch):
+    """`abort` that comes before the groups are there counts too."""
+    if core.config.parallel.world == 1:
+        pytest.skip("one worker has no groups")
+    executor, real = core.executor, swell.worker.worker.Worker.regroup
+    entered = threading.Event()
+
+    def fail_or_abort(worker, plan, store):
+        if worker.rank == 0:  # it never comes
+            entered.set()
+            raise GroupError("this one does not come")
+        entered.wait()
+        executor.abort()
+        return real(worker, plan, store)
+
+    monkeypatch.setattr(swell.worker.worker.Worker, "regroup", fail_or_abort)
+    with pytest.raises(GroupBroken):
+        regroup(core)
+    monkeypatch.undo()
+    regroup(core)
+    ask(core)
+    assert set(answers(core)) == {"a", "b"}
+
+
+def test_a_fault_of_ones_own_ends_the_engine(core, monkeypatch):
+    ask(core)
+
+    def fail(worker, plan):
+        raise OSError("out of luck")
+
+    monkeypatch.setattr(swell.worker.worker.Worker, "execute_model", fail)
+    with pytest.raises(OSError, match="out of luck"):
+        answers(core)
+    with pytest.raises(ExecutorError, match="failed before") as raised:
+        regroup(core)
+    assert not isinstance(raised.value, GroupBroken)
+
+
+def test_who_is_at_fault_is_named_rather_than_who_noticed():
+    noticed, fault = Future(), Future()
+    noticed.set_exception(GroupBroken("a peer has gone"))
+    fault.set_exception(OSError("out of luck"))
+    with pytest.raises(OSError):
+        InprocOutput([noticed, fault], output_rank=0).get_output()

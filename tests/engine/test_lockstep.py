@@ -1,0 +1,199 @@
+"""Engines that share experts, over real channels: all answer as if they were alone, whatever comes
+and goes meanwhile, and all do the same number of steps."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from swell.coordinator.waves import Phase
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.wire import SamplerParams
+from tests.engine.fake_worker import expected
+from tests.engine.lockstep_world import Cluster
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 20) -> EngineCoreRequest:
+    seed = sum(name.encode())
+    return EngineCoreRequest(name, prompt, SamplerParams(seed=seed), max_tokens=max_tokens)
+
+
+class Asked:
+    """Requests, and what they must give."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.requests: dict[str, EngineCoreRequest] = {}
+
+    def ask(self, rank: int, max_tokens: int = 20) -> EngineCoreRequest:
+        name = f"r{len(self.requests)}"
+        self.requests[name] = request(name, [len(name), rank, len(self.requests) % 7], max_tokens)
+        self.cluster.send(rank, self.requests[name])
+        return self.requests[name]
+
+    def check(self) -> None:
+        self.cluster.finish()
+        for name, asked in self.requests.items():
+            assert self.cluster.tokens[name] == expected(asked), name
+
+
+@pytest.fixture(params=[1, 2, 3])
+def cluster(request):
+    with Cluster(scheduler={"steps_in_flight": request.param}) as cluster:
+        yield cluster
+
+
+def steps(cluster: Cluster) -> set[int]:
+    return {engine.executor.steps for engine in cluster.engines.values()}
+
+
+def test_idle_engines_step_with_those_that_work_and_all_stop(cluster) -> None:
+    cluster.join(0, 1, 2)
+    asked = Asked(cluster)
+    for rank in (1, 0, 2, 1):
+        asked.ask(rank)
+        asked.check()
+        cluster.settle()
+        assert len(steps(cluster)) == 1, "engines differ in the number of collectives"
+    before = steps(cluster)
+    time.sleep(0.1)
+    assert steps(cluster) == before, "idle engines step"
+    dummies = sum(engine.server.core.num_dummy_steps for engine in cluster.engines.values())
+    assert dummies, "nobody stepped without rows"
+
+
+def test_few_empty_steps_follow_the_last_token(cluster) -> None:
+    """One fewer than steps in flight where the end is known before: what `max_tokens` ends."""
+    cluster.join(0)
+    core = cluster.engines[0].server.core
+    asked = Asked(cluster)
+    spent = []
+    for _ in range(3):
+        before = core.num_dummy_steps
+        asked.ask(0)
+        asked.check()
+        cluster.settle()
+        spent.append(core.num_dummy_steps - before)
+    assert spent[1:] == [cluster.config.scheduler.steps_in_flight - 1] * 2
+
+
+def test_many_waves_begin_and_end_with_requests_everywhere(cluster) -> None:
+    cluster.join(0, 1)
+    asked = Asked(cluster)
+    for index in range(60):
+        asked.ask(index % 2, max_tokens=1 + index % 5)
+        if index % 3 == 0:
+            cluster.hear()
+        if index % 10 == 0:
+            asked.check()
+    asked.check()
+    cluster.settle()
+    assert len(steps(cluster)) == 1
+
+
+def test_engines_come_and_go_while_answers_stream(cluster) -> None:
+    cluster.join(0)
+    asked = Asked(cluster)
+    asked.ask(0, 200)
+    cluster.join(1, 2)
+    asked.ask(1, 200)
+    asked.ask(2, 30)
+    cluster.hear()
+    cluster.join(3)
+    asked.ask(3, 100)
+    asked.check()
+    roster = cluster.service.part([1, 3], 10)
+    assert roster.ranks == [0, 2]
+    cluster.stop(1)
+    cluster.stop(3)
+    asked.ask(0)
+    asked.ask(2)
+    asked.check()
+    cluster.settle()
+    assert len(steps(cluster)) == 1
+
+
+def test_a_dead_engine_does_not_stop_the_others(cluster) -> None:
+    cluster.join(0, 1, 2)
+    asked = Asked(cluster)
+    for rank in (0, 0, 2):
+        asked.ask(rank, 300)
+    cluster.until(lambda: cluster.tokens["r0"])
+    cluster.stop(1)
+    cluster.service.lose([1])
+    asked.check()
+    assert cluster.service.view().roster.ranks == [0, 2]
+
+
+def test_a_worker_is_replaced_while_the_others_go_on(cluster) -> None:
+    cluster.join(0, 1)
+    asked = Asked(cluster)
+    asked.ask(0, 300)
+    asked.ask(1, 300)
+    cluster.until(lambda: cluster.tokens["r1"])
+    with cluster.world.changed:
+        cluster.engines[1].executor.lost = "worker 0 died"
+        cluster.world.changed.notify_all()
+    asked.check()
+    assert cluster.engines[1].server.repairs == 1
+    cluster.until(lambda: cluster.service.view().state == "serving")
+    states = [str(member.state) for member in cluster.service.view().roster.members]
+    assert states == ["active", "active"]
+
+
+def test_a_newcomer_that_dies_while_the_group_forms_leaves_the_others_serving(cluster) -> None:
+    cluster.join(0, 1)
+    asked = Asked(cluster)
+    asked.ask(0, 300)
+    cluster.start(2)
+    newcomer = cluster.engines[2]
+    newcomer.executor.hold_forming.clear()
+    member = newcomer.server.member
+    with pytest.raises(RuntimeError, match="did not join"):
+        cluster.service.join([member], 0.5)
+    asked.ask(1, 30)
+    asked.check()
+    newcomer.executor.hold_forming.set()
+    cluster.stop(2)
+    cluster.join(2)
+    asked.ask(2)
+    asked.check()
+
+
+def test_a_pause_stops_all_and_loses_nothing(cluster) -> None:
+    cluster.join(0, 1)
+    asked = Asked(cluster)
+    asked.ask(0, 300)
+    cluster.until(lambda: cluster.tokens["r0"])
+    cluster.service.hold()
+    cluster.until(lambda: cluster.service.view().state == "paused")
+    cluster.hear()
+    asked.ask(1)
+    before = steps(cluster)
+    assert len(before) == 1
+    time.sleep(0.1)
+    cluster.hear()
+    assert steps(cluster) == before and not cluster.tokens["r1"]
+    cluster.join(2)
+    assert all(e.server.core.member.phase is Phase.PAUSED for e in cluster.engines.values())
+    asked.ask(2)
+    cluster.service.release()
+    asked.check()
+
+
+def test_a_coordinator_that_dies_is_rebuilt_from_its_engines(cluster) -> None:
+    cluster.join(0, 1)
+    asked = Asked(cluster)
+    asked.ask(0, 300)
+    cluster.until(lambda: cluster.tokens["r0"])
+    cluster.restart_coordinator()
+    asked.ask(1, 100)
+    asked.check()
+    cluster.settle()
+    assert cluster.service.view().roster.ranks == [0, 1]
+    asked.ask(1)  # a wave that only the other one can be told of by the successor
+    asked.check()
+    cluster.join(2)
+    asked.ask(2)
+    asked.check()

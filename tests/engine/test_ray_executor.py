@@ -1,0 +1,172 @@
+"""Workers that die or stop in the middle of an answer: replaced, and the answer is the same."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from swell.configs.schema import load
+from swell.coordinator.channel import make_keys
+from swell.engine.core import EngineCore
+from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost, build_executor
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.wire import SamplerParams, SchedulerOutput
+from tests.engine.fake_worker import regroup
+
+NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
+WANTED = [
+    EngineCoreRequest("a", list(range(3, 30)), SamplerParams(), 24),
+    EngineCoreRequest("b", [5] * 40, SamplerParams(temperature=0.9, seed=7), 24),
+]
+STALL_S = 3.0
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def core():
+    """Two workers of one engine. The driver has the engine's part: it owns the actors."""
+    folder = tempfile.mkdtemp(prefix="swell-test-", dir="/tmp")
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        _temp_dir=folder,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    bundles = placement_group([{"CPU": 0.01}] * 2, strategy="PACK")
+    config = load(
+        str(NANO),
+        {
+            "model.device": "cpu",
+            "model.cpu_threads": 1,
+            "parallel.tensor": 2,
+            "cache.memory_bytes": 4_000_000,
+            "cluster.stall_timeout_s": STALL_S,
+            "cluster.start_timeout_s": 240,
+        },
+    )
+    executor = build_executor(config, placement_group=bundles, keys=make_keys(), host="127.0.0.1")
+    core = EngineCore(config, executor, executor.start())
+    yield core
+    core.shutdown()
+    remove_placement_group(bundles)
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def whole(core) -> dict[str, list[int]]:
+    """The answers of an undisturbed run."""
+    ask(core)
+    return answers(core)
+
+
+def ask(core: EngineCore) -> None:
+    for request in WANTED:
+        assert core.add_request(request, b"test") is None
+
+
+def answers(core: EngineCore, steps: int = 10_000, tokens: dict[str, list[int]] | None = None):
+    """What this many steps add to `tokens`, by request."""
+    tokens = {} if tokens is None else tokens
+    while core.has_work and steps:
+        steps -= 1
+        for output in core.step().get(b"test", []):
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens
+
+
+def pids(core: EngineCore) -> list[int]:
+    return [worker.pid for worker in core.executor.workers()]
+
+
+def mend(core: EngineCore, failure: ExecutorError | None) -> None:
+    """What `EngineServer` does about a failure."""
+    while failure is not None:
+        try:
+            if isinstance(failure, WorkerLost):
+                core.executor.repair()
+            regroup(core)
+            failure = None
+        except (GroupBroken, WorkerLost) as error:
+            failure = error
+
+
+@pytest.fixture(autouse=True)
+def many_repairs(monkeypatch):
+    monkeypatch.setattr("swell.engine.executor.ray.MAX_REPAIRS", 99)
+
+
+@pytest.mark.parametrize(
+    ("number", "rank"),
+    [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGSTOP, 1)],
+    ids=["killed", "killed, and it hosts the store", "stopped"],
+)
+def test_a_lost_worker_is_replaced_and_the_answer_goes_on(core, whole, number, rank):
+    before = pids(core)
+    ask(core)
+    tokens = answers(core, 8)
+    os.kill(before[rank], number)
+    with pytest.raises(WorkerLost, match=rf"worker {rank} \(pid {before[rank]}\)") as lost:
+        answers(core, tokens=tokens)
+    ticks = core.executor.ticks
+    mend(core, lost.value)
+    after = pids(core)
+    assert after[rank] != before[rank] and not Path(f"/proc/{before[rank]}").exists()
+    assert after[1 - rank] == before[1 - rank], "the other one goes on as it is"
+    assert answers(core, tokens=tokens) == whole
+    core.check_idle()
+    assert ticks > 0
+    while core.executor.ticks <= ticks:  # they are told by the next beat
+        check_for(core, 0.1)
+
+
+def test_groups_that_are_left_in_a_step_are_formed_again(core, whole):
+    ask(core)
+    tokens = answers(core, 8)
+    core.executor.abort()
+    with pytest.raises(GroupBroken) as broken:
+        answers(core, tokens=tokens)
+    mend(core, broken.value)
+    assert answers(core, tokens=tokens) == whole
+
+
+def test_a_worker_that_fails_by_itself_is_replaced_but_not_for_ever(core, whole, monkeypatch):
+    ask(core)
+    tokens = answers(core, 8)
+    core.executor.execute(SchedulerOutput(10**6, slots=[10**6], starts=[0], num_tokens=[1]))
+    with pytest.raises(WorkerLost, match=r"worker \d .* failed: IndexError") as lost:
+        answers(core, tokens=tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr("swell.engine.executor.ray.MAX_REPAIRS", 0)
+        with pytest.raises(ExecutorError, match="more than 0 times"):
+            core.executor.repair()
+    mend(core, lost.value)
+    assert answers(core, tokens=tokens) == whole
+
+
+def test_workers_that_die_in_an_idle_engine_are_noticed(core):
+    """The last test here: they are not replaced."""
+    core.executor.check()
+    for pid in pids(core):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        check_for(core, 60.0)
+
+
+def check_for(core: EngineCore, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        core.executor.check()
+        time.sleep(0.05)

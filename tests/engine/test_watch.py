@@ -1,0 +1,126 @@
+"""Who is taken for stopped: a timetable in, an accusation out."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swell.engine.executor.watch import Watch
+
+LIMIT_S = 4.0
+LOOK_S = LIMIT_S / 8
+
+
+def accusations(
+    until_s: float,
+    *,
+    silent: dict[int, float] | None = None,
+    stuck_from_s: float = 1e9,
+    step_from_s: float | None = None,
+    sleeps: tuple[float, float] = (1e9, 1e9),
+    ranks: int = 3,
+) -> dict[float, set[int]]:
+    """Who is accused when. `silent`: rank -> its last beat. Ticks grow by two a second, those of
+    rank 2 by one, until `stuck_from_s`. Whoever looks sleeps from .. to `sleeps`."""
+    watch, found, now = Watch(LIMIT_S), {}, 0.0
+    while now <= until_s:
+        if not sleeps[0] <= now < sleeps[1]:
+            for rank in range(ranks):
+                if now <= (silent or {}).get(rank, 1e9):
+                    watch.beat(rank, int(min(now, stuck_from_s) * (2 - rank // 2)), now)
+            if step_from_s is not None and now >= step_from_s:
+                watch.step_out(step_from_s)
+            if accused := watch.look(now):
+                found[now] = set(accused)
+        now += LOOK_S
+    return found
+
+
+def test_nobody_is_accused_who_beats():
+    assert accusations(100.0) == {}, "idle"
+    assert accusations(100.0, step_from_s=1.0) == {}, "a slow step: layers are computed"
+    assert accusations(100.0, stuck_from_s=3.0) == {}, "idle workers compute nothing"
+
+
+def test_silence_is_noticed_after_the_limit_and_in_the_same_look():
+    found = accusations(20.0, silent={0: 3.0, 2: 3.0}, step_from_s=1.0)
+    first = 3.0 + LIMIT_S + LOOK_S
+    assert min(found) == first
+    assert set(map(frozenset, found.values())) == {frozenset({0, 2})}
+    assert found == accusations(20.0, silent={0: 3.0, 2: 3.0}), "with or without a step"
+
+
+def test_who_is_furthest_behind_is_stuck():
+    found = accusations(30.0, stuck_from_s=10.0, step_from_s=5.0)
+    assert min(found) == 10.0 + 2 * LIMIT_S + LOOK_S
+    assert set(map(frozenset, found.values())) == {frozenset({2})}
+
+
+def test_a_step_has_the_whole_time_from_its_beginning():
+    assert min(accusations(40.0, stuck_from_s=0.0, step_from_s=20.0)) == 20.0 + 2 * LIMIT_S + LOOK_S
+
+
+def test_a_silent_worker_is_accused_rather_than_those_who_wait_for_it():
+    found = accusations(30.0, silent={1: 10.0}, stuck_from_s=10.0, step_from_s=5.0)
+    assert set(map(frozenset, found.values())) == {frozenset({1})}
+
+
+def test_who_slept_accuses_nobody_when_it_wakes():
+    assert accusations(100.0, sleeps=(10.0, 60.0), step_from_s=1.0) == {}
+    found = accusations(100.0, sleeps=(10.0, 60.0), silent={1: 30.0})
+    assert min(found) > 60.0 + LIMIT_S, "its time counts from the waking"
+    stuck = accusations(100.0, sleeps=(10.0, 60.0), stuck_from_s=9.0, step_from_s=1.0)
+    assert min(stuck) > 60.0 + 2 * LIMIT_S
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.floats(0.0, 1e6))
+def test_beats_that_come_within_the_limit_never_accuse(gaps, origin):
+    """Whatever the rhythm in which things are seen."""
+    watch, now = Watch(LIMIT_S), origin
+    watch.step_out(now)
+    for ticks, gap in enumerate(gaps):
+        now += gap / 5 * LIMIT_S * 0.99
+        assert watch.look(now) == {}
+        watch.beat(0, ticks, now)
+        watch.beat(1, ticks, now)
+        assert watch.look(now) == {}
+
+
+def test_a_young_worker_is_not_behind_and_progress_never_falls():
+    watch, now = Watch(LIMIT_S), 0.0
+    for rank, ticks in ((0, 100), (1, 90)):
+        watch.beat(rank, 0, now)
+        watch.beat(rank, ticks, now)
+    assert watch.ticks == 190
+    watch.forget(1)
+    assert watch.ranks == {0}
+    watch.beat(1, 0, now)
+    watch.grouped()
+    watch.beat(0, 103, now)
+    watch.beat(1, 5, now)
+    assert watch.ticks == 198
+    watch.step_out(now)
+    found = {}
+    while not found:
+        now += LOOK_S
+        watch.beat(0, 103, now)
+        watch.beat(1, 5, now)
+        found = watch.look(now)
+    assert set(found) == {0}
+
+
+def test_who_does_not_leave_its_groups_is_caught_unless_it_still_computes():
+    """Worker 0 forms groups and waits there, 1 computes a long step, 2 is caught in its own."""
+    watch, now, found = Watch(LIMIT_S), 0.0, {}
+    watch.beat(2, 0, now, generation=1)
+    watch.forming(2, now)
+    while not found:
+        watch.beat(0, 7, now, generation=2)
+        watch.beat(1, int(now), now, generation=1)
+        watch.beat(2, 7, now, generation=1)
+        found = watch.look(now)
+        now += LOOK_S
+    assert set(found) == {2}
+    assert now - LOOK_S > LIMIT_S
+    watch.grouped()
+    assert watch.look(now) == {}

@@ -1,0 +1,220 @@
+"""A worker without tensors at the two channels of an engine that is played by the test."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from swell.coordinator.channel import Inbox, Outlet, make_keys
+from swell.engine.executor.beats import BeatListener
+from swell.worker.groups import GroupError
+from swell.worker.loop import Beacon, WorkerLoop
+from swell.worker.wire import (
+    AsyncModelRunnerOutput,
+    GroupPlan,
+    ModelRunnerOutput,
+    Regroup,
+    Regrouped,
+    SchedulerOutput,
+    Shutdown,
+    WorkerCommand,
+    WorkerFailure,
+    WorkerHello,
+    WorkerMessage,
+)
+
+RANK = 3
+LONG_S = 30.0
+STALL_S = 1.0
+
+
+class StubOutput(AsyncModelRunnerOutput):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def get_output(self) -> ModelRunnerOutput:
+        return ModelRunnerOutput(self.step)
+
+
+class StubWorker:
+    """Steps do what the test says, by their number."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+        self.executed: list[int] = []
+        self.aborts: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self.steps: dict[int, Callable[[], object]] = {}
+        self.forming: Callable[[], object] = lambda: None
+
+    def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
+        self.executed.append(plan.step)
+        self.steps.get(plan.step, lambda: None)()
+        self.ticks += 1
+        return StubOutput(plan.step)
+
+    def regroup(self, plan: GroupPlan) -> Regrouped:
+        self.forming()
+        return Regrouped(RANK, plan.generation)
+
+    def abort(self, generation: int | None = None) -> None:
+        self.aborts.put(generation)
+
+    def wait_for_abort(self) -> None:
+        """As a collective does whose peers have gone."""
+        self.aborts.get(timeout=LONG_S)
+        raise GroupError("a peer has gone")
+
+
+class Engine:
+    """The engine's ends of both channels, and the worker's threads."""
+
+    def __init__(self) -> None:
+        keys = make_keys()
+        self.worker = StubWorker()
+        self.inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys)
+        self.beats = BeatListener(keys, "127.0.0.1", STALL_S)
+        outlet: Outlet[WorkerCommand] = Outlet(self.inbox.address, WorkerCommand, keys)
+        loop = WorkerLoop(RANK, self.worker, outlet)
+        second: Outlet[WorkerCommand] = Outlet(self.beats.address, WorkerCommand, keys)
+        self.beacon = Beacon(loop, second, STALL_S / 8)
+        self.thread = threading.Thread(target=loop.run)
+        self.thread.start()
+        self.outlet = outlet
+        self.said: list[WorkerMessage] = []
+        self.peer = b""
+        assert self.hear() == WorkerHello(RANK)
+
+    def hear(self) -> WorkerMessage:
+        deadline = time.monotonic() + LONG_S
+        while not self.said:
+            assert time.monotonic() < deadline, "the worker says nothing"
+            for peer, message in self.inbox.receive(0.1):
+                self.peer = peer
+                self.said.append(message)
+        return self.said.pop(0)
+
+    def send(self, *commands: WorkerCommand) -> None:
+        for command in commands:
+            self.inbox.send(self.peer, command)
+
+    def close(self) -> None:
+        self.send(Shutdown())
+        self.thread.join(LONG_S)
+        self.beacon.stop()
+        self.outlet.close()
+        self.beats.close()
+        self.inbox.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.close()
+    assert not engine.thread.is_alive()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.01)
+
+
+def plan(step: int) -> SchedulerOutput:
+    return SchedulerOutput(step)
+
+
+def test_results_come_in_order_and_every_plan_is_started(engine):
+    engine.send(*(plan(step) for step in range(1, 9)))
+    assert [engine.hear() for _ in range(8)] == [ModelRunnerOutput(step) for step in range(1, 9)]
+
+
+@pytest.mark.parametrize("error", [GroupError("a peer has gone"), IndexError("slot 99")])
+def test_after_a_failure_nothing_is_computed_until_the_groups_stand_again(engine, error):
+    def fail() -> None:
+        raise error
+
+    engine.worker.steps[2] = fail
+    engine.send(Regroup(GroupPlan(generation=4)))
+    assert engine.hear() == Regrouped(RANK, 4)
+    engine.send(plan(1))
+    assert engine.hear() == ModelRunnerOutput(1)
+    engine.send(plan(2), plan(3), plan(4))
+    text, group = f"{type(error).__name__}: {error}", isinstance(error, GroupError)
+    assert engine.hear() == WorkerFailure(2, RANK, text, group, generation=4)
+    assert engine.worker.aborts.get(timeout=LONG_S) is None, "it leaves its groups itself"
+    engine.send(Regroup(GroupPlan(generation=5)), plan(5))
+    assert [engine.hear(), engine.hear()] == [Regrouped(RANK, 5), ModelRunnerOutput(5)]
+    assert engine.worker.executed == [1, 2, 5]
+
+
+def test_results_that_are_due_when_groups_change_are_never_told(engine):
+    """They would be taken for results of the steps that come after."""
+    engine.worker.steps[1] = lambda: until(lambda: sent)
+    sent: list[bool] = []
+    engine.send(plan(1), Regroup(GroupPlan(generation=1)), plan(2))
+    sent.append(True)
+    heard = [engine.hear()]
+    while heard[-1] != ModelRunnerOutput(2):
+        heard.append(engine.hear())
+    assert heard[-2:] == [Regrouped(RANK, 1), ModelRunnerOutput(2)]
+
+
+def test_an_abort_ends_a_step_and_older_ones_are_nothing(engine):
+    engine.send(Regroup(GroupPlan(generation=2)))
+    engine.hear()
+    engine.worker.steps[1] = engine.worker.wait_for_abort
+    until(lambda: RANK in engine.beats.ranks)
+    engine.beats.abort(1)
+    engine.send(plan(1))
+    engine.beats.abort(2)
+    failure = engine.hear()
+    assert isinstance(failure, WorkerFailure) and failure.group
+    seen = {engine.worker.aborts.get() for _ in range(engine.worker.aborts.qsize())}
+    assert 1 not in seen, "those groups had been left before"
+
+
+def test_an_abort_that_comes_before_the_groups_are_formed_is_not_missed(engine):
+    """`Worker.regroup` begins by forgetting earlier aborts."""
+
+    def form() -> None:
+        engine.beats.abort(1)
+        engine.worker.aborts.get(timeout=LONG_S)
+        engine.worker.wait_for_abort()
+
+    until(lambda: RANK in engine.beats.ranks)
+    engine.worker.forming = form
+    engine.send(Regroup(GroupPlan(generation=1)))
+    failure = engine.hear()
+    assert isinstance(failure, WorkerFailure) and failure.group and failure.generation == 1
+    engine.worker.forming = lambda: None
+    engine.send(Regroup(GroupPlan(generation=2)))
+    while engine.hear() != Regrouped(RANK, 2):
+        """Failures of generation 1."""
+
+
+def test_beats_go_on_while_a_step_computes_and_their_end_is_noticed(engine):
+    begun, done = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        begun.set()
+        done.wait(LONG_S)
+
+    engine.worker.steps[1] = compute
+    engine.send(plan(1))
+    assert begun.wait(LONG_S)
+    engine.worker.ticks = 41
+    until(lambda: engine.beats.ticks == 41)
+    assert engine.beats.stopped() == {}
+    done.set()
+    assert engine.hear() == ModelRunnerOutput(1)
+    until(lambda: engine.beats.ticks == 42)
+    engine.beacon._ending = True
+    until(lambda: set(engine.beats.stopped()) == {RANK})
+    engine.beats.forget(RANK)
+    assert engine.beats.stopped() == {} and engine.beats.ranks == set()
