@@ -1,0 +1,85 @@
+"""Traces of conversations: what users would say and when, drawn from a seed.
+
+Users come by a Poisson process. Each begins with one of a few system prompts, speaks, waits for
+the whole answer, thinks, and speaks again; a prompt is everything that was said before.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from swell.engine.block_hash import extend_block_hashes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the conversations of a trace are like. Lengths are means of what is drawn."""
+
+    users_per_s: float = 2.0
+    duration_s: float = 120.0
+    """Users come for so long."""
+    system_prompts: int = 4
+    system_tokens: int = 512
+    turns: float = 6.0
+    user_tokens: float = 100.0
+    answer_tokens: float = 150.0
+    think_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request."""
+
+    prompt_tokens: int
+    """Tokens of the conversation that are its prompt."""
+    answer_tokens: int
+    think_s: float
+    """From the end of the answer before it."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One user's tokens, and how they divide into turns."""
+
+    number: int
+    start_s: float
+    token_ids: list[int]
+    turns: list[Turn]
+    names: list[bytes]
+    """Of its full blocks: those of a prompt are the first of them."""
+
+
+def generate(shape: Shape, seed: int, block_tokens: int) -> list[Conversation]:
+    """The conversations of a trace, in the order of their starts."""
+    draw = random.Random(seed)
+    systems = [_tokens(draw, shape.system_tokens) for _ in range(shape.system_prompts)]
+    conversations: list[Conversation] = []
+    now_s = draw.expovariate(shape.users_per_s)
+    while now_s < shape.duration_s:
+        token_ids, turns = _talk(draw, shape, draw.choice(systems))
+        names: list[bytes] = []
+        extend_block_hashes(names, token_ids, block_tokens)
+        conversations.append(Conversation(len(conversations), now_s, token_ids, turns, names))
+        now_s += draw.expovariate(shape.users_per_s)
+    return conversations
+
+
+def _talk(draw: random.Random, shape: Shape, system: list[int]) -> tuple[list[int], list[Turn]]:
+    """What is said in one conversation, and how it divides into turns."""
+    token_ids, turns = list(system), []
+    for index in range(_count(draw, shape.turns)):
+        token_ids += _tokens(draw, _count(draw, shape.user_tokens))
+        think_s = draw.expovariate(1 / shape.think_s) if index else 0.0
+        turns.append(Turn(len(token_ids), _count(draw, shape.answer_tokens), think_s))
+        token_ids += _tokens(draw, turns[-1].answer_tokens)
+    return token_ids, turns
+
+
+def _count(draw: random.Random, mean: float) -> int:
+    """At least one, exponentially distributed."""
+    return 1 + int(draw.expovariate(1 / mean))
+
+
+def _tokens(draw: random.Random, count: int) -> list[int]:
+    return draw.choices(range(1 << 16), k=count)
