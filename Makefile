@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-fast test-gpu lint typecheck clean
+.PHONY: setup demo test test-fast test-gpu fault-matrix lint typecheck clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,10 @@ test-fast: setup
 test-gpu:
 	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
 	PYTHONPATH=build/gpu:. $(PYTHON) -m pytest tests/gpu -m gpu
+
+# Every fault in every moment, under load: about an hour on two cores; rewrites the tables of the page.
+fault-matrix: setup
+	$(BIN)/python -m swell.cluster.faults --markdown docs/reliability.md
 
 lint: setup
 	$(BIN)/ruff check .

@@ -149,7 +149,8 @@ def test_ctrl_c_while_starting_leaves_nothing():
 
 @pytest.fixture(scope="module")
 def cluster():
-    with Cluster(NANO, "model.dtype=float32", "cluster.max_engines=3") as running:
+    settings = ("cluster.max_engines=3", "cluster.stall_timeout_s=5")
+    with Cluster(NANO, "model.dtype=float32", *settings) as running:
         yield running
 
 
@@ -245,6 +246,37 @@ def test_a_killed_engine_is_replaced_and_its_answers_go_on(cluster):
     assert resubmitted(cluster) > moved, "the case under test"
     after = wait_for_engines(cluster, 1)
     assert after["engines"][0]["pid"] != state["engines"][0]["pid"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
+def test_a_coordinator_that_is_lost_comes_back(cluster, number):
+    """It is in nobody's way: answers go on, and the change after it succeeds."""
+    results: list[list[int]] = []
+    calm = stream(cluster, 1500, results)
+    calm.join()
+    before = wait_for_engines(cluster, 1)
+    moved = resubmitted(cluster)
+    streams = [stream(cluster, 1500, results) for _ in range(3)]
+    time.sleep(0.3)
+    os.kill(before["coordinator"]["pid"], number)
+    streams += [stream(cluster, 1500, results) for _ in range(2)]
+    deadline = time.monotonic() + 60
+    while (pid := cluster.get("/admin/cluster").json()["coordinator"]["pid"]) == (
+        before["coordinator"]["pid"]
+    ):
+        assert time.monotonic() < deadline, "it was not replaced"
+        time.sleep(0.1)
+    for thread in streams:
+        thread.join()
+    assert len(results) == 6 and all(ids == results[0] for ids in results)
+    assert resubmitted(cluster) == moved, "no engine was in its way"
+    after = wait_for_engines(cluster, 1)
+    assert after["epoch"] > before["epoch"]
+    assert after["engines"][0]["pid"] == before["engines"][0]["pid"]
+    assert cluster.post("/admin/scale", {"engines": 2}).status_code == 202
+    assert wait_for_engines(cluster, 2)["coordinator"]["pid"] == pid
+    assert cluster.post("/admin/scale", {"engines": 1}).status_code == 202
+    wait_for_engines(cluster, 1)
 
 
 def test_serve_run_deploys_the_same_app():

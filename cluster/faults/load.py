@@ -1,0 +1,316 @@
+"""Streams of known requests, and whether each answer is the one that a calm cluster gives.
+
+A request's answer is a function of its body alone: greedy, or sampled with a seed. So the answers
+of an undisturbed cluster are the oracle, and a fault may change nothing but the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+
+_ANSWER_S = 120.0
+"""An answer that takes longer has failed; a replacement takes a fraction of it."""
+_CONNECT_S = 10.0
+_CALM_STREAMS = 8
+"""Requests that run at once while the oracle is made."""
+_WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "kitten", "moon")
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """Sizes of prompts and answers; both are drawn evenly from a range."""
+
+    prompt_words: tuple[int, int]
+    output_tokens: tuple[int, int]
+
+
+DECODE = Shape((2, 12), (200, 600))
+"""Answers that last: a fault hits them in the middle."""
+PREFILL = Shape((120, 200), (4, 24))
+"""Prompts that last: about six bytes a word, and nano's tokens are bytes."""
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One request."""
+
+    path: str
+    body: dict[str, Any]
+
+
+def make_asks(model: str, count: int, shape: Shape, seed: int) -> list[Ask]:
+    """Chats and completions, greedy and sampled, half each; some stop at a string, some come
+    whole. The same for the same seed."""
+    rng = random.Random(seed)
+    asks = []
+    for index in range(count):
+        text = " ".join(rng.choices(_WORDS, k=rng.randint(*shape.prompt_words)))
+        prompt = rng.choice(("repeat 5 times: ", "sort: ", "reverse: ", "upper: ")) + text
+        body: dict[str, Any] = {
+            "model": model,
+            "max_tokens": rng.randint(*shape.output_tokens),
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        if index // 2 % 2:
+            body |= {"temperature": round(rng.uniform(0.8, 1.0), 2), "seed": index}
+        if index % 5 == 3:
+            body["stop"] = [rng.choice(_WORDS)[:3], "zz"]
+        if index % 3 != 2:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if index % 2:
+            asks.append(Ask("/v1/completions", {**body, "prompt": prompt}))
+        else:
+            messages = [{"role": "user", "content": prompt}]
+            asks.append(Ask("/v1/chat/completions", {**body, "messages": messages}))
+    return asks
+
+
+@dataclass
+class Answer:
+    """What became of one request, with times on the monotonic clock."""
+
+    ask: int
+    began_s: float
+    text: str = ""
+    finish_reason: str | None = None
+    usage: tuple[int, int] | None = None
+    """Tokens of the prompt and of the answer."""
+    engines: str = ""
+    """`x-swell-engine`."""
+    chunks_s: list[float] = field(default_factory=list)
+    ended_s: float = 0.0
+    error: str | None = None
+    cut: bool = False
+    """The connection ended; else an `error` is what the server said, or that it said nothing."""
+
+    @property
+    def pause_s(self) -> float:
+        """The longest wait of its reader, from the request on. A whole answer has none."""
+        times = [self.began_s, *self.chunks_s, self.ended_s] if self.chunks_s else []
+        return max((later - time_s for time_s, later in itertools.pairwise(times)), default=0.0)
+
+
+# ---------------------------------------------------------------- one request
+
+
+class _Part(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    text: str = ""
+    delta: _Part = _Part()
+    message: _Part = _Part()
+    finish_reason: str | None = None
+
+    @property
+    def words(self) -> str:
+        return self.text or self.delta.content or self.message.content or ""
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Body(msgspec.Struct, frozen=True):
+    """A whole answer or a chunk of one, of chats or completions."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Refused(RuntimeError):
+    """The server says that it failed."""
+
+
+async def answer_into(answer: Answer, client: httpx.AsyncClient, url: str, ask: Ask) -> None:
+    """Send one request and keep everything that comes; a failure is kept too, never raised."""
+    try:
+        async with (
+            asyncio.timeout(_ANSWER_S),
+            client.stream("POST", url + ask.path, json=ask.body) as response,
+        ):
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                raise _Refused(f"{response.status_code}: {text[:300]}")
+            answer.engines = response.headers.get("x-swell-engine", "")
+            if ask.body.get("stream"):
+                await _read_events(answer, response)
+            else:
+                _take(answer, await response.aread())
+    except (TimeoutError, httpx.TimeoutException):
+        answer.error = f"no end after {time.monotonic() - answer.began_s:.0f} s"
+    except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+        answer.error, answer.cut = f"{type(error).__name__}: {error}", True
+    except (httpx.TransportError, msgspec.MsgspecError, _Refused) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.ended_s = time.monotonic()
+
+
+async def _read_events(answer: Answer, response: httpx.Response) -> None:
+    async for line in response.aiter_lines():
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: "):
+            answer.chunks_s.append(time.monotonic())
+            _take(answer, line[6:].encode())
+    raise _Refused("the stream ended in order, but before its [DONE]")
+
+
+def _take(answer: Answer, data: bytes) -> None:
+    body = msgspec.json.decode(data, type=_Body)
+    if body.error is not None:
+        raise _Refused(str(body.error))
+    for choice in body.choices:
+        answer.text += choice.words
+        answer.finish_reason = choice.finish_reason or answer.finish_reason
+    if body.usage is not None:
+        answer.usage = (body.usage.prompt_tokens, body.usage.completion_tokens)
+
+
+# ---------------------------------------------------------------- many requests
+
+
+class Load:
+    """`streams` requests in flight over `urls`, each followed by the next.
+
+    Every request has a connection of its own, so ingresses that share a port share them, and one
+    that ends takes with it only what it was answering.
+    """
+
+    def __init__(self, urls: Sequence[str], asks: Sequence[Ask], streams: int) -> None:
+        self.answers: list[Answer] = []
+        """Those that have ended, well or not."""
+        self.open: dict[int, Answer] = {}
+        """Those in flight, by their stream."""
+        self._urls = urls
+        self._asks = asks
+        self.streams = streams
+        self._tasks: list[asyncio.Task[None]] = []
+        self._turns = itertools.count()
+        self._stopping = False
+
+    def start(self, rounds: int | None = None) -> None:
+        """Keep every stream busy until `finish`, or for so many requests each."""
+        self._tasks += [
+            asyncio.create_task(self._keep_asking(place, rounds)) for place in range(self.streams)
+        ]
+
+    @property
+    def busy(self) -> bool:
+        """Whether any stream goes on."""
+        return any(not task.done() for task in self._tasks)
+
+    @property
+    def streaming(self) -> int:
+        """Requests in flight whose answer has begun."""
+        return sum(bool(answer.chunks_s) for answer in self.open.values())
+
+    async def finish(self) -> list[Answer]:
+        """Submit nothing more, wait for what is in flight, and give every answer."""
+        self._stopping = True
+        return await self.ended()
+
+    async def ended(self) -> list[Answer]:
+        """Wait until all rounds are over, and give every answer."""
+        await asyncio.gather(*self._tasks)
+        return self.answers
+
+    async def _keep_asking(self, place: int, rounds: int | None) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        patience = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
+        # Our servers speak plain HTTP; reading certificates would cost every stream some CPU.
+        async with httpx.AsyncClient(
+            limits=limits, timeout=patience, trust_env=False, verify=False
+        ) as client:
+            for _round in itertools.count() if rounds is None else range(rounds):
+                if self._stopping:
+                    return
+                number = next(self._turns)
+                answer = Answer(number % len(self._asks), time.monotonic())
+                self.open[place] = answer
+                url = self._urls[number % len(self._urls)]
+                await answer_into(answer, client, url, self._asks[answer.ask])
+                self.answers.append(self.open.pop(place))
+
+
+class ReferenceFailed(RuntimeError):
+    """An undisturbed cluster did not answer."""
+
+
+async def reference(url: str, asks: Sequence[Ask]) -> list[Answer]:
+    """The answer to each request, in order. Raises ReferenceFailed."""
+    load = Load([url], asks, _CALM_STREAMS)
+    load.start(rounds=-(-len(asks) // _CALM_STREAMS))
+    answers = {answer.ask: answer for answer in await load.ended()}
+    for answer in answers.values():
+        if answer.error:
+            raise ReferenceFailed(f"request {answer.ask}: {answer.error}")
+    return [answers[index] for index in range(len(asks))]
+
+
+# ---------------------------------------------------------------- what became of them
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Counts of answers; `cut` ended with their connection, `failed` in any other way."""
+
+    answers: int
+    failed: int
+    cut: int
+    wrong: int
+    pause_s: float
+    """The longest wait of any reader."""
+    moved: int
+    """Answers that name more than one engine."""
+    examples: list[str] = []
+    """The first few that failed or are wrong."""
+
+
+def compare(expected: Sequence[Answer], answers: Sequence[Answer]) -> Verdict:
+    """Judge every answer by the one to the same request; of a cut one what came must be right."""
+    wrong = [line for answer in answers if (line := difference(expected[answer.ask], answer))]
+    cut = [answer for answer in answers if answer.cut]
+    failed = [answer for answer in answers if answer.error and not answer.cut]
+    lines = [f"request {answer.ask}: {answer.error}" for answer in (*failed, *cut)]
+    return Verdict(
+        answers=len(answers),
+        failed=len(failed),
+        cut=len(cut),
+        wrong=len(wrong),
+        pause_s=max((answer.pause_s for answer in answers), default=0.0),
+        moved=sum("," in answer.engines for answer in answers),
+        examples=(wrong[:3] + lines[:3]),
+    )
+
+
+def difference(expected: Answer, got: Answer) -> str | None:
+    """Which field differs, and where; None if none does."""
+    if got.error:
+        text = expected.text[: len(got.text)]
+        pairs: list[tuple[str, Any, Any]] = [("text", text, got.text)]
+    else:
+        names = ("text", "finish_reason", "usage")
+        pairs = [(name, getattr(expected, name), getattr(got, name)) for name in names]
+    for name, right, said in pairs:
+        if right != said:
+            return f"request {got.ask} (engines {got.engines}): {name} {_where(right, said)}"
+    return None
+
+
+def _where(right: Any, said: Any) -> str:
+    if not isinstance(right, str) or not isinstance(said, str):
+        return f"{said!r} for {right!r}"
+    pairs = zip(right, said, strict=False)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return f"{said[same : same + 12]!r} for {right[same : same + 12]!r} at character {same}"

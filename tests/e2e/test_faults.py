@@ -1,0 +1,107 @@
+"""Whatever single process is lost, every answer ends, and is the one of an undisturbed cluster.
+
+A part of the matrix of docs/reliability.md. A cell waits until the process that was hit is gone and
+has a successor (or, if it was only slow, until all processes have been the same for a while), so a
+fault that did nothing cannot pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from swell.cluster.faults import events, moments
+from swell.cluster.faults.__main__ import soak_events
+from swell.cluster.faults.load import DECODE
+from swell.cluster.faults.trial import Cell, Setup, Trial
+from tests.e2e.cluster import NANO
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STREAMS = 16
+STALL = "cluster.stall_timeout_s=3"
+DENSE = ["parallel.data=2", "parallel.tensor=2", STALL]
+EXPERT = ["parallel.data=2", "parallel.expert=true", STALL]
+
+MOVES = ("kill-engine", "scale-down")
+"""Faults after which another engine must go on with what was in flight."""
+
+
+@pytest.fixture(scope="module")
+def dense() -> Iterator[Trial]:
+    with Trial(Setup("dense", str(NANO), DENSE), STREAMS, seed=0) as trial:
+        yield trial
+
+
+@pytest.fixture(scope="module")
+def expert() -> Iterator[Trial]:
+    model = str(NANO.parent / "nano-moe")
+    with Trial(Setup("expert", model, EXPERT, waves=True), STREAMS, seed=0) as trial:
+        yield trial
+
+
+def assert_kept(cell: Cell) -> None:
+    """The promise, for answers that were really in flight."""
+    assert cell.verdict.failed == cell.verdict.wrong == cell.verdict.cut == 0, cell
+    assert cell.troubles == [], cell
+    assert cell.recover_s is not None
+    assert cell.verdict.answers >= STREAMS
+    assert cell.in_flight > 0 or cell.moment in ("idle", "wave-end")
+    if cell.event in MOVES:
+        assert cell.resubmitted > 0, cell
+
+
+@pytest.mark.parametrize(
+    ("event", "moment"),
+    [
+        ("nothing", "decode"),
+        ("kill-engine", "decode"),
+        ("kill-engine", "idle"),
+        ("kill-engine", "prefill"),
+        ("kill-engine", "rescale-prepare"),
+        ("scale-down", "decode"),
+        ("drain", "decode"),
+        ("kill-worker", "decode"),
+        ("stop-worker", "decode"),
+        ("slow-worker", "decode"),
+        ("kill-manager", "decode"),
+        ("kill-coordinator", "decode"),
+    ],
+)
+def test_dense(dense: Trial, event: str, moment: str) -> None:
+    assert_kept(dense.cell(events.named(event), moments.named(moment)))
+
+
+@pytest.mark.parametrize(
+    ("event", "moment"),
+    [
+        ("nothing", "decode"),
+        ("kill-engine", "decode"),
+        ("kill-engine", "wave-start"),
+        ("kill-engine", "wave-end"),
+        ("stop-worker", "decode"),
+        ("kill-coordinator", "decode"),
+    ],
+)
+def test_expert_parallel(expert: Trial, event: str, moment: str) -> None:
+    assert_kept(expert.cell(events.named(event), moments.named(moment)))
+
+
+def test_dense_grows_and_shrinks(dense: Trial) -> None:
+    assert_kept(dense.row("1, 3, 1, 2", sizes(1, 3, 1, 2), DECODE))
+
+
+def test_expert_parallel_grows_and_shrinks(expert: Trial) -> None:
+    assert_kept(expert.row("1, 3, 1, 2", sizes(1, 3, 1, 2), DECODE))
+
+
+@pytest.mark.parametrize("setup", ["dense", "expert"])
+def test_random_faults_in_a_row(setup: str, request: pytest.FixtureRequest) -> None:
+    names = ("kill-engine", "kill-worker", "kill-coordinator", "slow-engine", "scale-up", "drain")
+    drawn = soak_events([events.named(name) for name in names], 6, seed=3)
+    assert_kept(request.getfixturevalue(setup).row("soak", drawn, DECODE))
+
+
+def sizes(*wanted: int) -> list[events.Event]:
+    return [events.scale(f"scale-to-{size}", lambda _now, size=size: size) for size in wanted]
