@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 
 import msgspec
 
-from swell.cluster.async_llm import EngineGone
 from swell.cluster.openai import responses as api
-from swell.cluster.openai.responses import error_body
 from swell.cluster.outputs import CompletionOutput, RequestOutput
-from swell.cluster.sse import DONE, ChatStream, CompletionStream
+from swell.cluster.routing.router import NoEngine
+from swell.cluster.sse import DONE, ChatStream, CompletionStream, comment, error_event
+from swell.cluster.tickets import EngineGone
+
+ENGINES = "x-swell-engine"
+"""The header that names the ranks that served, in order."""
+_CODES = {EngineGone: "engine_failed", NoEngine: "no_engine"}
 
 
 class Answer(ABC):
@@ -40,13 +44,20 @@ class Answer(ABC):
     def _stream(self) -> CompletionStream | ChatStream: ...
 
     async def events(
-        self, outputs: AsyncIterator[tuple[int, RequestOutput]], choices: int
+        self,
+        outputs: AsyncIterator[tuple[int, RequestOutput]],
+        choices: int,
+        *,
+        told: str,
+        engines: Callable[[], str],
     ) -> AsyncGenerator[bytes]:
-        """Server-sent events; `outputs` are deltas with the index of their prompt."""
+        """Server-sent events; `outputs` are deltas with the index of their prompt. Where
+        `engines` are no longer those that the header `told`, a comment says so at the end."""
         stream = self._stream()
         for event in self._opening(choices):
             yield event
         last: dict[int, RequestOutput] = {}
+        failed = False
         try:
             async for index, output in outputs:
                 last[index] = output
@@ -58,12 +69,16 @@ class Answer(ABC):
                     stop_reason=part.stop_reason,
                     token_ids=part.token_ids if self._return_token_ids else None,
                 )
-        except EngineGone as error:
-            yield b"data: " + error_body(str(error), type="server_error") + b"\n\n"
-            yield DONE
-            return
-        if self._include_usage:
+        except (EngineGone, NoEngine) as error:
+            failed = True
+            detail = api.ErrorDetail(
+                message=str(error), type="server_error", code=_CODES[type(error)]
+            )
+            yield error_event(api.ErrorBody(error=detail))
+        if self._include_usage and not failed:
             yield stream.usage(usage_of(list(last.values())))
+        if engines() != told:
+            yield comment(f"{ENGINES} {engines()}")
         yield DONE
 
     def _ids(self, ids: list[int]) -> list[int] | msgspec.UnsetType:

@@ -13,6 +13,7 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from swell.cluster.coordinator_handle import CoordinatorHandle
 from swell.cluster.edge import EdgeServer, claim_port, next_free_port, with_port
 from swell.cluster.ingress import Ingress
 from swell.cluster.manager import ClusterManager, ScaleRefused
@@ -24,6 +25,12 @@ from swell.coordinator.coordinator import CoordinatorContact
 _ACTOR_OPTIONS = {"num_cpus": 0}
 _SERVE_PROXY_PORT = 8000
 """Where `serve run` starts Serve's proxy."""
+_END_S = 20.0
+"""What it may take to end engines that have nothing left."""
+_HEALTH_CHECKS = 3
+"""As many in a row must fail before Serve replaces a replica."""
+_SHORTEST_CHECK_S = 3.0
+"""A replica that is busy may take so long to answer."""
 
 
 @serve.deployment(
@@ -36,7 +43,9 @@ class ManagerDeployment:
         configure_logging()
         namespace = f"swell-{serve.get_replica_context().app_name}"
         config = resolve_device(config)
-        self._manager = ClusterManager(config, Placement(config, namespace))
+        coordinator = CoordinatorHandle(config, namespace)
+        placement = Placement(config, namespace, coordinator)
+        self._manager = ClusterManager(config, coordinator, placement)
         await self._manager.start()
 
     async def contact(self) -> CoordinatorContact:
@@ -56,6 +65,17 @@ class ManagerDeployment:
 
     async def drain(self, rank: int) -> str | None:
         return _refusal(lambda: self._manager.drain(rank))
+
+    async def pause(self) -> str | None:
+        try:
+            await self._manager.pause()
+        except ScaleRefused as refused:
+            return _words(refused)
+        return None
+
+    async def resume(self) -> str | None:
+        await self._manager.resume()
+        return None
 
     async def __del__(self) -> None:
         await self._manager.stop()
@@ -90,10 +110,25 @@ def application(config: Config) -> serve.Application:
     """The Serve application of a configuration whose port is known to be usable."""
     manager: Any = ManagerDeployment
     ingress: Any = IngressDeployment
-    patience = {"graceful_shutdown_timeout_s": config.cluster.drain_timeout_s + 10}
-    return ingress.options(num_replicas=config.serve.ingress_replicas, **patience).bind(
-        config, manager.options(**patience).bind(config)
+    options = _supervision(config)
+    return ingress.options(num_replicas=config.serve.ingress_replicas, **options).bind(
+        config, manager.options(**options).bind(config)
     )
+
+
+def shutdown_s(config: Config) -> float:
+    """How long the replicas may take to end: the drain, and the end of what was drained."""
+    return config.cluster.drain_timeout_s + _END_S
+
+
+def _supervision(config: Config) -> dict[str, float]:
+    """Serve's limits: a replica that was stopped is replaced after about `stall_timeout_s`."""
+    check_s = max(_SHORTEST_CHECK_S, config.cluster.stall_timeout_s / (2 * _HEALTH_CHECKS))
+    return {
+        "graceful_shutdown_timeout_s": shutdown_s(config),
+        "health_check_timeout_s": check_s,
+        "health_check_period_s": min(check_s, 10.0),
+    }
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -117,5 +152,9 @@ def _refusal(change: Any) -> str | None:
     try:
         change()
     except ScaleRefused as refused:
-        return ("!" if refused.conflict else "") + str(refused)
+        return _words(refused)
     return None
+
+
+def _words(refused: ScaleRefused) -> str:
+    return ("!" if refused.conflict else "") + str(refused)

@@ -1,53 +1,46 @@
 """Answers for one ingress: places requests on engines, collects what they give, and moves
-requests whose engine has gone."""
+requests whose engine cannot go on."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from swell.cluster.detokenizer import Detokenizer
-from swell.cluster.link import EngineLinks
+from swell.cluster.link import EngineId, EngineLinks
 from swell.cluster.metrics import PrometheusStats
 from swell.cluster.output_processor import OutputProcessor
-from swell.cluster.outputs import RequestOutput, RequestOutputCollector, RequestOutputKind
+from swell.cluster.outputs import RequestOutput, RequestOutputKind
 from swell.cluster.params import SamplingParams
+from swell.cluster.readiness import Readiness
 from swell.cluster.routing.router import NoEngine, Router
+from swell.cluster.tickets import EngineGone, Move, Ticket
 from swell.configs.log import FactLogger
+from swell.configs.schema import Config
 from swell.coordinator.channel import CallTable, ChannelAddress, ChannelKeys
-from swell.coordinator.roster import Roster
+from swell.coordinator.roster import MemberState, Roster
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import (
     AbortRequests,
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    FinishReason,
     UtilityCall,
     UtilityOutput,
 )
 
-_MAX_RESUBMISSIONS = 5
-"""A request that outlives so many engines may be what kills them."""
-
-
-class EngineGone(RuntimeError):
-    """A request could not be finished by any engine."""
+_FIRST_VIEW_BEATS = 5
+"""Heartbeats for which an ingress that starts waits to hear who is here."""
 
 
 class EngineCallFailed(RuntimeError):
     """An engine's service raised: what it said."""
-
-
-class Ticket:
-    """One request on its way: its collector, and the engines that served it, in order."""
-
-    def __init__(self, request: EngineCoreRequest, kind: RequestOutputKind) -> None:
-        self.request = request
-        self.collector = RequestOutputCollector(kind, request.request_id)
-        self.ranks: list[int] = []
 
 
 class AsyncLLM:
@@ -55,14 +48,17 @@ class AsyncLLM:
 
     `on_limits` is told max_model_len (tokens) and the vocabulary's size with every view.
 
-    Resumption: when an engine leaves the roster, what it held is sent to another one with the
-    outputs that were already seen; that one recomputes them and continues.
+    Resumption: what an engine held that has left the roster, that replaces a worker while another
+    one could compute, that dropped it, or whose messages were lost, is sent to another engine, or
+    to the same again, with the outputs that were already seen; that one recomputes them and
+    continues. Without an engine a request waits: for `cluster.start_timeout_s` if it had one, else
+    for `serve.no_engine_timeout_s`.
     """
 
     def __init__(
         self,
         detokenizer: Detokenizer,
-        block_tokens: int,
+        config: Config,
         coordinator: ChannelAddress,
         keys: ChannelKeys,
         metrics: PrometheusStats,
@@ -70,42 +66,55 @@ class AsyncLLM:
     ) -> None:
         self.view = ClusterView(Roster())
         self.client_index = secrets.randbits(31)
+        self.readiness = Readiness(config.cluster.stall_timeout_s)
+        self.met_engine = False
+        """There was an engine at some time, so its limits are known."""
+        self._config = config
         self._metrics = metrics
         self._on_limits = on_limits
         self._processor = OutputProcessor(detokenizer, stats=metrics)
-        self._router = Router(block_tokens)
+        self._router = Router(config.cache.block_tokens)
         self._tickets: dict[str, Ticket] = {}
+        self._runs: dict[str, Ticket] = {}
+        """By the name under which its engine has it."""
         self._calls: CallTable[UtilityOutput] = CallTable()
-        self._homeless: list[str] = []
-        """Requests that wait for an engine to come."""
+        self._homeless: dict[str, asyncio.TimerHandle] = {}
+        """Requests that wait for an engine to come, and when they give up."""
+        self._first_view = asyncio.Event()
         self._log = FactLogger("cluster.ingress", client=self.client_index)
         self._links = EngineLinks(
             coordinator,
             keys,
             self.client_index,
+            heartbeat_s=config.cluster.heartbeat_s,
             on_view=self._on_view,
             on_outputs=self._on_outputs,
+            on_gap=lambda engine: self._move_all(engine, Move.UNHEARD),
         )
 
     @property
     def active_ranks(self) -> list[int]:
         return self._router.active_ranks
 
+    async def wait_for_view(self) -> None:
+        """Until it is known who is here; a coordinator that is away is not waited for long."""
+        try:
+            async with asyncio.timeout(_FIRST_VIEW_BEATS * self._config.cluster.heartbeat_s):
+                await self._first_view.wait()
+        except TimeoutError:
+            self._log.warning("the coordinator is silent")
+
     def submit(
         self, request: EngineCoreRequest, params: SamplingParams, kind: RequestOutputKind
     ) -> Ticket:
-        """Send a request to an engine. Raises NoEngine; nothing is left behind then."""
-        rank = self._router.choose(
-            request.request_id,
-            request.prompt_token_ids,
-            salt=request.cache_salt,
-            rank=request.data_parallel_rank,
-        )
+        """Send a request to an engine, or keep it until there is one. Raises NoEngine, with
+        nothing left behind, if there never was one."""
+        if not self.met_engine:
+            raise NoEngine("no engine is ready yet")
         ticket = Ticket(request, kind)
-        ticket.ranks.append(rank)
         self._tickets[request.request_id] = ticket
         self._processor.add_request(request, params, kind=kind, queue=ticket.collector)
-        self._links.send(rank, request)
+        self._place(ticket)
         return ticket
 
     async def outputs(self, ticket: Ticket) -> AsyncGenerator[RequestOutput]:
@@ -118,17 +127,17 @@ class AsyncLLM:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Nobody wants these any more; unknown and finished ones are ignored."""
-        ended = self._processor.abort_requests(request_ids, internal=True)
-        self._abort_in_engines(ended)
-        for request_id in ended:
-            self._forget(request_id)
+        self._end(self._processor.abort_requests(request_ids, internal=True))
 
     async def call_engine(self, rank: int, method: str, *args: str | int, timeout_s: float) -> Any:
         """Call a service of an engine. Raises EngineCallFailed with what the engine said, and
         TimeoutError when it says nothing in time."""
+        member = self.view.roster.find(rank)
+        if member is None:
+            raise EngineCallFailed(f"engine {rank} has left")
         future: asyncio.Future[UtilityOutput] = asyncio.get_running_loop().create_future()
         call_id = self._calls.open(future, timeout_s)
-        self._links.send(rank, UtilityCall(call_id, method, list(args)))
+        self._links.send(EngineId.of(member), UtilityCall(call_id, method, list(args)))
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await future
@@ -143,81 +152,162 @@ class AsyncLLM:
         await self._processor.wait_for_requests_to_drain()
 
     def close(self) -> None:
-        self._processor.propagate_error(EngineGone("the ingress is shutting down"))
+        self._fail(list(self._tickets), EngineGone("the ingress is shutting down"))
         self._links.close()
 
     # ---------------------------------------------------------------- what comes in
 
-    def _on_view(self, view: ClusterView, lost: Sequence[int]) -> None:
-        """Route by the new view; then move what lost engines held, then what waits for one."""
-        self.view = view
+    def _on_view(self, view: ClusterView, lost: Sequence[EngineId]) -> None:
+        """Route by the new view; then move what lost engines held, then what those hold that
+        compute nothing, then place what waits for an engine."""
+        before, self.view = self.view.roster, view
         self._router.update(view)
+        self.readiness.follow(view, time.monotonic())
+        self._first_view.set()
         members = view.roster.members
         if members:
             self._on_limits(
                 min(m.max_model_len for m in members), min(m.vocab_size for m in members)
             )
-        for rank in lost:
-            self._leave(rank)
-        if self._homeless and self._router.active_ranks:
-            homeless, self._homeless = self._homeless, []
-            for request_id in homeless:
-                self._resubmit(request_id)
+            self.met_engine = True
+        for engine in lost:
+            was = before.find(*engine)
+            left = was is not None and was.state is MemberState.LEAVING
+            self._move_all(engine, Move.LEFT if left else Move.DIED)
+        if self._router.active_ranks:
+            for member in members:
+                if member.state is MemberState.REPAIRING:
+                    self._move_all(EngineId.of(member), Move.REPAIRING)
+            for request_id in list(self._homeless):
+                self._place(self._tickets[request_id])
 
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
         if message.utility_output is not None:
             self._calls.answer(message.utility_output.call_id, message.utility_output)
-            return
-        result = self._processor.process_outputs(message.outputs)
+        # An end that nobody here asked for: an aborted request has no run any more.
+        dropped = [o for o in message.outputs if o.finish_reason is FinishReason.ABORT]
+        self._move([t for o in dropped if (t := self._runs.get(o.request_id))], Move.DROPPED)
+        outputs = [named for output in message.outputs if (named := self._named(output))]
+        result = self._processor.process_outputs(outputs)
         self._abort_in_engines(result.reqs_to_abort)
-        for output in message.outputs:
+        for output in outputs:
             if output.request_id not in self._processor.request_states:
                 self._forget(output.request_id)
             else:
                 self._router.answered(output.request_id)
 
-    def _leave(self, rank: int) -> None:
-        """Continue elsewhere what an engine held."""
-        moved = [i for i, ticket in self._tickets.items() if ticket.ranks[-1] == rank]
-        if moved:
-            self._log.warning(
-                "engine lost", rank=rank, epoch=self.view.roster.epoch, requests=len(moved)
-            )
-        for request_id in moved:
-            self._router.done(request_id)
-            self._resubmit(request_id)
+    def _named(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """The output under the name that the request has here; None if it is of an earlier run."""
+        ticket = self._runs.get(output.request_id)
+        if ticket is None:
+            return None
+        request_id = ticket.request.request_id
+        if output.request_id == request_id:
+            return output
+        return msgspec.structs.replace(output, request_id=request_id)
 
-    def _resubmit(self, request_id: str) -> None:
-        """Continue a request on another engine, or keep it until there is one."""
-        ticket = self._tickets.get(request_id)
-        state = self._processor.request_states.get(request_id)
-        if ticket is None or state is None:
-            return
-        if len(ticket.ranks) > _MAX_RESUBMISSIONS:
-            error = EngineGone(f"gave up after engines {ticket.ranks} were lost")
-            self._processor.propagate_error(error, [request_id])
-            self._forget(request_id)
-            return
-        request = state.resubmission(data_parallel_rank=None)
-        tokens = request.prompt_token_ids + request.output_token_ids
+    # ---------------------------------------------------------------- who is where
+
+    def _place(self, ticket: Ticket) -> None:
+        """Begin or continue a request on an engine, or keep it until there is one. What has begun
+        may continue anywhere."""
+        request_id, begun = ticket.request.request_id, bool(ticket.ranks)
+        request = self._processor.request_states[request_id].resubmission()
+        if begun:
+            request = msgspec.structs.replace(request, data_parallel_rank=None)
         try:
-            rank = self._router.choose(request_id, tokens, salt=request.cache_salt)
-        except NoEngine:
-            self._homeless.append(request_id)
+            rank = self._router.choose(
+                request_id,
+                request.prompt_token_ids + request.output_token_ids,
+                salt=request.cache_salt,
+                rank=request.data_parallel_rank,
+            )
+        except NoEngine as error:
+            self._wait(ticket, str(error))
             return
-        ticket.ranks.append(rank)
-        self._metrics.resubmitted()
-        self._links.send(rank, request)
+        self._house(request_id)
+        member = self.view.roster.find(rank)
+        assert member is not None, f"the router chose engine {rank}, which is not here"
+        ticket.place(EngineId.of(member), len(request.output_token_ids))
+        self._runs[ticket.run_id] = ticket
+        self._links.send(
+            EngineId.of(member), msgspec.structs.replace(request, request_id=ticket.run_id)
+        )
+        if begun:
+            self._metrics.resubmitted()
 
-    def _abort_in_engines(self, request_ids: Sequence[str]) -> None:
-        by_rank: dict[int, list[str]] = {}
+    def _wait(self, ticket: Ticket, reason: str) -> None:
+        """Keep a request until an engine comes, but not for ever."""
+        request_id = ticket.request.request_id
+        if request_id in self._homeless:
+            return
+        config = self._config
+        begun = bool(ticket.ranks)
+        limit_s = config.cluster.start_timeout_s if begun else config.serve.no_engine_timeout_s
+        error = NoEngine(f"{reason}; waited {limit_s:g} s for one")
+        self._homeless[request_id] = asyncio.get_running_loop().call_later(
+            limit_s, self._fail, [request_id], error
+        )
+
+    def _house(self, request_id: str) -> None:
+        """The request waits no longer."""
+        timer = self._homeless.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _move_all(self, engine: EngineId, reason: Move) -> None:
+        """Continue elsewhere what an engine holds."""
+        self._move([t for t in self._tickets.values() if t.engine == engine], reason)
+
+    def _move(self, tickets: Iterable[Ticket], reason: Move) -> None:
+        """Take requests from their engine, if it is still there, and place them anew."""
+        moved = list(tickets)
+        if not moved:
+            return
+        self._log.warning(
+            "requests move",
+            reason=str(reason),
+            rank=moved[0].ranks[-1],
+            epoch=self.view.roster.epoch,
+            requests=len(moved),
+        )
+        self._abort_in_engines([ticket.request.request_id for ticket in moved])
+        for ticket in moved:
+            request_id = ticket.request.request_id
+            del self._runs[ticket.run_id]
+            self._router.done(request_id)
+            given = len(self._processor.request_states[request_id].output_token_ids)
+            try:
+                ticket.displace(reason, given)
+            except EngineGone as error:
+                self._fail([request_id], error)
+            else:
+                self._place(ticket)
+
+    # ---------------------------------------------------------------- the end
+
+    def _fail(self, request_ids: Sequence[str], error: Exception) -> None:
+        self._end(self._processor.propagate_error(error, request_ids))
+
+    def _end(self, request_ids: Sequence[str]) -> None:
+        """These have ended here: their engines are to drop them."""
+        self._abort_in_engines(request_ids)
         for request_id in request_ids:
-            rank = self._router.rank_of(request_id)
-            if rank is not None:
-                by_rank.setdefault(rank, []).append(request_id)
-        for rank, ids in by_rank.items():
-            self._links.send(rank, AbortRequests(ids))
+            self._forget(request_id)
+
+    def _abort_in_engines(self, request_ids: Iterable[str]) -> None:
+        """Drop requests where they are; an engine that has left hears nothing."""
+        by_engine: dict[EngineId, list[str]] = {}
+        for request_id in request_ids:
+            ticket = self._tickets[request_id]
+            if ticket.engine is not None:
+                by_engine.setdefault(ticket.engine, []).append(ticket.run_id)
+        for engine, run_ids in by_engine.items():
+            self._links.send(engine, AbortRequests(run_ids))
 
     def _forget(self, request_id: str) -> None:
+        self._house(request_id)
         self._router.done(request_id)
-        self._tickets.pop(request_id, None)
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            self._runs.pop(ticket.run_id, None)

@@ -102,6 +102,8 @@ COMMANDS = {
     "status": Command("show a cluster", "swell.cluster.commands.admin:status", _status),
     "scale": Command("grow or shrink a cluster", "swell.cluster.commands.admin:scale", _scale),
     "drain": Command("take an engine out", "swell.cluster.commands.admin:drain", _drain),
+    "pause": Command("let all engines stop", "swell.cluster.commands.admin:pause", _status),
+    "resume": Command("let them go on", "swell.cluster.commands.admin:resume", _status),
     "generate": Command(
         "answer prompts in this process", "swell.cluster.commands.run:generate", _generate
     ),

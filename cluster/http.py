@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from swell.cluster.async_llm import EngineGone
 from swell.cluster.openai.responses import error_body
 from swell.cluster.params import BadRequest
 from swell.cluster.routing.router import NoEngine
+from swell.cluster.tickets import EngineGone
 from swell.configs.log import FactLogger
 from swell.configs.schema import ConfigError
 
@@ -86,6 +87,10 @@ def guarded(handler: Handler) -> Handler:
             return error_response(error)
 
     return run
+
+
+def route(path: str, handler: Handler, *methods: str) -> Route:
+    return Route(path, guarded(handler), methods=list(methods))
 
 
 async def no_such_route(request: Request, error: Exception) -> Response:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Iterable, Sequence
+import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,22 +13,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swell.cluster.answers import Answer, ChatAnswer, CompletionAnswer, checked
-from swell.cluster.async_llm import AsyncLLM, EngineCallFailed, Ticket
+from swell.cluster.admin import AdminRoutes
+from swell.cluster.answers import ENGINES, Answer, ChatAnswer, CompletionAnswer, checked
+from swell.cluster.async_llm import AsyncLLM
 from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.http import (
     EventStream,
     HTTPError,
     KeyRing,
-    guarded,
     json_response,
     no_such_route,
     read_json_body,
+    route,
     unless_gone,
 )
 from swell.cluster.metrics import PrometheusStats
 from swell.cluster.openai import responses as api
-from swell.cluster.openai.admin import DrainRequest, IdleEngine, IdleReport, ScaleRequest
+from swell.cluster.openai.admin import Readiness
 from swell.cluster.openai.decode import decode
 from swell.cluster.openai.requests import (
     ChatCompletionRequest,
@@ -42,12 +43,14 @@ from swell.cluster.openapi import openapi_document
 from swell.cluster.outputs import RequestOutput, RequestOutputKind
 from swell.cluster.params import BadRequest, to_core_request, validate
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
+from swell.cluster.routing.router import NoEngine
+from swell.cluster.tickets import Ticket, chain, engines_of, merge
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.coordinator.metrics import ViewCollector
 
-_CALL_S = 10.0
-"""How long an engine may take to answer a call: it answers between steps."""
+_ASK_S = 5.0
+"""How long a probe waits for what the manager knows."""
 
 
 class Ingress:
@@ -63,8 +66,6 @@ class Ingress:
         self._keys = keys
         self._metrics = PrometheusStats()
         self._users = KeyRing(config.serve.api_keys_file, "serve.api_keys_file")
-        admin = config.serve.admin_keys_file or config.serve.api_keys_file
-        self._admins = KeyRing(admin, "serve.admin_keys_file")
         self._prompts: PromptProcessor | None = None
         self._ends: list[int] = []
         self.llm: AsyncLLM
@@ -73,7 +74,8 @@ class Ingress:
         )
 
     async def start(self) -> None:
-        """Load the tokenizer and listen to the cluster."""
+        """Load the tokenizer, listen to the cluster, and learn who is here: a replica that takes
+        the place of another one must not refuse what it would have served."""
         path = self._config.model.path
         tokenizer = await asyncio.to_thread(load_tokenizer, path)
         self._ends = end_token_ids(path, tokenizer)
@@ -82,13 +84,14 @@ class Ingress:
         )
         self.llm = AsyncLLM(
             Detokenizer(tokenizer),
-            self._config.cache.block_tokens,
+            self._config,
             self._coordinator,
             self._keys,
             self._metrics,
             self._learn_limits,
         )
         self._metrics.registry.register(ViewCollector(lambda: self.llm.view))
+        await self.llm.wait_for_view()
 
     async def stop(self) -> None:
         self.llm.close()
@@ -99,9 +102,11 @@ class Ingress:
             self._prompts.set_limits(max_model_len, vocab_size)
 
     def _routes(self) -> list[Route]:
-        def route(path: str, handler: Any, *methods: str) -> Route:
-            return Route(path, guarded(handler), methods=list(methods))
-
+        serve = self._config.serve
+        admins = KeyRing(serve.admin_keys_file or serve.api_keys_file, "serve.admin_keys_file")
+        admin = AdminRoutes(
+            admins, self._manager, lambda: self.llm, max_body_bytes=serve.max_body_bytes
+        )
         return [
             route("/health", self._health, "GET"),
             route("/ready", self._ready, "GET"),
@@ -113,10 +118,7 @@ class Ingress:
             route("/v1/chat/completions", self._chat, "POST"),
             route("/tokenize", self._tokenize, "POST"),
             route("/detokenize", self._detokenize, "POST"),
-            route("/admin/cluster", self._admin_cluster, "GET"),
-            route("/admin/idle", self._admin_idle, "GET"),
-            route("/admin/scale", self._admin_scale, "POST"),
-            route("/admin/drain", self._admin_drain, "POST"),
+            *admin.routes(),
         ]
 
     # ---------------------------------------------------------------- generation
@@ -159,13 +161,19 @@ class Ingress:
         try:
             if not body.stream:
                 outputs = await unless_gone(request, self._gather(tickets))
-                return json_response(answer.whole(outputs), headers=_engines(tickets))
+                return json_response(answer.whole(outputs), headers=_served_by(tickets))
             # The status line waits for the first token: what fails before it has a status.
-            merged = _merge(self.llm, tickets)
+            merged = merge(self.llm.outputs, tickets)
             first = await unless_gone(request, anext(merged))
             checked(first[1])
-            events = answer.events(_chain(first, merged), len(tickets))
-            return EventStream(events, _engines(tickets))
+            headers = _served_by(tickets)
+            events = answer.events(
+                chain(first, merged),
+                len(tickets),
+                told=headers[ENGINES],
+                engines=lambda: engines_of(tickets),
+            )
+            return EventStream(events, headers)
         except BaseException:
             self.llm.abort([ticket.request.request_id for ticket in tickets])
             raise
@@ -227,9 +235,10 @@ class Ingress:
         return body
 
     def _ready_prompts(self) -> PromptProcessor:
-        """The prompt processor, once an engine has told its limits."""
-        if self._prompts is None or not self.llm.view.roster.members:
-            raise HTTPError(503, "no engine is ready yet", "no_engine", "server_error")
+        """The prompt processor, once an engine has told its limits; NoEngine before. While none
+        is here any more, requests wait for the next."""
+        if self._prompts is None or not self.llm.met_engine:
+            raise NoEngine("no engine is ready yet")
         return self._prompts
 
     async def _in_thread_if_long(self, prompt: Any, tokenize: Any) -> Any:
@@ -282,9 +291,21 @@ class Ingress:
         return json_response({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
-        if self.llm.active_ranks:
-            return json_response({"status": "ready", "engines": self.llm.active_ranks})
-        reason, failed = await self._manager.waiting_for.remote()
+        """200 if an engine can make progress. A silent coordinator alone is no reason against it:
+        serving goes on with the engines that were there."""
+        state = self.llm.readiness.look(time.monotonic())
+        if state.ranks:
+            coordinator = "silent" if state.coordinator_silent else "ok"
+            return json_response(Readiness(engines=state.ranks, coordinator=coordinator))
+        if state.reason:
+            raise HTTPError(503, state.reason, "no_progress", "server_error")
+        try:
+            async with asyncio.timeout(_ASK_S):
+                reason, failed = await self._manager.waiting_for.remote()
+        except Exception as error:  # whatever keeps the manager from answering
+            raise HTTPError(
+                503, f"no engine, and no word of the manager: {error!r}", "starting", "server_error"
+            ) from None
         code = "cluster_failed" if failed else "starting"
         raise HTTPError(503, reason, code, "server_error")
 
@@ -294,92 +315,8 @@ class Ingress:
     async def _openapi(self, request: Request) -> Response:
         return json_response(openapi_document())
 
-    # ---------------------------------------------------------------- admin
 
-    async def _admin_cluster(self, request: Request) -> Response:
-        self._admins.check(request)
-        return json_response(await self._manager.describe.remote())
-
-    async def _admin_idle(self, request: Request) -> Response:
-        """Ask every engine whether all its slots and blocks are free: the conservation check."""
-        self._admins.check(request)
-        engines = []
-        for rank in self.llm.view.roster.ranks:
-            reason = None
-            try:
-                await self.llm.call_engine(rank, "check_idle", timeout_s=_CALL_S)
-            except (EngineCallFailed, TimeoutError) as error:
-                reason = str(error) or "busy"
-            engines.append(IdleEngine(rank=rank, idle=reason is None, reason=reason))
-        return json_response(IdleReport(engines=engines))
-
-    async def _admin_scale(self, request: Request) -> Response:
-        self._admins.check(request)
-        raw = await read_json_body(request, self._config.serve.max_body_bytes)
-        body = decode(raw, ScaleRequest)
-        return _admin_answer(await self._manager.scale.remote(body.engines, body.drain_timeout_s))
-
-    async def _admin_drain(self, request: Request) -> Response:
-        self._admins.check(request)
-        raw = await read_json_body(request, self._config.serve.max_body_bytes)
-        return _admin_answer(await self._manager.drain.remote(decode(raw, DrainRequest).rank))
-
-
-def _admin_answer(refusal: str | None) -> Response:
-    if refusal is None:
-        return json_response({"status": "accepted"}, 202)
-    conflict = refusal.startswith("!")
-    raise HTTPError(409 if conflict else 400, refusal.removeprefix("!"), "refused")
-
-
-def _engines(tickets: Sequence[Ticket]) -> dict[str, str]:
-    """The ranks that served, in order; of several prompts each rank once."""
-    ranks: Iterable[int] = tickets[0].ranks
-    if len(tickets) > 1:
-        ranks = dict.fromkeys(rank for ticket in tickets for rank in ticket.ranks)
-    return {"x-swell-engine": ",".join(map(str, ranks))}
-
-
-async def _chain(
-    first: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput]]
-) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    yield first
-    async with contextlib.aclosing(rest) as outputs:
-        async for item in outputs:
-            yield item
-
-
-async def _merge(
-    llm: AsyncLLM, tickets: Sequence[Ticket]
-) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Outputs of all tickets as they come; what is left is aborted when the reader leaves."""
-    if len(tickets) == 1:
-        async with contextlib.aclosing(llm.outputs(tickets[0])) as outputs:
-            async for output in outputs:
-                yield 0, output
-        return
-    queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(1)
-
-    async def forward(index: int, ticket: Ticket) -> None:
-        try:
-            async for output in llm.outputs(ticket):
-                await queue.put((index, output))
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
-
-    tasks = [asyncio.create_task(forward(i, ticket)) for i, ticket in enumerate(tickets)]
-    try:
-        left = len(tasks)
-        while left:
-            item = await queue.get()
-            if item is None:
-                left -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+def _served_by(tickets: Sequence[Ticket]) -> dict[str, str]:
+    """The ranks that served so far. A stream's headers leave with its first token, and uvicorn
+    sends no trailers: ranks that come later are told by a comment at the stream's end."""
+    return {ENGINES: engines_of(tickets)}

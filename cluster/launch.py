@@ -24,6 +24,8 @@ _APP = "swell"
 _POLL_S = 0.25
 _QUIET_S = 0.2
 """How long Ray's messages about the shutdown may take to arrive."""
+_SERVE_S = 10.0
+"""What Serve itself needs to end replicas."""
 _LOCAL_CPUS = 16
 """Logical CPUs of a Ray that we start ourselves: our actors reserve next to nothing."""
 
@@ -105,10 +107,22 @@ def _application(config: Config, *, own_ray: bool) -> Iterator[str]:
         yield f"http://{shown}:{config.serve.port}"
     finally:
         with _unheard():
-            serve.delete(_APP)
+            serve.delete(_APP, _blocking=False)
+            _wait_until_deleted(config)
             if own_ray:
                 serve.shutdown()
                 time.sleep(_QUIET_S)
+
+
+def _wait_until_deleted(config: Config) -> None:
+    """As long as the application may take: a drain is longer than Serve waits by itself."""
+    from ray import serve
+
+    from swell.cluster.app import shutdown_s
+
+    deadline = time.monotonic() + shutdown_s(config) + _SERVE_S
+    while _APP in serve.status().applications and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager

@@ -4,39 +4,81 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from swell.configs.log import FactLogger
 from swell.coordinator.channel import AsyncOutlet, ChannelAddress, ChannelKeys
 from swell.coordinator.roster import Member
 from swell.coordinator.wire import ClusterView, Watch
-from swell.engine.wire import EngineCoreOutputs
+from swell.engine.wire import EngineCoreOutputs, KeepAlive
 
-OnView = Callable[[ClusterView, list[int]], None]
+
+class EngineId(NamedTuple):
+    """One start of the engine of a rank: its successor at the same rank is another engine."""
+
+    rank: int
+    incarnation: int
+
+    @classmethod
+    def of(cls, member: Member) -> EngineId:
+        return cls(member.rank, member.incarnation)
+
+
+class Tally:
+    """Follows the count of one engine's messages to us (`EngineCoreOutputs.seq`)."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def follows(self, seq: int) -> bool:
+        """Whether nothing was lost before this message; a message without a count follows."""
+        if seq == 0:
+            return True
+        whole = seq == self._last + 1
+        self._last = seq
+        return whole
+
+
+OnView = Callable[[ClusterView, list[EngineId]], None]
 OnOutputs = Callable[[EngineCoreOutputs], None]
+OnGap = Callable[[EngineId], None]
 
 
 class _Link:
     """One engine: an outlet and the task that hears it."""
 
-    def __init__(self, member: Member, keys: ChannelKeys, on_outputs: OnOutputs) -> None:
-        self.address = member.address
+    def __init__(
+        self, member: Member, keys: ChannelKeys, on_outputs: OnOutputs, on_gap: OnGap
+    ) -> None:
+        self._engine = EngineId.of(member)
+        self._tally = Tally()
+        self._on_outputs = on_outputs
+        self._on_gap = on_gap
         self.outlet: AsyncOutlet[EngineCoreOutputs] = AsyncOutlet(
             member.address, EngineCoreOutputs, keys
         )
-        self._task = asyncio.create_task(_hear(self.outlet, on_outputs))
+        self._task = asyncio.create_task(_hear(self.outlet, self._take))
 
     def close(self) -> None:
         self._task.cancel()
         self.outlet.close()
+
+    def _take(self, message: EngineCoreOutputs) -> None:
+        if not self._tally.follows(message.seq):
+            self._on_gap(self._engine)
+        self._on_outputs(message)
 
 
 class EngineLinks:
     """Follows the roster: opens links to engines that came, closes those of engines that left.
 
     The callbacks run in the event loop, one at a time: `on_view` with each view of the coordinator
-    and the ranks whose engines it no longer has, of which nothing is heard afterwards;
-    `on_outputs` with each message of an engine.
+    and the engines that it no longer has, of which nothing is heard afterwards; `on_outputs` with
+    each message of an engine; `on_gap` before it, where messages of that engine were lost.
+
+    Every `heartbeat_s` the coordinator is told the newest epoch that was seen, and each engine
+    that we still wait. A coordinator that died and was started again at its address hears so that
+    there are watchers, and from which epoch to go on; a view of an older epoch is dropped.
     """
 
     def __init__(
@@ -45,46 +87,57 @@ class EngineLinks:
         keys: ChannelKeys,
         client_index: int,
         *,
+        heartbeat_s: float,
         on_view: OnView,
         on_outputs: OnOutputs,
+        on_gap: OnGap,
     ) -> None:
         self._keys = keys
+        self._client_index = client_index
+        self._heartbeat_s = heartbeat_s
         self._on_view = on_view
         self._on_outputs = on_outputs
-        self._links: dict[int, _Link] = {}
-        self._epoch = -1
+        self._on_gap = on_gap
+        self._links: dict[EngineId, _Link] = {}
+        self._epoch = 0
         self._outlet: AsyncOutlet[ClusterView] = AsyncOutlet(coordinator, ClusterView, keys)
-        self._outlet.send(Watch(client_index))
-        self._task = asyncio.create_task(_hear(self._outlet, self._follow))
+        self._tasks = [
+            asyncio.create_task(_hear(self._outlet, self._follow)),
+            asyncio.create_task(self._beat()),
+        ]
 
-    def send(self, rank: int, message: Any) -> None:
+    def send(self, engine: EngineId, message: Any) -> None:
         """Hand a message to an engine; dropped if the engine has left."""
-        link = self._links.get(rank)
+        link = self._links.get(engine)
         if link is not None:
             link.outlet.send(message)
 
     def close(self) -> None:
-        self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._outlet.close()
         for link in self._links.values():
             link.close()
         self._links.clear()
 
+    async def _beat(self) -> None:
+        while True:
+            self._outlet.send(Watch(self._client_index, self._epoch))
+            for link in self._links.values():
+                link.outlet.send(KeepAlive())
+            await asyncio.sleep(self._heartbeat_s)
+
     def _follow(self, view: ClusterView) -> None:
         if view.roster.epoch < self._epoch:
             return
         self._epoch = view.roster.epoch
-        members = {member.rank: member for member in view.roster.members}
-        lost = [
-            rank
-            for rank, link in self._links.items()
-            if rank not in members or members[rank].address != link.address
-        ]
-        for rank in lost:
-            self._links.pop(rank).close()
-        for rank, member in members.items():
-            if rank not in self._links:
-                self._links[rank] = _Link(member, self._keys, self._on_outputs)
+        members = {EngineId.of(member): member for member in view.roster.members}
+        lost = [engine for engine in self._links if engine not in members]
+        for engine in lost:
+            self._links.pop(engine).close()
+        for engine, member in members.items():
+            if engine not in self._links:
+                self._links[engine] = _Link(member, self._keys, self._on_outputs, self._on_gap)
         self._on_view(view, lost)
 
 

@@ -1,30 +1,40 @@
-"""Places engines and keeps as many as are wanted. The only one who changes the roster.
+"""Keeps as many engines as are wanted. The only one who changes the roster on purpose.
 
-    target --- grow ---> starting --- join ---> active --- leave ---> leaving --- remove ---> gone
-                            |                     |
-                          failed                died: removed at once, and replaced
+    target --- grow ---> starting --- join ---> serving --- leave ---> leaving --- part ---> gone
+                            |                      |
+                          failed          died, or found to have stopped: lost at once, replaced
 
-One task reconciles what is with what is wanted; requests to change only move the target. The
-manager carries no traffic: while it is away, everything else goes on, and when Serve has
-restarted it, it finds its engines by their names.
+One task compares what is with what is wanted and begins what is missing; starts and drains run
+beside it and beside each other, so that a slow one holds up nobody. Another follows the roster,
+from which the coordinator takes whoever has stopped. Requests to change only move the target.
+
+The manager carries no traffic: while it is away, everything else goes on. What it wants is noted
+at the coordinator, where its successor finds it. There may be two for a moment, when Serve
+replaces one that was stopped: the one that took over last rules, the other leaves all to it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import secrets
 from typing import Any
 
-import msgspec
-
+from swell.cluster.backoff import Backoff
+from swell.cluster.coordinator_handle import CoordinatorHandle
+from swell.cluster.description import describe
+from swell.cluster.fleet import Fleet
 from swell.cluster.placement import EngineHandle, Placement, StartFailed
 from swell.configs.log import FactLogger
 from swell.configs.schema import Config
 from swell.coordinator.coordinator import CoordinatorContact
-from swell.coordinator.roster import MemberState
+from swell.coordinator.roster import MemberState, Roster
+from swell.coordinator.service import ManagerNote, Membership
+from swell.coordinator.wire import ClusterView
 
-_MAX_FAILURES = 5
-"""Starts that may fail in a row before the manager gives up and says so."""
+_LOOK_S = 2.0
+"""How long a description waits for the coordinator before it tells what was known last."""
+_PAUSE_S = 1.0
+"""After something failed that is tried again."""
 
 
 class ScaleRefused(ValueError):
@@ -38,53 +48,103 @@ class ScaleRefused(ValueError):
 class ClusterManager:
     """The lives of a cluster's engines. All methods run in one event loop."""
 
-    def __init__(self, config: Config, placement: Placement) -> None:
+    def __init__(
+        self, config: Config, coordinator: CoordinatorHandle, placement: Placement
+    ) -> None:
         self.config = config
         self.target = config.parallel.data
-        self.phase = "idle"
+        self.held = False
+        """An operator wants a pause."""
         self.error: str | None = None
+        self._owner = secrets.token_hex(8)
+        self._rules = False
+        self._coordinator = coordinator
         self._placement = placement
-        self._engines: dict[int, EngineHandle] = {}
-        self._starting: dict[int, EngineHandle] = {}
-        self._failures = 0
-        self._before = self.target
-        """What the target was before the change under way."""
-        self._asked = False
-        """The change under way was asked for; else it replaces what died, or is the start."""
-        self._drain_timeout_s = config.cluster.drain_timeout_s
         self._wake = asyncio.Event()
+        self._fleet = Fleet(
+            config.cluster,
+            coordinator,
+            placement,
+            on_death=self._on_death,
+            on_change=self._wake.set,
+        )
+        self._draining = False
+        self._backoff = Backoff()
+        self._failed = False
+        """The last change that was asked for failed, or nothing is started any more."""
+        self._resigned = False
+        """Nothing is started any more until somebody asks."""
+        self._before = self.target
+        """What the target was before the change that was asked for."""
+        self._asked = False
+        """The next start was asked for; else it replaces what died, or is the first."""
+        self._drain_timeout_s = config.cluster.drain_timeout_s
+        self._view = ClusterView(Roster())
+        self._verdicts_seen = 0
         self._log = FactLogger("cluster.manager")
-        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Take over engines that an earlier manager left, and begin to reconcile."""
-        await self._placement.open()
-        for handle in await self._placement.adopt():
-            self._engines[handle.rank] = handle
-            self._watch(handle)
-        if self._engines:
-            staying = sum(not handle.leaving for handle in self._engines.values())
-            self.target = max(staying, self.config.cluster.min_engines)
-        self._task = asyncio.create_task(self._reconcile_forever())
+        """Take over what an earlier manager left, and begin to reconcile."""
+        await self._coordinator.open()
+        note = await self._coordinator.take_over(self._owner)
+        self._rules = True
+        await self._fleet.adopt()
+        self._view = await self._coordinator.view()
+        self.held = note.held or self._view.state == "paused"
+        if note.target:
+            self.target = note.target
+        elif self._fleet.engines:
+            self.target = max(len(self._fleet.staying), self.config.cluster.min_engines)
+        self._fleet.spawn(self._reconcile_forever())
+        self._fleet.spawn(self._follow_forever())
 
     async def stop(self) -> None:
-        """Let the engines finish what they have, then end them and the coordinator.
+        """Let the engines finish what they have, then end them and the coordinator; unless
+        another manager has taken over.
 
         Serve stops the ingresses at the same time: they take nothing new and finish their streams.
         """
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._fleet.rest()
+        if not await self._still_rules():
+            return
         try:
-            await self._wait_idle(list(self._engines), self.config.cluster.drain_timeout_s)
+            await self._fleet.wait_idle(
+                list(self._fleet.engines), self.config.cluster.drain_timeout_s
+            )
         except Exception as error:  # whatever cannot be asked is ended all the same
             self._log.warning("not drained", error=f"{type(error).__name__}: {error}")
-        await self._placement.close([*self._engines.values(), *self._starting.values()])
-        self._engines.clear()
+        await self._placement.close(self._fleet.handles)
+        await self._coordinator.close()
+
+    async def _still_rules(self) -> bool:
+        if not self._rules:
+            return False
+        try:
+            now = await asyncio.wait_for(self._coordinator.wait(-1, 0.0), _LOOK_S)
+        except Exception:  # it does not answer, so nobody can have taken over
+            return True
+        return now.note.owner in ("", self._owner)
 
     @property
     def contact(self) -> CoordinatorContact | None:
-        return self._placement.contact
+        return self._coordinator.contact
+
+    @property
+    def phase(self) -> str:
+        """Of the change of engines: idle, prepare, commit, drain or failed."""
+        fleet = self._fleet
+        if fleet.commits.locked():
+            return "commit"
+        if fleet.starting:
+            return "prepare"
+        if self._draining:
+            return "drain"
+        if self._failed:
+            return "failed"
+        staying = len(fleet.staying)
+        if staying < self.target:
+            return "prepare"
+        return "drain" if staying > self.target or staying < len(fleet.engines) else "idle"
 
     # ---------------------------------------------------------------- what people ask
 
@@ -96,178 +156,208 @@ class ClusterManager:
                 f"engines={engines} lies outside of cluster.min_engines={low} .. "
                 f"cluster.max_engines={high}"
             )
+        self._refuse_during_a_change()
+        grows = engines > len(self._fleet.staying)
+        if grows and (reason := self._placement.refusal(engines)) is not None:
+            raise ScaleRefused(reason)
+        self._before, self.target = self.target, engines
+        self._asked, self._failed, self._resigned = True, False, False
+        self.error = None
+        self._backoff.forget()
+        self._drain_timeout_s = (
+            self.config.cluster.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
+        )
+        self._wake.set()
+
+    def drain(self, rank: int) -> None:
+        """Take one engine out; the target falls with it."""
+        staying = [handle.rank for handle in self._fleet.staying]
+        if rank not in staying:
+            raise ScaleRefused(f"there is no engine {rank}; engines: {staying}")
+        self.scale(len(staying) - 1)
+        self._fleet.engines[rank].leaving = True
+
+    async def pause(self) -> None:
+        """Let all engines keep their requests and compute nothing. Raises ScaleRefused during a
+        change: engines that compute nothing cannot finish what they have."""
+        self._refuse_during_a_change()
+        self.held = True
+        self._wake.set()
+        await self._coordinator.hold()
+
+    async def resume(self) -> None:
+        self.held = False
+        self._wake.set()
+        await self._coordinator.release()
+
+    async def describe(self) -> dict[str, Any]:
+        """The body of `GET /admin/cluster`."""
+        try:
+            self._view = await asyncio.wait_for(self._coordinator.view(), _LOOK_S)
+        except TimeoutError:
+            self._log.warning("the coordinator does not answer")
+        await self._fleet.refresh(self._view.reports)
+        return describe(
+            self._view,
+            {**self._fleet.starting, **self._fleet.engines},
+            coordinator_pid=self._coordinator.pid,
+            target=self.target,
+            phase=self.phase,
+            error=self.error,
+        )
+
+    async def waiting_for(self) -> tuple[str, bool]:
+        """One line for people who wait for the cluster, and whether they wait in vain."""
+        if self.phase == "failed":
+            return self.error or "the cluster did not start", True
+        starting = sorted(self._fleet.starting.items())
+        doing = await asyncio.gather(*(handle.doing() for _rank, handle in starting))
+        lines = [f"engine {rank}: {text}" for (rank, _), text in zip(starting, doing, strict=True)]
+        return "; ".join(lines) or self.error or "the first engine", False
+
+    def _refuse_during_a_change(self) -> None:
         if self.phase not in ("idle", "failed"):
             raise ScaleRefused(
                 f"a change to {self.target} engines is in phase {self.phase!r}; "
                 "wait until it is idle",
                 conflict=True,
             )
-        self._before = self.target
-        self.target = engines
-        self._asked = True
-        self.error = None
-        self._failures = 0
-        self._drain_timeout_s = (
-            self.config.cluster.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
-        )
-        now = len(self._engines)
-        self.phase = "prepare" if engines > now else "drain" if engines < now else "idle"
-        self._wake.set()
 
-    def drain(self, rank: int) -> None:
-        """Take one engine out; the target falls with it."""
-        if rank not in self._engines:
-            raise ScaleRefused(f"there is no engine {rank}; engines: {sorted(self._engines)}")
-        self.scale(len(self._engines) - 1)
-        self._engines[rank].leaving = True
-
-    async def describe(self) -> dict[str, Any]:
-        """The body of `GET /admin/cluster`."""
-        view = await self._placement.view()
-        reports = {report.rank: report for report in view.reports}
-        states = {member.rank: member.state for member in view.roster.members}
-        engines = []
-        for rank, handle in sorted({**self._starting, **self._engines}.items()):
-            report = reports.get(rank)
-            engines.append(
-                {
-                    "rank": rank,
-                    "state": str(states.get(rank, "starting")),
-                    "pid": handle.ready.pid if handle.ready else None,
-                    "node": handle.ready.node if handle.ready else None,
-                    "running": report.running if report else 0,
-                    "waiting": report.waiting if report else 0,
-                    "kv_usage": report.kv_usage if report else 0.0,
-                    "steps": report.steps if report else 0,
-                    "workers": msgspec.to_builtins(handle.ready.workers) if handle.ready else [],
-                }
-            )
-        return {
-            "epoch": view.roster.epoch,
-            "wave": view.wave,
-            "state": self._state(states),
-            "target": self.target,
-            "engines": engines,
-            "coordinator": {"pid": self._placement.coordinator_pid},
-            "rescale": {"phase": self.phase, "error": self.error},
-        }
-
-    async def waiting_for(self) -> tuple[str, bool]:
-        """One line for people who wait for the cluster, and whether they wait in vain."""
-        if self.phase == "failed":
-            return self.error or "the cluster did not start", True
-        starting = sorted(self._starting.items())
-        doing = await asyncio.gather(*(handle.doing() for _rank, handle in starting))
-        lines = [f"engine {rank}: {text}" for (rank, _), text in zip(starting, doing, strict=True)]
-        return "; ".join(lines) or self.error or "the first engine", False
-
-    def _state(self, states: dict[int, MemberState]) -> str:
-        if not any(state is MemberState.ACTIVE for state in states.values()):
-            return "failed" if self.phase == "failed" else "starting"
-        return "serving" if len(states) == self.target else "changing"
-
-    # ---------------------------------------------------------------- reconciling
+    # ---------------------------------------------------------------- what is wanted, what is
 
     async def _reconcile_forever(self) -> None:
-        while True:
+        while self._rules:
             self._wake.clear()
+            wait_s = self._reconcile()
+            self._coordinator.note(self._note)
             try:
-                await self._reconcile()
-            except Exception as error:
-                self._log.error("reconcile failed", error=f"{type(error).__name__}: {error}")
-                self._fail(f"{type(error).__name__}: {error}")
-            await self._wake.wait()
+                await asyncio.wait_for(self._wake.wait(), wait_s)
+            except TimeoutError:
+                continue
 
-    async def _reconcile(self) -> None:
-        while len(self._engines) < self.target and self._failures < _MAX_FAILURES:
-            self.phase = "prepare"
-            await self._grow(self.target - len(self._engines))
-        if len(self._engines) > self.target:
-            self.phase = "drain"
-            await self._shrink(len(self._engines) - self.target)
-        self._asked = False
-        if self.phase != "failed":
-            self.phase, self.error = "idle", None
+    def _reconcile(self) -> float | None:
+        """Begin what is missing. Returns when to look again if nothing happens."""
+        fleet, wait_s = self._fleet, None
+        missing = self.target - fleet.present
+        if missing > 0 and not self._resigned:
+            wait_s = self._start(missing)
+        else:
+            self._asked = False
+        if missing < 0 and not fleet.starting:
+            for handle in fleet.staying[missing:]:
+                handle.leaving = True
+        going = [handle for handle in fleet.engines.values() if handle.leaving]
+        if going and not self._draining:
+            self._draining = True
+            fleet.spawn(self._shrink(going))
+        return wait_s
 
-    async def _grow(self, count: int) -> None:
-        """Start newcomers beside each other; those that are ready join in one epoch."""
-        ranks = [r for r in range(count + len(self._engines)) if r not in self._engines][:count]
-        handles = [self._placement.plan(rank) for rank in ranks]
-        self._starting = {handle.rank: handle for handle in handles}
-        results = await asyncio.gather(
-            *(self._placement.start(handle) for handle in handles), return_exceptions=True
-        )
-        ready = [h for h, result in zip(handles, results, strict=True) if result is None]
+    def _start(self, count: int) -> float | None:
+        """Start the lowest free ranks, of those that may be started now. Returns when the next
+        one may be."""
+        now = asyncio.get_running_loop().time()
+        ranks = self._fleet.free_ranks(count)
+        waits = {rank: self._backoff.wait_s(rank, now) for rank in ranks}
+        due = [self._placement.plan(rank) for rank in ranks if not waits[rank]]
+        if due:
+            self._fleet.starting.update({handle.rank: handle for handle in due})
+            self._fleet.spawn(self._grow(due, asked=self._asked))
+            self._asked = False
+        return min((wait_s for wait_s in waits.values() if wait_s), default=None)
+
+    async def _grow(self, handles: list[EngineHandle], *, asked: bool) -> None:
+        """What was asked for is over once it failed, and the old epoch goes on. What replaces is
+        tried again, as long as there is hope."""
+        failures = await self._fleet.grow(handles)
+        for handle in handles:
+            if handle.rank not in failures:
+                self._backoff.started(handle.rank)
+        if not failures:
+            self.error = self.error if self._failed else None
+            return
+        now = asyncio.get_running_loop().time()
+        for rank, failure in failures.items():
+            self.error = str(failure)
+            self._log.error("engine did not start", rank=rank, error=self.error)
+            self._backoff.failed(rank, now)
+        permanent = any(isinstance(f, StartFailed) and f.permanent for f in failures.values())
+        if asked:
+            self.target = max(self._fleet.present, self._before)
+            self._failed = True
+        elif permanent or any(self._backoff.exhausted(rank, now) for rank in failures):
+            self._resign()
+
+    async def _shrink(self, going: list[EngineHandle]) -> None:
         try:
-            if ready:
-                self.phase = "commit"
-                await self._placement.join([handle.member for handle in ready])
-                self._failures = 0
-        except BaseException:
-            await asyncio.gather(*(self._placement.end(handle) for handle in ready))
+            await self._fleet.shrink(going, self._drain_timeout_s)
+        except Exception:
+            await asyncio.sleep(_PAUSE_S)
             raise
         finally:
-            self._starting = {}
-        for handle in ready:
-            self._engines[handle.rank] = handle
-            self._watch(handle)
-        low = self.config.cluster.min_engines
-        for failure in (r for r in results if isinstance(r, BaseException)):
-            self._log.error("engine did not start", error=str(failure))
-            self._failures += 1
-            self.error = str(failure)
-            if (isinstance(failure, StartFailed) and failure.permanent) or self._asked:
-                # Nothing to gain by trying again, or somebody waits to hear: the change is called
-                # off, and the old epoch goes on.
-                self._failures = _MAX_FAILURES
-                self.target = max(len(self._engines), self._before if self._asked else low)
-        if self._failures >= _MAX_FAILURES:
-            self.phase = "failed"
-        elif self._failures:
-            await asyncio.sleep(min(0.5 * 2**self._failures, 10))
+            self._draining = False
+            self._wake.set()
 
-    async def _shrink(self, count: int) -> None:
-        """The marked ones first, then the highest ranks."""
-        order = sorted(self._engines.values(), key=lambda h: (not h.leaving, -h.rank))
-        going = order[:count]
-        ranks = [handle.rank for handle in going]
-        await self._placement.leave(ranks)
-        await self._wait_idle(ranks, self._drain_timeout_s)
-        for handle in going:
-            self._engines.pop(handle.rank, None)  # it may have died meanwhile
-        await self._placement.remove(ranks)
-        await asyncio.gather(*(self._placement.end(handle) for handle in going))
+    def _on_death(self, rank: int, lived_s: float, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._backoff.died(rank, lived_s, now)
+        if self._backoff.exhausted(rank, now):
+            self.error = f"engine {rank} dies again and again, the last time because: {reason}"
+            self._resign()
 
-    async def _wait_idle(self, ranks: list[int], timeout_s: float) -> None:
-        """Until the engines have nothing left, or the time is over.
+    def _resign(self) -> None:
+        living = len(self._fleet.staying) + len(self._fleet.starting)
+        self.target = max(living, self.config.cluster.min_engines)
+        self._failed = self._resigned = True
+        self._log.error("no engine is started any more", target=self.target, error=self.error)
 
-        Two quiet looks in a row, a report apart: a request may be on its way when the first is
-        taken.
-        """
-        deadline = time.monotonic() + timeout_s
-        quiet = 0
-        while quiet < 2 and time.monotonic() < deadline:
-            await asyncio.sleep(2 * self.config.cluster.load_report_s)
-            view = await self._placement.view()
-            busy = [r for r in view.reports if r.rank in ranks and r.running + r.waiting]
-            quiet = 0 if busy else quiet + 1
+    # ---------------------------------------------------------------- what the coordinator says
 
-    def _watch(self, handle: EngineHandle) -> None:
-        async def watch() -> None:
-            reason = await self._placement.ended(handle)
-            if self._engines.get(handle.rank) is not handle:
-                return
-            self._log.warning("engine died", rank=handle.rank, reason=reason)
-            del self._engines[handle.rank]
-            self._failures = 0
+    @property
+    def _note(self) -> ManagerNote:
+        return ManagerNote(self._owner, self.target, self.held, self.phase)
+
+    async def _follow_forever(self) -> None:
+        epoch = -1
+        while self._rules:
             try:
-                await self._placement.remove([handle.rank])
-                await self._placement.end(handle)
-            finally:
-                self._wake.set()
+                now = await self._coordinator.wait(epoch, 2 * self.config.cluster.heartbeat_s)
+                epoch, self._view = now.view.roster.epoch, now.view
+                await self._heed(now)
+            except Exception as error:
+                self._log.error("cannot follow", error=f"{type(error).__name__}: {error}")
+                await asyncio.sleep(_PAUSE_S)
 
-        handle.watcher = asyncio.create_task(watch())
+    async def _heed(self, now: Membership) -> None:
+        """A coordinator that was restarted knows only what engines have told it."""
+        if now.note.owner not in ("", self._owner):
+            self._log.warning("another manager rules: this one does nothing more")
+            self._rules = False
+            await self._fleet.rest()
+            return
+        if now.note != self._note:
+            self._coordinator.note(self._note)
+        if self.held and now.view.state == "serving":
+            await self._coordinator.hold()
+        if not self.held and now.view.state == "paused":
+            await self._coordinator.release()
+        await self._compare(now)
 
-    def _fail(self, message: str) -> None:
-        self.error = message
-        self.phase = "failed"
+    async def _compare(self, now: Membership) -> None:
+        """Engines that the roster misses, and members that are no engines of ours."""
+        seen, self._verdicts_seen = self._verdicts_seen, len(now.verdicts)
+        fresh = now.verdicts[seen:] if seen <= len(now.verdicts) else now.verdicts
+        reasons = {verdict.rank: verdict.reason for verdict in fresh}
+        fleet = self._fleet
+        for rank, handle in list(fleet.engines.items()):
+            assert handle.ready is not None
+            member = now.view.roster.find(rank, handle.ready.incarnation)
+            if handle.moving:
+                continue
+            if member is None:
+                fleet.spawn(fleet.missed(handle, reasons.get(rank)))
+            elif handle.leaving and member.state is MemberState.ACTIVE:
+                await self._coordinator.leave([rank])
+        ours = {*fleet.engines, *fleet.starting, *fleet.ending}
+        strangers = [rank for rank in now.view.roster.ranks if rank not in ours]
+        if strangers:
+            await self._coordinator.lose(strangers)

@@ -32,12 +32,13 @@ _ERRORS = {
     413: "The body is longer than `serve.max_body_bytes`.",
     415: "The content type is not application/json.",
     500: "An engine failed and the request could not be moved.",
-    503: "No engine takes requests now; try again later.",
+    503: "No engine came in time; try again later.",
 }
 _BODY_ERRORS = (400, 401, 413, 415)
 _ENGINES = {
     "x-swell-engine": {
-        "description": "Ranks of the engines that served, in order, comma-separated.",
+        "description": "Ranks of the engines that served, in order, comma-separated. A stream that "
+        "moved later says them all in a comment before its end: `: x-swell-engine 0,1`.",
         "schema": {"type": "string"},
     }
 }
@@ -126,6 +127,22 @@ OPERATIONS = (
         admin.Accepted,
         admin.DrainRequest,
         errors=(*_BODY_ERRORS, 409),
+        status=202,
+    ),
+    Operation(
+        "post",
+        "/admin/pause",
+        "Let all engines stop; requests wait in them.",
+        admin.Accepted,
+        errors=(400, 401, 409),
+        status=202,
+    ),
+    Operation(
+        "post",
+        "/admin/resume",
+        "Let all engines go on.",
+        admin.Accepted,
+        errors=(400, 401, 409),
         status=202,
     ),
 )

@@ -26,6 +26,11 @@ def event(body: msgspec.Struct) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
+def comment(text: str) -> bytes:
+    """A line that every reader of events skips, and a person or a script may read."""
+    return f": {text}\n\n".encode()
+
+
 def error_event(error: ErrorBody) -> bytes:
     """A failure after the stream has begun, when the status line is long gone."""
     return event(error)

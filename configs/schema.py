@@ -110,6 +110,9 @@ class ServeConfig(Section, frozen=True):
     """Keys of the admin API; None: the same as `api_keys_file`."""
     max_body_bytes: Positive = 16 * 1024 * 1024
     """Longest HTTP body that is read."""
+    no_engine_timeout_s: Seconds = 60.0
+    """A request that arrives while all engines are gone or under repair waits for one this long,
+    then it is a 503; longer than a replacement takes to start."""
 
 
 class ClusterConfig(Section, frozen=True):

@@ -1,4 +1,4 @@
-"""`swell status`, `swell scale`, `swell drain`: the admin API from a shell."""
+"""`swell status`, `scale`, `drain`, `pause` and `resume`: the admin API from a shell."""
 
 from __future__ import annotations
 
@@ -52,6 +52,20 @@ def scale(args: argparse.Namespace) -> int:
 def drain(args: argparse.Namespace) -> int:
     request = DrainRequest(rank=args.rank)
     return asyncio.run(_change(Client(args.url, args.api_key), "/admin/drain", request))
+
+
+def pause(args: argparse.Namespace) -> int:
+    return _switch(args, "/admin/pause")
+
+
+def resume(args: argparse.Namespace) -> int:
+    return _switch(args, "/admin/resume")
+
+
+def _switch(args: argparse.Namespace, path: str) -> int:
+    """Ask for it and show the state after it."""
+    asyncio.run(Client(args.url, args.api_key).post(path, RequestBody(), Accepted))
+    return status(args)
 
 
 async def _change(client: Client, path: str, request: RequestBody) -> int:

@@ -61,6 +61,11 @@ class EngineState(Body, kw_only=True):
     kv_usage: float = 0.0
     """Share of the KV blocks in use, 0 .. 1."""
     steps: int = 0
+    epoch: int = 0
+    """Of the engine's group."""
+    wave: int = 0
+    repairs: int = 0
+    """Workers replaced since the start."""
     workers: list[WorkerState] = []
 
 
@@ -76,7 +81,8 @@ class RescaleState(Body, kw_only=True):
 
 
 class ClusterState(Body, kw_only=True):
-    """`epoch` counts memberships, `wave` counts waves, `target` is the wanted number of engines."""
+    """`epoch` counts memberships, `wave` counts waves, `target` is the wanted number of engines;
+    `state` is starting, serving, changing, paused or failed."""
 
     epoch: int
     wave: int
@@ -92,10 +98,11 @@ class Health(Body, kw_only=True):
 
 
 class Readiness(Body, kw_only=True):
-    """The ranks that take requests."""
+    """The ranks that take requests and can make progress; `coordinator` is ok or silent."""
 
     status: str = "ready"
     engines: list[int]
+    coordinator: str = "ok"
 
 
 class IdleEngine(Body, kw_only=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,12 +18,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from swell.cluster.edge import EdgeServer
+from swell.cluster.edge import EdgeServer, free_port
 from swell.cluster.ingress import Ingress
 from swell.configs.schema import load
-from swell.coordinator import roster
-from swell.coordinator.roster import Member
-from swell.coordinator.service import CoordinatorService
+from swell.coordinator.channel import make_keys
+from swell.coordinator.service import CoordinatorService, Seat
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits
 from swell.engine.server import EngineServer
@@ -50,9 +50,11 @@ class Building:
                 "cache": {"block_tokens": 4},
                 "scheduler": {"max_rows": 8},
                 "serve": serve,
+                "cluster": {"heartbeat_s": 0.2},
             }
         )
-        self.coordinator = CoordinatorService(self.config.cluster)
+        self.seat = Seat(make_keys(), secrets.token_hex(8), free_port("127.0.0.1"))
+        self.coordinator = CoordinatorService(self.config.cluster, seat=self.seat)
         self.engines: dict[int, EngineServer] = {}
         self.threads: list[threading.Thread] = []
         self.url = ""
@@ -66,12 +68,16 @@ class Building:
         thread.start()
         self.engines[rank] = server
         self.threads.append(thread)
-        member = Member(rank, server.address, max_model_len=MAX_MODEL_LEN, vocab_size=50)
-        self.coordinator.change(lambda now: roster.join(now, [member]))
+        self.coordinator.join([server.member], 10)
 
     def remove_engine(self, rank: int) -> None:
-        self.coordinator.change(lambda now: roster.remove(now, [rank]))
+        self.coordinator.lose([rank])
         self.engines[rank].stop()
+
+    def replace_coordinator(self) -> None:
+        """The next one is at the same place and knows nothing."""
+        self.coordinator.stop()
+        self.coordinator = CoordinatorService(self.config.cluster, seat=self.seat, recover=True)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -166,19 +172,43 @@ def test_answers_go_on_when_their_engine_leaves(folder):
 
 
 def test_answers_wait_for_an_engine_when_the_last_one_leaves(folder):
-    async def ask(house: Building) -> list[int]:
+    async def ask(house: Building) -> list[list[int]]:
         async with house.serving() as client:
-            stream = asyncio.create_task(read_stream(client, body([1, 2], 200)))
+            early = asyncio.create_task(read_stream(client, body([1, 2], 200)))
             await asyncio.sleep(0.1)
             await asyncio.to_thread(house.remove_engine, 0)
             await asyncio.sleep(0.1)
-            refused = await client.post("/v1/completions", json=body([1], 5))
-            assert refused.status_code == 503
+            late = asyncio.create_task(read_stream(client, body([1], 5)))
+            await asyncio.sleep(0.1)
+            assert not late.done()
             house.add_engine(1)
-            return await stream
+            return await asyncio.gather(early, late)
 
     with building(folder, 1) as house:
-        assert asyncio.run(ask(house)) == truth([1, 2], 200, seed=3)
+        early, late = asyncio.run(ask(house))
+    assert early == truth([1, 2], 200, seed=3)
+    assert late == truth([1], 5, seed=3)
+
+
+def test_a_coordinator_that_knows_nothing_learns_it_from_all_others(folder):
+    async def ask(house: Building) -> tuple[list[list[int]], list[int]]:
+        async with house.serving() as client:
+            before = house.coordinator.view().roster
+            streams = [asyncio.create_task(read_stream(client, body([n], 300))) for n in range(4)]
+            await asyncio.to_thread(house.replace_coordinator)
+            after = (await asyncio.to_thread(house.coordinator.view)).roster
+            assert after.epoch > before.epoch and after.members == before.members
+            await asyncio.to_thread(house.add_engine, 2)
+            await asyncio.to_thread(house.remove_engine, 0)
+            while 2 not in (await client.get("/ready")).json().get("engines", []):
+                await asyncio.sleep(0.01)
+            whole = await client.post("/v1/completions", json=body([9], 20, data_parallel_rank=2))
+            return await asyncio.gather(*streams), whole.json()["choices"][0]["token_ids"]
+
+    with building(folder, 2) as house:
+        streams, late = asyncio.run(ask(house))
+    assert streams == [truth([n], 300, seed=3) for n in range(4)]
+    assert late == truth([9], 20, seed=3)
 
 
 def test_two_ingresses_share_the_engines_without_crossing(folder):

@@ -1,0 +1,346 @@
+"""A cluster whose every fault is at the test's command: a coordinator and engines on threads,
+real channels, and one ingress with a real HTTP server.
+
+An engine's token is a hash of the seed and the whole context before it, or stands in a script, so
+an answer that was continued wrongly cannot look right. It steps only as often as it is allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import queue
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from swell.cluster.edge import EdgeServer
+from swell.cluster.ingress import Ingress
+from swell.configs.schema import Config, load
+from swell.coordinator import roster as rosters
+from swell.coordinator.channel import Inbox, make_keys
+from swell.coordinator.roster import Member, MemberState, Roster
+from swell.coordinator.wire import ClusterView, CoordinatorMessage, Watch
+from swell.engine.wire import (
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineMessage,
+    FinishReason,
+    KeepAlive,
+)
+from tests.engine.fake_worker import next_token
+
+LOOK_S = 0.002
+DEADLINE_S = 30.0
+ENDLESS = 10**9
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something that must become true."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(LOOK_S)
+
+
+class _Threaded:
+    """Work that is repeated on a thread until `close`; calls of others run between its turns."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def turn(self) -> None:
+        raise NotImplementedError
+
+    def call(self, run: Callable[[], None]) -> None:
+        self._calls.put(run)
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            while not self._calls.empty():
+                self._calls.get()()
+            self.turn()
+
+
+class FakeCoordinator(_Threaded):
+    """Tells every watcher what it was given to tell; a successor may take its keys and place."""
+
+    def __init__(self, before: FakeCoordinator | None = None) -> None:
+        super().__init__()
+        self.keys = before.keys if before else make_keys()
+        self.name = before.name if before else secrets.token_hex(8)
+        port = int(before.inbox.address.tcp.rpartition(":")[2]) if before else 0
+        self.inbox: Inbox[CoordinatorMessage] = Inbox(
+            CoordinatorMessage, self.keys, name=self.name, port=port
+        )
+        self.address = self.inbox.address
+        self.view = ClusterView(Roster())
+        self.epochs_seen: list[int] = []
+        self._watchers: dict[bytes, None] = {}
+        self._told: ClusterView | None = None
+        self._thread.start()
+
+    def tell(self, **changes: Any) -> None:
+        self.view = msgspec.structs.replace(self.view, **changes)
+
+    def turn(self) -> None:
+        for peer, message in self.inbox.receive(LOOK_S):
+            if isinstance(message, Watch):
+                self.epochs_seen.append(message.epoch)
+                if peer not in self._watchers:
+                    self._watchers[peer] = None
+                    self.inbox.send(peer, self.view)
+        view = self.view
+        if view is not self._told:
+            self._told = view
+            for peer in self._watchers:
+                self.inbox.send(peer, view)
+
+    def close(self) -> None:
+        super().close()
+        self.inbox.close()
+
+
+class FakeEngine(_Threaded):
+    """One start of an engine."""
+
+    incarnations = itertools.count(1)
+
+    def __init__(self, keys: Any, rank: int, script: list[int] | None = None) -> None:
+        super().__init__()
+        self.inbox: Inbox[EngineMessage] = Inbox(EngineMessage, keys)
+        self.member = Member(
+            rank,
+            self.inbox.address,
+            max_model_len=2000,
+            vocab_size=500,
+            incarnation=next(self.incarnations),
+        )
+        self.credit_steps = 0
+        self.to_lose = 0
+        """Messages that are counted and not sent."""
+        self.requests: dict[str, tuple[bytes, EngineCoreRequest, list[int]]] = {}
+        self.arrived: list[EngineCoreRequest] = []
+        self.aborted: list[str] = []
+        self.keep_alives = 0
+        self.counts: dict[bytes, int] = {}
+        self._script = script
+        self._thread.start()
+
+    def allow(self, steps: int = ENDLESS) -> None:
+        def add() -> None:
+            self.credit_steps += steps
+
+        self.call(add)
+
+    def drop_clients(self, *, recount: bool) -> None:
+        """Take all clients for dead, and perhaps count their messages anew."""
+
+        def drop() -> None:
+            held, self.requests = self.requests, {}
+            if recount:
+                self.counts.clear()
+            for request_id, (peer, _request, _tokens) in held.items():
+                self._send(peer, [EngineCoreOutput(request_id, [], FinishReason.ABORT)])
+
+        self.call(drop)
+
+    def turn(self) -> None:
+        for peer, message in self.inbox.receive(LOOK_S):
+            match message:
+                case EngineCoreRequest():
+                    assert message.request_id not in self.requests
+                    self.arrived.append(message)
+                    self.requests[message.request_id] = (
+                        peer,
+                        message,
+                        list(message.output_token_ids),
+                    )
+                case AbortRequests():
+                    self.aborted += message.request_ids
+                    for request_id in message.request_ids:
+                        self.requests.pop(request_id, None)
+                case KeepAlive():
+                    self.keep_alives += 1
+        if self.credit_steps and self.requests:
+            self.credit_steps -= 1
+            self._step()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            super().close()
+            self.inbox.close()
+
+    def _step(self) -> None:
+        outputs: dict[bytes, list[EngineCoreOutput]] = {}
+        for request_id, (peer, request, tokens) in list(self.requests.items()):
+            tokens.append(self._draw(request, tokens))
+            ends = tokens[-1] in (*request.eos_token_ids, *request.stop_token_ids)
+            reason = None
+            if ends and len(tokens) >= request.min_tokens:
+                reason = FinishReason.STOP
+            elif len(tokens) >= request.max_tokens:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                del self.requests[request_id]
+            outputs.setdefault(peer, []).append(EngineCoreOutput(request_id, tokens[-1:], reason))
+        for peer, answers in outputs.items():
+            self._send(peer, answers)
+
+    def _draw(self, request: EngineCoreRequest, tokens: list[int]) -> int:
+        if self._script is None:
+            return next_token([*request.prompt_token_ids, *tokens], request.sampler.seed)
+        assert tokens == self._script[: len(tokens)]
+        return self._script[len(tokens)]
+
+    def _send(self, peer: bytes, outputs: list[EngineCoreOutput]) -> None:
+        self.counts[peer] = self.counts.get(peer, 0) + 1
+        if self.to_lose:
+            self.to_lose -= 1
+            return
+        seq = self.counts[peer]
+        self.inbox.send(peer, EngineCoreOutputs(self.member.rank, outputs, seq=seq))
+
+
+class FakeManager:
+    """Remembers what it was asked; answers what it was told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.refusal: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        async def remote() -> Any:
+            self.asked.append(name)
+            return ("engine 0: reads weights", False) if name == "waiting_for" else self.refusal
+
+        return type("Method", (), {"remote": staticmethod(remote)})
+
+
+class FakeCluster:
+    """Use as `async with FakeCluster(folder).serving() as cluster`."""
+
+    def __init__(self, folder: Path, script: list[int] | None = None, **settings: object) -> None:
+        source = {"model": {"path": str(folder), "name": "fake"}, "cache": {"block_tokens": 4}}
+        settings.setdefault("cluster.heartbeat_s", 0.05)
+        self.config: Config = load(source, settings)
+        self.coordinator = FakeCoordinator()
+        self.manager = FakeManager()
+        self.engines: list[FakeEngine] = []
+        self.ingress: Ingress
+        self.client: httpx.AsyncClient
+        self._script = script
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[FakeCluster]:
+        self.ingress = Ingress(
+            self.config, self.coordinator.address, self.coordinator.keys, self.manager
+        )
+        await self.ingress.start()
+        edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5)
+        await edge.start()
+        try:
+            url = f"http://127.0.0.1:{edge.port}"
+            async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as self.client:
+                yield self
+        finally:
+            for part in (*self.engines, self.coordinator):
+                part.close()
+            await edge.stop()
+            await self.ingress.stop()
+
+    async def change(self, step: Callable[[Roster], Roster], **changes: Any) -> None:
+        """Change the roster, and return when the ingress knows it."""
+        roster = step(self.coordinator.view.roster)
+        self.coordinator.tell(roster=roster, **changes)
+        await until(lambda: self.ingress.llm.view.roster.epoch >= roster.epoch)
+
+    def start(self, rank: int, steps: int = ENDLESS) -> FakeEngine:
+        """An engine that is not in the roster; it may make so many steps."""
+        engine = FakeEngine(self.coordinator.keys, rank, self._script)
+        engine.allow(steps)
+        self.engines.append(engine)
+        return engine
+
+    async def join(self, rank: int, steps: int = ENDLESS) -> FakeEngine:
+        engine = self.start(rank, steps)
+        await self.change(lambda now: rosters.join(now, [engine.member]))
+        return engine
+
+    async def mark(self, rank: int, state: MemberState) -> None:
+        await self.change(lambda now: rosters.amend(now, [rank], state=state))
+
+    async def remove(self, rank: int) -> None:
+        await self.change(lambda now: rosters.remove(now, [rank]))
+
+    async def kill(self, engine: FakeEngine) -> None:
+        await asyncio.to_thread(engine.close)
+        await self.remove(engine.member.rank)
+
+    async def metric(self, name: str) -> float:
+        lines = (await self.client.get("/metrics")).text.splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith(name + " ")))
+
+
+def truth(prompt: list[int], count: int, seed: int = 3) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, seed))
+    return tokens[len(prompt) :]
+
+
+def body(prompt: list[int], count: int, **extra: object) -> dict[str, Any]:
+    wish = {"model": "fake", "prompt": prompt, "max_tokens": count, "seed": 3}
+    return {**wish, "ignore_eos": True, "return_token_ids": True, **extra}
+
+
+class Stream:
+    """One streamed answer, read as it comes."""
+
+    def __init__(self, cluster: FakeCluster, wish: dict[str, Any]) -> None:
+        self.ids: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.headers = httpx.Headers()
+        self.comments: list[str] = []
+        self.error: dict[str, Any] | None = None
+        self.usage: dict[str, Any] | None = None
+        self.done = asyncio.create_task(self._read(cluster.client, {**wish, "stream": True}))
+
+    async def _read(self, client: httpx.AsyncClient, wish: dict[str, Any]) -> Stream:
+        async with client.stream("POST", "/v1/completions", json=wish) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            self.headers = answer.headers
+            async for line in answer.aiter_lines():
+                if line.startswith(":"):
+                    self.comments.append(line)
+                elif line.startswith("data: {"):
+                    self._take(json.loads(line[6:]))
+        return self
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self.error = event.get("error", self.error)
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices", ()):
+            self.ids += choice["token_ids"]
+            self.text += choice["text"]
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+    async def has(self, tokens: int) -> None:
+        """Wait for so many tokens."""
+        await until(lambda: len(self.ids) >= tokens or self.done.done())
+        assert len(self.ids) >= tokens, self.error

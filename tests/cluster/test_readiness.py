@@ -1,0 +1,173 @@
+"""`/ready` tells the truth, and so do the counts by which an ingress knows what was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swell.cluster.link import EngineId, Tally
+from swell.cluster.outputs import RequestOutputKind
+from swell.cluster.readiness import Readiness
+from swell.cluster.tickets import MAX_STRIKES, EngineGone, Move, Ticket
+from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.roster import Member, MemberState, Roster
+from swell.coordinator.wire import ClusterView, EngineReport
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.wire import SamplerParams
+from tests.cluster import tokenizers_for_tests
+from tests.cluster.fake_cluster import FakeCluster, until
+
+NOWHERE = ChannelAddress("", "", "")
+LIMIT_S = 10.0
+
+
+def member(rank: int, state: MemberState = MemberState.ACTIVE, incarnation: int = 1) -> Member:
+    return Member(rank, NOWHERE, state, incarnation=incarnation)
+
+
+def view(*members: Member, busy: dict[int, int] | None = None, state: str = "serving") -> Any:
+    """`busy`: rank -> steps done, of engines that have work."""
+    reports = [EngineReport(rank, running=1, steps=steps) for rank, steps in (busy or {}).items()]
+    return ClusterView(Roster(1, members), reports, state=state)
+
+
+def test_work_without_progress_is_told() -> None:
+    readiness = Readiness(LIMIT_S)
+    for now in (0.0, 5.0, 11.0):
+        readiness.follow(view(member(0), member(1), busy={0: 7, 1: int(now)}), now)
+    state = readiness.look(11.0)
+    assert state.ranks == [1]
+    assert "engine 0" in state.reason and "11.0 s" in state.reason
+    readiness.follow(view(member(0), member(1), busy={0: 8}), 12.0)
+    assert readiness.look(12.0).ranks == [0, 1]
+
+
+def test_a_successor_is_not_blamed() -> None:
+    readiness = Readiness(LIMIT_S)
+    readiness.follow(view(member(0), busy={0: 7}), 0.0)
+    readiness.follow(view(member(0, incarnation=2), busy={0: 7}), 20.0)
+    assert readiness.look(20.0).ranks == [0]
+
+
+@pytest.mark.parametrize("state", ["pausing", "paused", "forming"])
+def test_stillness_is_excused_while_engines_must_not_step(state: str) -> None:
+    readiness = Readiness(LIMIT_S)
+    for now in (0.0, 20.0):
+        readiness.follow(view(member(0), busy={0: 7}, state=state), now)
+    told = readiness.look(20.0)
+    assert told.ranks == ([] if state == "paused" else [0])
+    assert told.reason == ("paused by an operator" if state == "paused" else "")
+    readiness.follow(view(member(0), busy={0: 7}), 21.0)
+    assert readiness.look(21.0).ranks == [0]
+
+
+def test_a_silent_coordinator_says_nothing_about_engines() -> None:
+    readiness = Readiness(LIMIT_S)
+    readiness.follow(view(member(0), busy={0: 7}), 0.0)
+    assert not readiness.look(9.0).coordinator_silent
+    state = readiness.look(100.0)
+    assert state.coordinator_silent and state.ranks == [0]
+
+
+def test_who_repairs_or_leaves_is_not_ready() -> None:
+    readiness = Readiness(LIMIT_S)
+    members = (member(0, MemberState.REPAIRING), member(1, MemberState.LEAVING))
+    readiness.follow(view(*members), 0.0)
+    assert readiness.look(0.0).ranks == []
+    assert readiness.look(0.0).reason == "engine 0 replaces a worker"
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_a_tally_finds_every_loss_at_the_next_message(arrives: list[bool]) -> None:
+    tally, lost = Tally(), False
+    for seq, heard in enumerate(arrives, 1):
+        if heard:
+            assert tally.follows(seq) is not lost
+        lost = not heard
+    assert tally.follows(0)
+
+
+def ticket() -> Ticket:
+    request = EngineCoreRequest("r", [1], SamplerParams(), max_tokens=9)
+    return Ticket(request, RequestOutputKind.DELTA)
+
+
+@pytest.mark.parametrize(
+    ("reason", "gained", "endless"),
+    [
+        (Move.LEFT, 0, True),
+        (Move.DIED, 1, False),
+        (Move.REPAIRING, 1, False),
+        (Move.DROPPED, 0, False),
+        (Move.DROPPED, 1, True),
+        (Move.UNHEARD, 0, False),
+        (Move.UNHEARD, 1, True),
+    ],
+)
+def test_only_what_may_kill_or_loops_is_given_up(reason: Move, gained: int, endless: bool) -> None:
+    one, names = ticket(), set()
+    for run in range(MAX_STRIKES + 20):
+        one.place(EngineId(run % 2, 1), run * gained)
+        names.add(one.run_id)
+        if run == MAX_STRIKES and not endless:
+            with pytest.raises(EngineGone, match=str(reason)):
+                one.displace(reason, (run + 1) * gained)
+            break
+        one.displace(reason, (run + 1) * gained)
+    assert len(names) == len(one.ranks), "every run has a name of its own"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_probe_over_http(folder: Path) -> None:
+    async def run() -> None:
+        settings = {"cluster.stall_timeout_s": 0.5}
+        async with FakeCluster(folder, **settings).serving() as cluster:
+            probe = cluster.client.get
+
+            async def reason() -> str:
+                answer = await probe("/ready")
+                assert answer.status_code == 503
+                return answer.json()["error"]["message"]
+
+            assert await reason() == "engine 0: reads weights"
+            await cluster.join(0)
+            assert (await probe("/ready")).json()["engines"] == [0]
+            cluster.coordinator.tell(state="paused")
+            await until(lambda: cluster.ingress.llm.view.state == "paused")
+            assert await reason() == "paused by an operator"
+            cluster.coordinator.tell(state="serving")
+            await until(lambda: cluster.ingress.llm.view.state == "serving")
+            await until(
+                lambda: cluster.ingress.llm.readiness.look(time.monotonic()).coordinator_silent
+            )
+            answer = await probe("/ready")
+            assert (answer.status_code, answer.json()["coordinator"]) == (200, "silent")
+
+    asyncio.run(run())
+
+
+def test_pause_and_resume_ask_the_manager(folder: Path) -> None:
+    async def run() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            for verb in ("pause", "resume"):
+                cluster.manager.refusal = None
+                answer = await cluster.client.post(f"/admin/{verb}")
+                assert (answer.status_code, answer.json()) == (202, {"status": "accepted"})
+                cluster.manager.refusal = "!a change is in phase 'drain'"
+                answer = await cluster.client.post(f"/admin/{verb}")
+                assert answer.status_code == 409
+                assert answer.json()["error"]["message"] == "a change is in phase 'drain'"
+            assert cluster.manager.asked == ["pause", "pause", "resume", "resume"]
+
+    asyncio.run(run())
