@@ -15,6 +15,7 @@ from typing import Any
 
 from swell.cluster.faults import events, moments
 from swell.cluster.faults.events import EVENTS, Event
+from swell.cluster.faults.leaks import cycles
 from swell.cluster.faults.load import DECODE, ReferenceFailed
 from swell.cluster.faults.moments import MOMENTS, Moment
 from swell.cluster.faults.process import ClusterFailed
@@ -55,8 +56,15 @@ def run_matrix(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def run_soak(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
-    """One row of `--soak` random faults."""
+    """One row of random faults, each when the cluster is whole again."""
     yield trial.row(f"soak of {args.soak}", soak_events(args.rows, args.soak, args.seed), DECODE)
+
+
+def run_storm(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
+    """The same, one every two seconds."""
+    yield trial.storm(
+        f"storm of {args.storm}", soak_events(args.rows, args.storm, args.seed), DECODE
+    )
 
 
 def soak_events(known: Sequence[Event], count: int, seed: int) -> list[Event]:
@@ -74,11 +82,23 @@ def soak_events(known: Sequence[Event], count: int, seed: int) -> list[Event]:
     return drawn
 
 
+def run_cycles(setups: Sequence[Setup], count: int) -> int:
+    """Print what each cycle of 1 -> 3 -> 1 leaves behind; 1 if a cluster failed."""
+    for setup in setups:
+        try:
+            for index, usage in enumerate(cycles(setup, count)):
+                print(f"{setup.name} after {index} cycles: {usage}", flush=True)
+        except ClusterFailed as error:
+            print(error, file=sys.stderr)
+            return 1
+    return 0
+
+
 def attempt(setup: Setup, args: argparse.Namespace) -> Result:
     """All cells of one set-up, told as they end."""
     done: list[Cell] = []
     troubles: list[str] = []
-    run = run_soak if args.soak else run_matrix
+    run = run_soak if args.soak else run_storm if args.storm else run_matrix
     trial = Trial(setup, args.streams, args.seed)
     try:
         for cell in run(trial, args):
@@ -106,10 +126,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     setups = args.setups
     if args.config:
         setups = [Setup("custom", args.config, [], waves=True)]
+    setups = [Setup(s.name, s.config, [*s.settings, *args.set], s.waves) for s in setups]
+    if args.cycles:
+        return run_cycles(setups, args.cycles)
     results = []
     for setup in setups:
-        full = Setup(setup.name, setup.config, [*setup.settings, *args.set], setup.waves)
-        results.append(attempt(full, args))
+        results.append(attempt(setup, args))
         show(results[-1])
     if args.json:
         write_json(args.json, results)
@@ -128,6 +150,8 @@ def parser() -> argparse.ArgumentParser:
     add("--set", action="append", default=[], metavar="section.key=value")
     add("--streams", type=int, default=32, help="requests in flight (default: 32)")
     add("--soak", type=int, default=0, metavar="N", help="N random faults of --rows in a row")
+    add("--storm", type=int, default=0, metavar="N", help="the same, one every two seconds")
+    add("--cycles", type=int, default=0, metavar="N", help="1 -> 3 -> 1 engines, and what is left")
     add("--seed", type=int, default=0, help="of requests, victims and the soak")
     add("--json", metavar="FILE")
     add("--markdown", metavar="FILE", help="a page with markers, as docs/reliability.md")

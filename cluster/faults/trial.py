@@ -40,7 +40,7 @@ RECOVER_S = 60.0
 _SETTLE_S = 3.0
 """Load after that: what is late shows, and a stall that is none would have been called one."""
 _BETWEEN_S = 2.0
-"""From full capacity to the next fault of a row."""
+"""From full capacity to the next fault of a row; in a storm from fault to fault."""
 _RESUBMITTED = "swell_resubmitted_requests_total"
 
 
@@ -107,6 +107,10 @@ class Trial:
         """Many faults under one load, each once the cluster is whole again."""
         return self._run(lambda watch: self._row(watch, name, events, shape))
 
+    def storm(self, name: str, events: Sequence[Event], shape: Shape) -> Cell:
+        """Many faults under one load, one every two seconds, whole or not."""
+        return self._run(lambda watch: self._storm(watch, name, events, shape))
+
     def _run(self, work: Callable[[Watch], Coroutine[Any, Any, Cell]]) -> Cell:
         """Start a cluster if there is none; one that is not whole afterwards ends here."""
         if self._cluster is None or self._watch is None:
@@ -141,6 +145,16 @@ class Trial:
             await record.fault(event)
             if record.broken:
                 break
+        await asyncio.sleep(_SETTLE_S)
+        return await record.end(name, "decode")
+
+    async def _storm(self, watch: Watch, name: str, events: Sequence[Event], shape: Shape) -> Cell:
+        record, load = await self._begin(watch, shape)
+        load.start()
+        for event in events:
+            await asyncio.sleep(_BETWEEN_S)
+            await record.strike(event)
+        await record.recover()
         await asyncio.sleep(_SETTLE_S)
         return await record.end(name, "decode")
 
@@ -217,6 +231,30 @@ class _Record:
         self._recover_s.append(time.monotonic() - began)
         if deed.keeps:
             await self._check_kept(deed, before, after)
+
+    async def strike(self, event: Event) -> None:
+        """Cause it in whatever state the cluster is: one that finds nobody, or is refused, is
+        told and is no fault."""
+        before = await self._watch.look()
+        self._in_flight.append(len(self._load.open))
+        self._cuts |= event.cuts
+        try:
+            if before is None:
+                raise Missed("nobody answers /admin/cluster")
+            self._deeds.append((await event.act(self._watch, before, self._rng)).text)
+        except (Missed, ProcessLookupError, IndexError) as missed:
+            self._deeds.append(f"({event.name}: {missed})")
+
+    async def recover(self) -> None:
+        """Wait for full capacity, at whatever size was asked for last."""
+        began = time.monotonic()
+        try:
+            while (state := await self._watch.look()) is None:
+                await asyncio.sleep(_SETTLE_S)
+            await self._watch.until_whole({state.target}, RECOVER_S)
+        except Missed as missed:
+            self._break(str(missed))
+        self._recover_s.append(time.monotonic() - began)
 
     async def _check_kept(self, deed: Deed, before: ClusterState, after: ClusterState) -> None:
         await asyncio.sleep(_SETTLE_S)
