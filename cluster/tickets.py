@@ -12,7 +12,8 @@ from swell.cluster.outputs import RequestOutput, RequestOutputCollector, Request
 from swell.engine.wire import EngineCoreRequest
 
 MAX_STRIKES = 5
-"""A request that outlives so many engines may be what kills them."""
+"""A request that loses more engines than this, one after the other and without a token from any of
+them, may be what kills them. One that goes on between is not: it is only unlucky."""
 
 Outputs = AsyncGenerator[RequestOutput]
 Numbered = AsyncGenerator[tuple[int, RequestOutput]]
@@ -30,13 +31,6 @@ class Move(enum.StrEnum):
     REPAIRING = "the engine replaces a worker"
     DROPPED = "the engine dropped it"
     UNHEARD = "messages of the engine were lost"
-
-
-_SUSPECT = frozenset({Move.DIED, Move.REPAIRING})
-"""Moves that the request itself may have caused."""
-_INNOCENT = frozenset({Move.LEFT})
-"""Moves that say nothing about it. The others count for a run that gave nothing: a stalled client
-or a weak network may move a request any number of times, but not without end and in vain."""
 
 
 class Ticket:
@@ -69,11 +63,14 @@ class Ticket:
     def displace(self, reason: Move, given_tokens: int) -> None:
         """The run has ended. Raises EngineGone after too many that ended badly."""
         self.engine = None
-        vain = given_tokens == self._given_tokens
-        self.strikes += reason in _SUSPECT or (reason not in _INNOCENT and vain)
+        if given_tokens > self._given_tokens:
+            self.strikes = 0
+        elif reason is not Move.LEFT:
+            self.strikes += 1
         if self.strikes > MAX_STRIKES:
             raise EngineGone(
-                f"given up after {self.strikes} engines failed it (engines {self.ranks}): {reason}"
+                f"given up after {self.strikes} engines in a row were lost before they gave it a "
+                f"token (engines {self.ranks}): {reason}"
             )
 
 

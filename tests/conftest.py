@@ -8,8 +8,12 @@ from swell.configs.process import sleep_at_barriers
 
 sleep_at_barriers()
 
-SLOW = ("/e2e/", "/worker/", "/kernels/", "test_token_exact", "test_local", "test_cli")
-"""What starts clusters or processes, or computes with tensors: not part of `make test-fast`."""
+SLOW = (
+    *("/e2e/", "/worker/", "/kernels/", "test_token_exact", "test_local", "test_cli"),
+    *("test_ray_executor", "test_inproc_groups", "test_waves_explorer", "test_routing_trace"),
+)
+"""What starts clusters or processes, computes with tensors, or searches long: not part of
+`make test-fast`."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -55,16 +55,10 @@ def assert_kept(cell: Cell) -> None:
 @pytest.mark.parametrize(
     ("event", "moment"),
     [
-        ("nothing", "decode"),
         ("kill-engine", "decode"),
-        ("kill-engine", "idle"),
-        ("kill-engine", "prefill"),
         ("kill-engine", "rescale-prepare"),
-        ("scale-down", "decode"),
-        ("drain", "decode"),
         ("kill-worker", "decode"),
-        ("stop-worker", "decode"),
-        ("slow-worker", "decode"),
+        ("stop-worker", "prefill"),
         ("kill-manager", "decode"),
         ("kill-coordinator", "decode"),
     ],
@@ -76,10 +70,8 @@ def test_dense(dense: Trial, event: str, moment: str) -> None:
 @pytest.mark.parametrize(
     ("event", "moment"),
     [
-        ("nothing", "decode"),
         ("kill-engine", "decode"),
         ("kill-engine", "wave-start"),
-        ("kill-engine", "wave-end"),
         ("stop-worker", "decode"),
         ("kill-coordinator", "decode"),
     ],
@@ -99,7 +91,7 @@ def test_expert_parallel_grows_and_shrinks(expert: Trial) -> None:
 @pytest.mark.parametrize("setup", ["dense", "expert"])
 def test_random_faults_in_a_row(setup: str, request: pytest.FixtureRequest) -> None:
     names = ("kill-engine", "kill-worker", "kill-coordinator", "slow-engine", "scale-up", "drain")
-    drawn = soak_events([events.named(name) for name in names], 6, seed=3)
+    drawn = soak_events([events.named(name) for name in names], 4, seed=3)
     assert_kept(request.getfixturevalue(setup).row("soak", drawn, DECODE))
 
 
