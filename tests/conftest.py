@@ -10,7 +10,13 @@ sleep_at_barriers()
 
 SLOW = (
     *("/e2e/", "/worker/", "/kernels/", "test_token_exact", "test_local", "test_cli"),
-    *("test_ray_executor", "test_inproc_groups", "test_waves_explorer", "test_routing_trace"),
+    *(
+        "test_ray_executor",
+        "test_inproc_groups",
+        "test_expert_parallel",
+        "test_waves_explorer",
+        "test_routing_trace",
+    ),
 )
 """What starts clusters or processes, computes with tensors, or searches long: not part of
 `make test-fast`."""
