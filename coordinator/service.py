@@ -110,11 +110,9 @@ class CoordinatorService:
         self._watchers: dict[bytes, float] = {}
         """Ingresses, and when each spoke last."""
         self._peers: dict[int, bytes] = {}
-        """Engines of the cluster."""
-        self._strangers: dict[int, bytes] = {}
-        """Engines that have spoken and are not in it, by incarnation."""
+        """Engines that have spoken, by incarnation: a rank may have had others."""
         self._unsent: dict[int, list[EngineCommand]] = {}
-        """For engines that join and have not introduced themselves yet."""
+        """For engines that join and have not introduced themselves yet; the same key."""
         self._changed = threading.Condition()
         self._note = ManagerNote()
         self._epoch_seen = 0
@@ -262,32 +260,29 @@ class CoordinatorService:
                 if stranger:
                     self._inbox.send(peer, self._conductor.view())
             case EngineHello():
-                self._strangers[message.member.incarnation] = peer
+                self._peers[message.member.incarnation] = peer
                 if self._recover_until:
                     self._hellos[message.member.rank] = message
-                rank = message.member.rank
-                self._send([(rank, command) for command in self._unsent.pop(rank, [])])
+                for command in self._unsent.pop(message.member.incarnation, []):
+                    self._inbox.send(peer, command)
             case _:
                 if self._conductor.member(message.rank, message.incarnation) is not None:
-                    self._peers[message.rank] = peer
+                    self._peers[message.incarnation] = peer
                     self._send(self._conductor.hear(message, now))
                 elif self._recover_until and isinstance(message, EngineReport):
                     self._inbox.send(peer, Introduce())
 
     def _send(self, sends: Sends) -> None:
+        """An engine that has not introduced itself yet is told when it does; the dead are not."""
         for rank, command in sends:
-            peer = self._peer(rank)
+            member = self._conductor.newest(rank)
+            if member is None:
+                continue
+            peer = self._peers.get(member.incarnation)
             if peer is not None:
                 self._inbox.send(peer, command)
-            elif self._conductor.newest(rank) is not None:
-                self._unsent.setdefault(rank, []).append(command)
-
-    def _peer(self, rank: int) -> bytes | None:
-        """The channel of an engine that has introduced itself."""
-        member = self._conductor.newest(rank)
-        if member is not None and member.incarnation in self._strangers:
-            self._peers[rank] = self._strangers.pop(member.incarnation)
-        return self._peers.get(rank)
+            else:
+                self._unsent.setdefault(member.incarnation, []).append(command)
 
     def _publish(self, now: float) -> None:
         if self._conductor.board.due(now) is None:

@@ -12,7 +12,16 @@ import pytest
 from swell.configs.schema import load
 from swell.coordinator.channel import Outlet
 from swell.coordinator.service import CoordinatorService
-from swell.coordinator.wire import ClusterView, EngineReport, Watch
+from swell.coordinator.wire import (
+    ClusterView,
+    EngineCommand,
+    EngineHello,
+    EngineReport,
+    Joined,
+    ReconfigureDistributedRequest,
+    Resume,
+    Watch,
+)
 from tests.coordinator.test_roster import member
 
 SOON_S = 10.0
@@ -144,3 +153,42 @@ def test_nonsense_and_watchers_that_have_gone_harm_nobody(service, connect) -> N
     watcher.send(Watch(0))
     service.join([member(0)], SOON_S)
     assert hear(watcher, lambda view: view.roster.epoch == 1)
+
+
+def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
+    """Its predecessor spoke first, and it has not introduced itself yet when it joins."""
+    service, connect = connect_to
+    joins: list[threading.Thread] = []
+    for incarnation in (1, 2):
+        engine = msgspec.structs.replace(member(0), incarnation=incarnation)
+        joins.append(threading.Thread(target=service.join, args=([engine], SOON_S)))
+        outlet = connect()
+        if incarnation == 1:
+            outlet.send(EngineHello(engine))
+        joins[-1].start()
+        while 0 not in service._conductor.coming:
+            time.sleep(0.001)
+        outlet.send(EngineHello(engine))
+        command = outlet.receive(SOON_S)
+        assert isinstance(command, ReconfigureDistributedRequest), command
+        outlet.send(Joined(0, incarnation, command.epoch))
+        assert isinstance(outlet.receive(SOON_S), Resume)
+        joins[-1].join(SOON_S)
+        assert service.view().roster.ranks == [0]
+        service.lose([0])
+
+
+@pytest.fixture
+def connect_to() -> Iterator[tuple[CoordinatorService, Callable[[], Outlet[EngineCommand]]]]:
+    """A coordinator of engines that share experts, and a way to be one of them."""
+    service = CoordinatorService(CONFIG, lockstep=True)
+    outlets: list[Outlet[EngineCommand]] = []
+
+    def make() -> Outlet[EngineCommand]:
+        outlets.append(Outlet(service.address, EngineCommand, service.keys))
+        return outlets[-1]
+
+    yield service, make
+    for outlet in outlets:
+        outlet.close()
+    service.stop()

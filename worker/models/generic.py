@@ -48,8 +48,8 @@ class GenericForCausalLM(nn.Module):
     ) -> None:
         """`config` is the model's; parameters lie uninitialized on `device`.
 
-        Runs one batch of two tokens through the stage, so all workers of a tensor group build at
-        the same time. Raises `ValueError` for what cannot be served or split.
+        Runs one batch of two tokens through the stage, without its peers. Raises `ValueError` for
+        what cannot be served or split.
         """
         super().__init__()
         refuse_config(config, max_positions)
@@ -148,7 +148,8 @@ class GenericForCausalLM(nn.Module):
         incoming = None if first else self.make_empty_intermediate(2).hidden_states.zero_()
         self._calls.learning = True
         try:
-            hidden = self._run(ids, positions, incoming)
+            with self.mesh.tensor.rehearsal():
+                hidden = self._run(ids, positions, incoming)
         except ValueError:
             raise
         except Exception as error:
