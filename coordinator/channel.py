@@ -99,7 +99,7 @@ class Waker:
 def _wait(socket: Any, timeout_s: float | None, waker: Waker | None) -> bool:
     """Whether the socket has a message, after waiting for one or for the waker."""
     timeout_ms = None if timeout_s is None else max(0, round(timeout_s * 1000))
-    if waker is None:
+    if waker is None or timeout_ms == 0:  # a waker that was not looked at ends the next wait
         return bool(socket.poll(timeout_ms))
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
