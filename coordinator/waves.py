@@ -21,10 +21,9 @@ The rules. An *epoch* is one fixed group of engines; a *wave* is one run of it.
     coordinator accepts it only if it has not moved past w.
 6.  A pause is a vote. Whoever is asked to pause runs and votes until the sums are unanimous; all
     then stop behind the same step and say `Paused`; whoever votes at the end of a wave begins the
-    next. Starts are ignored until `Resume`, which lets
-    all of them run the same wave again, work or not: so none waits for one that stayed behind. A
-    pause is never taken back: `Resume` is said when all have answered, so no answer and no vote
-    is left over for the next one.
+    next. Starts are ignored until `Resume`, which lets all of them run the same wave again, work
+    or not: so none waits for one that stayed behind. A pause is never taken back: `Resume` is said
+    when all have answered, so no answer and no vote is left over for the next one.
 7.  A change of the group is a pause, then a new epoch. A death is a new epoch at once: whoever is
     inside a collective is torn out of it. A group that has formed is paused, and begins by
     `Resume` when all have joined. Words of another epoch are dropped.
@@ -134,7 +133,7 @@ class WaveMember:
 
     def reconfigure(self, message: ReconfigureDistributedRequest) -> bool:
         """Leave the group; False for a word of an older epoch. The engine forms the groups and
-        calls `joined` or `broken`; if it is not in `ranks` it has left for good."""
+        calls `joined` or `broken`; if it is not in `ranks` it stays out until it is asked again."""
         if message.epoch <= self.epoch:
             return False
         self._leave()

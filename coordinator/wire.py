@@ -190,7 +190,7 @@ class Resume(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
 class ReconfigureDistributedRequest(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
     """Leave the group, whatever it is doing, and form that of `epoch` with these ranks, in order.
 
-    Answered by `Joined` or `Broken`. Whoever is not listed has left.
+    Answered by `Joined` or `Broken`. Whoever is not listed is out until it is asked again.
     """
 
     epoch: int
