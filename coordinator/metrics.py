@@ -24,6 +24,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
     "swell_waves": ("Waves completed.", lambda r: r.waves),
     "swell_dummy_steps": ("Lockstep steps without rows.", lambda r: r.dummy_steps),
     "swell_engine_repairs": ("Workers replaced.", lambda r: r.repairs),
+    "swell_engine_resets": ("Times that groups broke.", lambda r: r.resets),
 }
 _PHASES = ("idle", "prepare", "commit", "drain", "failed")
 
