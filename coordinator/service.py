@@ -228,7 +228,11 @@ class CoordinatorService:
             now = time.monotonic()
             wait_s = min(self._conductor.board.wait_s(now), _TICK_S)
             for peer, message in self._inbox.receive(wait_s, self._waker):
-                self._take(peer, message)
+                try:
+                    self._take(peer, message)
+                except Exception as error:  # what one peer says ends nothing for the others
+                    what = type(message).__name__
+                    self._log.error("not handled", word=what, error=repr(error))
             if self._recover_until:
                 self._end_recovery(time.monotonic())
                 continue

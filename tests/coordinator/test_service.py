@@ -155,6 +155,15 @@ def test_nonsense_and_watchers_that_have_gone_harm_nobody(service, connect) -> N
     assert hear(watcher, lambda view: view.roster.epoch == 1)
 
 
+def test_a_word_that_cannot_be_handled_harms_nobody(service, connect) -> None:
+    service.join([member(0)], SOON_S)
+    engine, watcher = connect(), connect()
+    engine.send(EngineReport(0, wave_phase=99))
+    engine.send(EngineReport(0, steps=5))
+    watcher.send(Watch(0))
+    assert hear(watcher, lambda view: bool(view.reports)).reports[0].steps == 5
+
+
 def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
     """Its predecessor spoke first, and it has not introduced itself yet when it joins."""
     service, connect = connect_to
