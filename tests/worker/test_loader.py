@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,10 +28,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def lone(rank: int, size: int, stage: int = 0, stages: int = 1) -> Mesh:
-    """A place in a mesh whose other workers do not exist: loading needs none."""
-    tensor: Any = SimpleNamespace(rank=rank, size=size, all_reduce=lambda t: t)
-    pipeline: Any = SimpleNamespace(rank=stage, size=stages)
-    return Mesh(rank=rank, epoch=0, tensor=tensor, pipeline=pipeline, feedback=pipeline)
+    """A place in a mesh whose other workers never come: loading needs none."""
+    return Mesh.build(ParallelConfig(tensor=size, pipeline=stages), stage * size + rank)
 
 
 def build(folder: Path, mesh: Mesh | None = None, **model: Any) -> tuple[Any, ModelConfig]:

@@ -296,22 +296,12 @@ def refusal(folder: Path, tensor: int = 1, pipeline: int = 1, **model: Any) -> s
     """The one line with which building is refused."""
     config = ModelConfig(path=str(folder), **model)
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
-    mesh = _lone_mesh(parallel)
+    mesh = Mesh.build(parallel, 0)
     with pytest.raises(ValueError) as refused:
         build_model(config, load_config(config), mesh, "cpu", torch.float32)
     text = str(refused.value)
     assert "\n" not in text
     return text
-
-
-def _lone_mesh(parallel: ParallelConfig) -> Mesh:
-    """Rank 0 of a mesh whose other workers do not exist: enough to be refused."""
-
-    def group(size: int) -> Any:
-        return SimpleNamespace(rank=0, size=size, all_reduce=lambda t: t, all_gather=None)
-
-    tensor, pipeline = group(parallel.tensor), group(parallel.pipeline)
-    return Mesh(rank=0, epoch=0, tensor=tensor, pipeline=pipeline, feedback=pipeline)
 
 
 @pytest.mark.parametrize(
