@@ -198,8 +198,10 @@ class ProcessGroup(Group):
     def finish(self, operation: str, work: Any) -> None:
         """Wait for what `_start` gave. Raises `GroupError`."""
         self.check()
-        assert self._transport is not None
-        self._guard(operation, self._transport.wait, work)
+        transport = self._transport
+        assert transport is not None
+        wait = transport.wait_for_peer if operation in ("send", "recv") else transport.wait
+        self._guard(operation, wait, work)
 
     def _run(self, operation: str, *args: Any) -> None:
         if self._rehearsing:

@@ -12,7 +12,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +37,33 @@ _listening = threading.Lock()
 """Held while a device is made, so that threads tell their listening sockets apart."""
 
 
+class PeerWaiter:
+    """Waits on a thread of its own; what never ends can be left to it."""
+
+    def __init__(self) -> None:
+        self._works: SimpleQueue[tuple[Any, timedelta, Future[None]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="gloo-peer", daemon=True).start()
+
+    def wait(self, work: Any, timeout: timedelta) -> Future[None]:
+        """Works are waited for one after the other."""
+        done: Future[None] = Future()
+        self._works.put((work, timeout, done))
+        return done
+
+    def close(self) -> None:
+        """The thread ends once it has nothing left to wait for."""
+        self._works.put(None)
+
+    def _run(self) -> None:
+        while (task := self._works.get()) is not None:
+            work, timeout, done = task
+            try:
+                work.wait(timeout)
+                done.set_result(None)
+            except RuntimeError as error:
+                done.set_exception(error)
+
+
 class Transport:
     """A backend of torch, and the way to leave it."""
 
@@ -43,7 +72,11 @@ class Transport:
         self.aborted = False
 
     def wait(self, work: Any) -> None:
-        """Until an operation is done. Raises `RuntimeError` if it fails."""
+        """Until an operation of all ranks is done. Raises `RuntimeError` if it fails."""
+        work.wait()
+
+    def wait_for_peer(self, work: Any) -> None:
+        """Until a send or a receive is done. Raises `RuntimeError` if it fails."""
         work.wait()
 
     def abort(self) -> None:
@@ -58,29 +91,45 @@ class Transport:
 
 
 class GlooTransport(Transport):
-    def __init__(self, backend: dist.Backend, members: set[Address]) -> None:
+    """An operation that meets a connection just as it breaks may never end in gloo. So an aborted
+    one is given up after a moment."""
+
+    def __init__(self, backend: dist.Backend, members: set[Address], timeout_s: float) -> None:
         """`members`: where each rank listens for connections of this group, and no other."""
         super().__init__(backend)
         self._members = members
+        self._timeout = timedelta(seconds=timeout_s)
         self._stuck = False
+        self._waiter: PeerWaiter | None = None
 
     def wait(self, work: Any) -> None:
-        """An operation that meets a connection just as it breaks may never end in gloo. So an
-        aborted one is given up after a moment."""
+        self._wait(lambda: work.wait(_SLICE))
+
+    def wait_for_peer(self, work: Any) -> None:
+        """gloo takes a wait for a peer that ends early for a reason to break the connection, so
+        the whole wait is another thread's."""
+        if self._waiter is None:
+            self._waiter = PeerWaiter()
+        done = self._waiter.wait(work, self._timeout)
+        self._wait(lambda: done.result(_SLICE.total_seconds()))
+
+    def _wait(self, for_a_moment: Callable[[], Any]) -> None:
         while True:
             aborted = self.aborted
             try:
-                work.wait(_SLICE)
+                for_a_moment()
                 return
-            except RuntimeError as error:
-                if "timed out" not in str(error):
+            except (TimeoutError, RuntimeError) as error:
+                if not isinstance(error, TimeoutError) and "timed out" not in str(error):
                     raise
                 if aborted:
                     self._stuck = True
                     _abandoned.append(self.backend)
-                    raise
+                    raise RuntimeError("given up: the operation was aborted") from error
 
     def close(self) -> None:
+        if self._waiter is not None:
+            self._waiter.close()
         if self._stuck:  # leaving would wait for the operation
             self.aborted = True
         else:
@@ -141,7 +190,7 @@ def _gloo(
     options._devices = [device]
     backend = dist.ProcessGroupGloo(store, rank, size, options)
     backend.set_timeout(timedelta(seconds=timeout_s))
-    return GlooTransport(backend, members)
+    return GlooTransport(backend, members, timeout_s)
 
 
 def _nccl(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from swell.configs.schema import ParallelConfig
+from swell.worker import transport
 from swell.worker.mesh import Group, GroupError, Mesh, SoloGroup
 from swell.worker.wire import GroupPlan
 
@@ -143,6 +144,29 @@ def test_leaving_wakes_the_peer() -> None:
 def test_a_peer_that_never_comes() -> None:
     with pytest.raises(GroupError, match=r"'tensor0'.*ranks \[1\] of 2 did not come in 1 s"):
         Mesh.build(ParallelConfig(tensor=2), 0, dist.HashStore(), timeout_s=1)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_peer_that_takes_its_time_is_waited_for(slow: int) -> None:
+    """Longer than the moment after which an aborted operation is given up."""
+    store = dist.HashStore()
+
+    def work(rank: int) -> list[float]:
+        mesh = Mesh.build(ParallelConfig(pipeline=2), rank, store, timeout_s=30)
+        group, got = mesh.pipeline, torch.empty(1)
+        if rank == slow:
+            time.sleep(3 * transport._SLICE.total_seconds())
+        if rank == 0:
+            group.send(torch.ones(1), 1).wait()
+            group.recv(got, 1)
+        else:
+            group.recv(got, 0)
+            group.send(got + 1, 0).wait()
+        total = group.all_reduce(torch.ones(1))
+        mesh.close()
+        return [got.item(), total.item()]
+
+    assert in_threads(2, work) == [[2, 2], [1, 2]]
 
 
 BLOCKING: dict[str, Callable[[Group], Any]] = {
