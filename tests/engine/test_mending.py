@@ -83,14 +83,26 @@ class Ear:
         raise AssertionError(f"no {kind.__name__} in {self.heard}")
 
 
-@pytest.fixture
-def world() -> Iterator[tuple[Engine, Ear]]:
+World = tuple[Engine, Ear]
+
+
+def make_world(**cluster: float) -> Iterator[World]:
     keys = make_keys()
     inbox: Inbox[CoordinatorMessage] = Inbox(CoordinatorMessage, keys)
-    engine = Engine(keys, inbox.address, kind=FragileExecutor, stall_timeout_s=1.0)
+    engine = Engine(keys, inbox.address, kind=FragileExecutor, **cluster)
     yield engine, Ear(inbox)
     engine.close()
     inbox.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    yield from make_world()
+
+
+@pytest.fixture
+def impatient_world() -> Iterator[World]:
+    yield from make_world(stall_timeout_s=1.0)
 
 
 @pytest.mark.parametrize("error", [WorkerLost("worker 1 died"), GroupBroken("a peer has gone")])
@@ -140,9 +152,9 @@ def test_a_worker_that_dies_while_nothing_happens_is_replaced(world) -> None:
     assert client.tokens["r"] == expected(request("r", [1]))
 
 
-def test_what_a_silent_client_asked_for_is_dropped(world) -> None:
+def test_what_a_silent_client_asked_for_is_dropped(impatient_world) -> None:
     """It is told so, in case that it was only stopped; who speaks keeps what it asked for."""
-    engine, _ear = world
+    engine, _ear = impatient_world
     silent, alive = engine.client(), engine.client()
     silent.send(request("silent", [1], max_tokens=LONG))
     alive.send(request("alive", [1], max_tokens=LONG))
@@ -176,7 +188,6 @@ def test_a_paused_engine_keeps_requests_and_goes_on(world) -> None:
     ear.until(Paused)
     steps = engine.server.core.num_steps
     client.send(request("late", [2]))
-    client.send(KeepAlive())
     while client.hear(0.2):
         pass
     assert engine.server.core.num_steps == steps and not client.ended
