@@ -66,6 +66,8 @@ def _ray(address: str | None) -> Iterator[None]:
         finally:
             ray.shutdown()
         return
+    # A replica that does not answer is not asked to finish first: whoever reaches it waits.
+    os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
     folder = tempfile.mkdtemp(prefix="swell-", dir="/tmp")
     print("starting Ray on this machine", flush=True)
     try:
