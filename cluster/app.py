@@ -18,6 +18,7 @@ from swell.cluster.edge import EdgeServer, claim_port, next_free_port, with_port
 from swell.cluster.ingress import Ingress
 from swell.cluster.manager import ClusterManager, ScaleRefused
 from swell.cluster.placement import Placement, resolve_device
+from swell.cluster.stored import StoreReply, StoreWish
 from swell.configs.log import configure_logging
 from swell.configs.schema import Config, ConfigError, load, parse_override
 from swell.coordinator.coordinator import CoordinatorContact
@@ -58,6 +59,9 @@ class ManagerDeployment:
 
     async def waiting_for(self) -> tuple[str, bool]:
         return await self._manager.waiting_for()
+
+    async def stored(self, wish: StoreWish) -> StoreReply:
+        return self._manager.stored(wish)
 
     async def scale(self, engines: int, drain_timeout_s: float | None) -> str | None:
         """None, or why it is refused; a leading `!` marks a conflict with a running change."""

@@ -105,15 +105,21 @@ class AsyncLLM:
             self._log.warning("the coordinator is silent")
 
     def submit(
-        self, request: EngineCoreRequest, params: SamplingParams, kind: RequestOutputKind
+        self,
+        request: EngineCoreRequest,
+        params: SamplingParams,
+        kind: RequestOutputKind,
+        index: int = 0,
     ) -> Ticket:
-        """Send a request to an engine, or keep it until there is one. Raises NoEngine, with
-        nothing left behind, if there never was one."""
+        """Send a request, which gives answer number `index` to its prompt, to an engine, or keep
+        it until there is one. Raises NoEngine, with nothing left behind, if there never was one."""
         if not self.met_engine:
             raise NoEngine("no engine is ready yet")
         ticket = Ticket(request, kind)
         self._tickets[request.request_id] = ticket
-        self._processor.add_request(request, params, kind=kind, queue=ticket.collector)
+        self._processor.add_request(
+            request, params, kind=kind, queue=ticket.collector, index=index
+        )
         self._place(ticket)
         return ticket
 
@@ -193,7 +199,7 @@ class AsyncLLM:
         for output in outputs:
             if output.request_id not in self._processor.request_states:
                 self._forget(output.request_id)
-            else:
+            elif output.new_token_ids:
                 self._router.answered(output.request_id)
 
     def _named(self, output: EngineCoreOutput) -> EngineCoreOutput | None:

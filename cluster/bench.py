@@ -18,11 +18,8 @@ import msgspec
 
 from swell.cluster.client import Client, ServerError
 from swell.cluster.commands.console import print_table
-from swell.cluster.openai.responses import (
-    CompletionChunk,
-    ModelList,
-    TokenizeResponse,
-)
+from swell.cluster.openai.completions import CompletionChunk
+from swell.cluster.openai.models import ModelList, TokenizeResponse
 
 _TEXTS = (
     "The quick brown fox jumps over the lazy dog, twice a day.",

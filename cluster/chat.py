@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from swell.cluster.client import Client, ServerError
-from swell.cluster.openai.responses import ChatChunk, ModelList
+from swell.cluster.openai.chat import ChatChunk
+from swell.cluster.openai.models import ModelList
 
 _PROMPT = "> "
 _HELP = "Ctrl-C stops an answer, /clear forgets the conversation, /quit or Ctrl-D leaves"

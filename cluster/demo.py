@@ -23,7 +23,8 @@ from swell.cluster.commands.child import ServerProcess
 from swell.cluster.commands.console import plain, print_table, short
 from swell.cluster.commands.screen import open_screen
 from swell.cluster.openai.admin import Accepted, ClusterState, ScaleRequest
-from swell.cluster.openai.responses import ChatChunk, ModelList
+from swell.cluster.openai.chat import ChatChunk
+from swell.cluster.openai.models import ModelList
 
 _CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 _ENGINES = 2

@@ -94,11 +94,11 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 class ByteLevelText:
     def __init__(self, table: ByteTable) -> None:
-        self._table = table
+        self.table = table
         self._decode = _Utf8("replace").decode
 
     def push(self, token_id: int) -> str:
-        return self._decode(self._table[token_id])
+        return self._decode(self.table[token_id])
 
     def flush(self) -> str:
         return self._decode(b"", True)
@@ -147,7 +147,7 @@ class PieceTable:
 
 class PieceText:
     def __init__(self, table: PieceTable) -> None:
-        self._table = table
+        self.table = table
         self._started = False
         self._strip_chars = table.shape.strip_chars
         """Leading characters that may still be dropped."""
@@ -155,7 +155,7 @@ class PieceText:
         self._long_run: codecs.IncrementalDecoder | None = None
 
     def push(self, token_id: int) -> str:
-        table = self._table
+        table = self.table
         if token_id not in table.rest:
             table.fill(token_id)
         piece = table.rest[token_id] if self._started else table.first[token_id]
@@ -197,7 +197,7 @@ class PieceText:
 
     def _strip(self, text: str) -> str:
         while self._strip_chars and text:
-            if text[0] != self._table.shape.strip_char:
+            if text[0] != self.table.shape.strip_char:
                 self._strip_chars = 0
                 break
             text = text[1:]

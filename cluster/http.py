@@ -1,4 +1,4 @@
-"""What every route needs of HTTP: bodies with a limit, OpenAI's errors, keys, event streams."""
+"""What every route needs of HTTP: bodies with a limit, errors, keys, event streams."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import re
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from swell.cluster.openai.responses import error_body
-from swell.cluster.params import BadRequest
+from swell.cluster.anthropic import errors as anthropic
+from swell.cluster.openai.base import error_body
+from swell.cluster.params import BadRequest, shown
 from swell.cluster.routing.router import NoEngine
 from swell.cluster.tickets import EngineGone
 from swell.configs.log import FactLogger
@@ -27,6 +31,10 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Any]]
 
 _RETRY_AFTER = {"retry-after": "1"}
+REQUEST_ID = "x-request-id"
+ANTHROPIC_REQUEST_ID = "request-id"
+MAX_REQUEST_ID_CHARS = 128
+_REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}\Z")
 
 
 class HTTPError(Exception):
@@ -56,35 +64,84 @@ def json_response(
     return Response(content, status, headers=headers, media_type="application/json")
 
 
-def error_response(error: Exception) -> Response:
-    """OpenAI's error body, with the status that the kind of error asks for."""
+class Failure(NamedTuple):
+    """What an error is to a client, whatever the API."""
+
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+    """OpenAI's `type`."""
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = {}
+
+
+def failure_of(error: Exception) -> Failure:
     match error:
         case BadRequest():
             status = 404 if error.code == "model_not_found" else 400
-            return json_response(error_body(error), status)
+            return Failure(status, error.message, param=error.param, code=error.code)
         case HTTPError():
-            body = error_body(str(error), type=error.kind, code=error.code)
-            return json_response(body, error.status)
+            return Failure(error.status, str(error), error.kind, code=error.code)
         case NoEngine():
-            body = error_body(str(error), type="server_error", code="no_engine")
-            return json_response(body, 503, _RETRY_AFTER)
+            return Failure(503, str(error), "server_error", code="no_engine", headers=_RETRY_AFTER)
         case EngineGone():
-            body = error_body(str(error), type="server_error", code="engine_failed")
-            return json_response(body, 500)
+            return Failure(500, str(error), "server_error", code="engine_failed")
     FactLogger("cluster.ingress").error("unexpected", error=f"{type(error).__name__}: {error}")
-    return json_response(error_body("internal error", type="server_error"), 500)
+    return Failure(500, "internal error", "server_error")
+
+
+def error_response(error: Exception, request: Request) -> Response:
+    """The error as the API of the route tells it, with the status that its kind asks for."""
+    status, message, kind, param, code, headers = failure_of(error)
+    if _is_anthropic(request):
+        status = anthropic.status_of(status)
+        body = anthropic.error_body(message, status, request_id(request))
+    else:
+        body = error_body(message, type=kind, param=param, code=code)
+    return json_response(body, status, headers)
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Whether the route is one of Anthropic's API, also where there is none."""
+    return f"{request.url.path}/".startswith("/v1/messages/")
+
+
+def request_id(request: Request) -> str:
+    """The id that the request brings in `x-request-id`, or one that it gets here, once."""
+    state = request.state
+    if not hasattr(state, "request_id"):
+        state.request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+    return str(state.request_id)
+
+
+def _check_request_id(request: Request) -> None:
+    """It comes back in a header and in ids, so it must be able to stand there."""
+    told = request.headers.get(REQUEST_ID)
+    if told is not None and not _REQUEST_ID.match(told):
+        request.state.request_id = uuid.uuid4().hex
+        raise BadRequest(
+            f"the header {REQUEST_ID}={shown(told)} must be 1 to {MAX_REQUEST_ID_CHARS} visible "
+            "ASCII characters",
+            REQUEST_ID,
+        )
 
 
 def guarded(handler: Handler) -> Handler:
-    """Turn whatever a handler raises into an answer."""
+    """Turn whatever a handler raises into an answer; every answer tells its request's id."""
 
     async def run(request: Request) -> Any:
         try:
-            return await handler(request)
+            _check_request_id(request)
+            response = await handler(request)
         except (ClientGone, ClientDisconnect):
-            return Response(status_code=499)
+            response = Response(status_code=499)
         except Exception as error:
-            return error_response(error)
+            response = error_response(error, request)
+        response.headers[REQUEST_ID] = request_id(request)
+        if _is_anthropic(request):
+            response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
+        return response
 
     return run
 
@@ -98,7 +155,7 @@ async def no_such_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     what = "is not allowed" if status == 405 else "does not exist"
     message = f"{request.method} {request.url.path} {what}; see /openapi.json"
-    return error_response(HTTPError(status, message, "not_found"))
+    return error_response(HTTPError(status, message, "not_found"), request)
 
 
 async def read_json_body(request: Request, limit_bytes: int) -> bytes:
@@ -153,12 +210,14 @@ class EventStream:
 
     def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
         self._events = events
-        self._headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-            *((name.encode(), value.encode()) for name, value in headers.items()),
-        ]
+        self.headers = MutableHeaders(
+            {
+                "content-type": "text/event-stream; charset=utf-8",
+                "cache-control": "no-cache",
+                "x-accel-buffering": "no",
+                **headers,
+            }
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
@@ -175,7 +234,7 @@ class EventStream:
                         await future
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await send({"type": "http.response.start", "status": 200, "headers": self.headers.raw})
         async with contextlib.aclosing(self._events) as events:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -183,7 +242,7 @@ class EventStream:
 
 
 class KeyRing:
-    """Bearer keys of a file, one a line, `#` starts a comment. No file: everybody may enter."""
+    """Keys of a file, one a line, `#` starts a comment. No file: everybody may enter."""
 
     def __init__(self, path: str | None, setting: str) -> None:
         self._hashes: list[bytes] | None = None
@@ -202,8 +261,23 @@ class KeyRing:
         """Raises HTTPError 401 unless the request carries one of the keys."""
         if self._hashes is None:
             return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        shown = hashlib.sha256(key.strip().encode()).digest()
-        known = [hmac.compare_digest(shown, one) for one in self._hashes]
-        if scheme.lower() != "bearer" or not any(known):
-            raise HTTPError(401, "send a valid key: 'Authorization: Bearer KEY'", "invalid_api_key")
+        if not any(map(self._knows, _shown_keys(request))):
+            raise HTTPError(
+                401,
+                "send a valid key: 'Authorization: Bearer KEY', or 'x-api-key: KEY'",
+                "invalid_api_key",
+            )
+
+    def _knows(self, key: str) -> bool:
+        shown = hashlib.sha256(key.encode()).digest()
+        known = [hmac.compare_digest(shown, one) for one in self._hashes or ()]
+        return any(known)
+
+
+def _shown_keys(request: Request) -> Iterator[str]:
+    """OpenAI's clients send the one, Anthropic's the other or both."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        yield key.strip()
+    if "x-api-key" in request.headers:
+        yield request.headers["x-api-key"].strip()

@@ -4,47 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.admin import AdminRoutes
-from swell.cluster.answers import ENGINES, Answer, ChatAnswer, CompletionAnswer, checked
+from swell.cluster.answers.chat import ChatAnswer
+from swell.cluster.answers.completions import CompletionAnswer
+from swell.cluster.answers.messages import MessagesAnswer
+from swell.cluster.anthropic.convert import chat_request, tokenize_request
+from swell.cluster.anthropic.requests import CountTokensRequest, MessagesRequest
+from swell.cluster.anthropic.responses import TokenCount
+from swell.cluster.asks import AskMaker
 from swell.cluster.async_llm import AsyncLLM
 from swell.cluster.detokenizer import Detokenizer
+from swell.cluster.generation import Generator
 from swell.cluster.http import (
-    EventStream,
     HTTPError,
     KeyRing,
     json_response,
     no_such_route,
     read_json_body,
+    request_id,
     route,
-    unless_gone,
 )
 from swell.cluster.metrics import PrometheusStats
-from swell.cluster.openai import responses as api
+from swell.cluster.openai import models as api
 from swell.cluster.openai.admin import Readiness
+from swell.cluster.openai.base import RequestBody
+from swell.cluster.openai.chat import ChatCompletionRequest
+from swell.cluster.openai.completions import CompletionRequest
 from swell.cluster.openai.decode import decode
-from swell.cluster.openai.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    RequestBody,
-    TokenizeRequest,
-)
 from swell.cluster.openapi import openapi_document
-from swell.cluster.outputs import RequestOutput, RequestOutputKind
-from swell.cluster.params import BadRequest, to_core_request, validate
-from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
+from swell.cluster.params import BadRequest
+from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer, read_template
+from swell.cluster.responses import ResponseRoutes
 from swell.cluster.routing.router import NoEngine
-from swell.cluster.tickets import Ticket, chain, engines_of, merge
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.coordinator.metrics import ViewCollector
@@ -66,8 +65,17 @@ class Ingress:
         self._keys = keys
         self._metrics = PrometheusStats()
         self._users = KeyRing(config.serve.api_keys_file, "serve.api_keys_file")
-        self._prompts: PromptProcessor | None = None
-        self._ends: list[int] = []
+        self._prompts: PromptProcessor
+        self._asks: AskMaker
+        self._generator: Generator
+        self._responses = ResponseRoutes(
+            config.serve,
+            self._model,
+            self._users,
+            manager,
+            self._body,
+            lambda: (self._asks, self._generator),
+        )
         self.llm: AsyncLLM
         self.app = Starlette(
             routes=self._routes(), exception_handlers={404: no_such_route, 405: no_such_route}
@@ -76,30 +84,32 @@ class Ingress:
     async def start(self) -> None:
         """Load the tokenizer, listen to the cluster, and learn who is here: a replica that takes
         the place of another one must not refuse what it would have served."""
-        path = self._config.model.path
+        config = self._config
+        path = config.model.path
         tokenizer = await asyncio.to_thread(load_tokenizer, path)
-        self._ends = end_token_ids(path, tokenizer)
         self._prompts = PromptProcessor(
-            tokenizer, self._config.model.max_model_len or 1, 1, self._model
+            tokenizer,
+            config.model.max_model_len or 1,
+            1,
+            self._model,
+            read_template(config.serve.chat_template),
         )
+        self._asks = AskMaker(self._prompts, config.serve)
         self.llm = AsyncLLM(
             Detokenizer(tokenizer),
-            self._config,
+            config,
             self._coordinator,
             self._keys,
             self._metrics,
-            self._learn_limits,
+            self._prompts.set_limits,
         )
+        self._generator = Generator(self.llm, end_token_ids(path, tokenizer))
         self._metrics.registry.register(ViewCollector(lambda: self.llm.view))
         await self.llm.wait_for_view()
 
     async def stop(self) -> None:
+        self._responses.close()
         self.llm.close()
-
-    def _learn_limits(self, max_model_len: int, vocab_size: int) -> None:
-        """What the engines can take is known once the first is there."""
-        if self._prompts is not None:
-            self._prompts.set_limits(max_model_len, vocab_size)
 
     def _routes(self) -> list[Route]:
         serve = self._config.serve
@@ -116,6 +126,9 @@ class Ingress:
             route("/v1/models/{model:path}", self._one_model, "GET"),
             route("/v1/completions", self._completions, "POST"),
             route("/v1/chat/completions", self._chat, "POST"),
+            *self._responses.routes(),
+            route("/v1/messages", self._messages, "POST"),
+            route("/v1/messages/count_tokens", self._count_tokens, "POST"),
             route("/tokenize", self._tokenize, "POST"),
             route("/detokenize", self._detokenize, "POST"),
             *admin.routes(),
@@ -125,103 +138,33 @@ class Ingress:
 
     async def _completions(self, request: Request) -> Any:
         body = await self._body(request, CompletionRequest)
-        prompts = await self._in_thread_if_long(
-            body.prompt, self._ready_prompts().completion_prompts
-        )
-        answer = CompletionAnswer(
-            "cmpl",
-            self._model,
-            include_usage=body.include_usage,
-            return_token_ids=bool(body.return_token_ids),
-        )
-        return await self._generate(request, body, prompts, answer, "prompt")
+        ask = await self._asks.completion(body)
+        id = f"cmpl-{request_id(request)}"
+        answer = CompletionAnswer(id, self._model, body, self._prompts.text)
+        return await self._generator.answer(request, ask, answer)
 
     async def _chat(self, request: Request) -> Any:
         body = await self._body(request, ChatCompletionRequest)
-        prompt = await self._in_thread_if_long(body.messages, self._ready_prompts().chat_prompt)
-        answer = ChatAnswer(
-            "chatcmpl",
-            self._model,
-            include_usage=body.include_usage,
-            return_token_ids=bool(body.return_token_ids),
-        )
-        return await self._generate(request, body, [prompt], answer, "messages")
+        ask = await self._asks.chat(body)
+        id = f"chatcmpl-{request_id(request)}"
+        answer = ChatAnswer(id, self._model, body, ask.make_parser)
+        return await self._generator.answer(request, ask, answer)
 
-    async def _generate(
-        self,
-        request: Request,
-        body: GenerationRequest,
-        prompts: list[list[int]],
-        answer: Answer,
-        field: str,
-    ) -> Any:
-        """Submit every prompt, then answer whole or as a stream."""
-        kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-        tickets = self._submit(body, prompts, kind, answer.id, field)
-        try:
-            if not body.stream:
-                outputs = await unless_gone(request, self._gather(tickets))
-                return json_response(answer.whole(outputs), headers=_served_by(tickets))
-            # The status line waits for the first token: what fails before it has a status.
-            merged = merge(self.llm.outputs, tickets)
-            first = await unless_gone(request, anext(merged))
-            checked(first[1])
-            headers = _served_by(tickets)
-            events = answer.events(
-                chain(first, merged),
-                len(tickets),
-                told=headers[ENGINES],
-                engines=lambda: engines_of(tickets),
-            )
-            return EventStream(events, headers)
-        except BaseException:
-            self.llm.abort([ticket.request.request_id for ticket in tickets])
-            raise
+    async def _messages(self, request: Request) -> Any:
+        body = await self._body(request, MessagesRequest)
+        ask = await self._asks.chat(chat_request(body))
+        ask = replace(ask, budgets=[min(left, body.max_tokens) for left in ask.budgets])
+        answer = MessagesAnswer(request_id(request), self._model, body, ask.make_parser)
+        return await self._generator.answer(request, ask, answer)
 
-    def _submit(
-        self,
-        body: GenerationRequest,
-        prompts: list[list[int]],
-        kind: RequestOutputKind,
-        external_id: str,
-        field: str,
-    ) -> list[Ticket]:
-        """All prompts or none."""
-        processor = self._ready_prompts()
-        params = body.sampling_params()
-        validate(params, vocab_size=processor.vocab_size)
-        requests = [
-            to_core_request(
-                params,
-                external_req_id=external_id,
-                prompt_token_ids=prompt,
-                max_tokens=processor.resolve_max_tokens(
-                    len(prompt), params.max_tokens, min_tokens=params.min_tokens, field=field
-                ),
-                eos_token_ids=self._ends,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt,
-                data_parallel_rank=body.data_parallel_rank,
-                client_index=self.llm.client_index,
-            )
-            for prompt in prompts
-        ]
-        self._check_rank(body.data_parallel_rank)
-        return [self.llm.submit(core, params, kind) for core in requests]
-
-    async def _gather(self, tickets: Sequence[Ticket]) -> list[RequestOutput]:
-        return [await ticket.collector.get() for ticket in tickets]
-
-    def _check_rank(self, rank: int | None) -> None:
-        active = self.llm.active_ranks
-        if rank is not None and active and rank not in active:
-            raise BadRequest(
-                f"data_parallel_rank={rank} takes no requests; the engines are {active}",
-                "data_parallel_rank",
-            )
+    async def _count_tokens(self, request: Request) -> Response:
+        body = await self._body(request, CountTokensRequest)
+        ids = await self._asks.tokens(tokenize_request(body))
+        return json_response(TokenCount(input_tokens=len(ids)))
 
     async def _body(self, request: Request, kind: type[Any]) -> Any:
-        """A checked body for this model. Raises BadRequest, HTTPError."""
+        """A checked body for this model. Raises BadRequest, HTTPError, and NoEngine before the
+        first engine has told what it can take; while none is here any more, requests wait."""
         self._users.check(request)
         raw = await read_json_body(request, self._config.serve.max_body_bytes)
         body: RequestBody = decode(raw, kind)
@@ -232,20 +175,9 @@ class Ingress:
                 "model",
                 "model_not_found",
             )
-        return body
-
-    def _ready_prompts(self) -> PromptProcessor:
-        """The prompt processor, once an engine has told its limits; NoEngine before. While none
-        is here any more, requests wait for the next."""
-        if self._prompts is None or not self.llm.met_engine:
+        if not self.llm.met_engine:
             raise NoEngine("no engine is ready yet")
-        return self._prompts
-
-    async def _in_thread_if_long(self, prompt: Any, tokenize: Any) -> Any:
-        """Long texts must not hold up everybody else's tokens."""
-        if self._ready_prompts().is_long(prompt):
-            return await asyncio.to_thread(tokenize, prompt)
-        return tokenize(prompt)
+        return body
 
     # ---------------------------------------------------------------- the rest
 
@@ -261,19 +193,12 @@ class Ingress:
         return json_response(self._card())
 
     def _card(self) -> api.ModelCard:
-        longest = self._prompts.max_model_len if self._prompts else 0
-        return api.ModelCard(id=self._model, created=0, max_model_len=longest)
+        return api.ModelCard(id=self._model, created=0, max_model_len=self._prompts.max_model_len)
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await self._body(request, TokenizeRequest)
-        prompts = self._ready_prompts()
-        if body.messages is not None:
-            tokenize = partial(
-                prompts.chat_prompt, add_generation_prompt=body.add_generation_prompt
-            )
-        else:
-            tokenize = partial(prompts.encode, add_special_tokens=body.add_special_tokens)
-        ids = await self._in_thread_if_long(body.messages or body.prompt, tokenize)
+        body = await self._body(request, api.TokenizeRequest)
+        ids = await self._asks.tokens(body)
+        prompts = self._prompts
         words = prompts.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return json_response(
             api.TokenizeResponse(
@@ -282,10 +207,8 @@ class Ingress:
         )
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await self._body(request, DetokenizeRequest)
-        return json_response(
-            api.DetokenizeResponse(prompt=self._ready_prompts().decode(body.tokens))
-        )
+        body = await self._body(request, api.DetokenizeRequest)
+        return json_response(api.DetokenizeResponse(prompt=self._prompts.decode(body.tokens)))
 
     async def _health(self, request: Request) -> Response:
         return json_response({"status": "ok"})
@@ -314,9 +237,3 @@ class Ingress:
 
     async def _openapi(self, request: Request) -> Response:
         return json_response(openapi_document())
-
-
-def _served_by(tickets: Sequence[Ticket]) -> dict[str, str]:
-    """The ranks that served so far. A stream's headers leave with its first token, and uvicorn
-    sends no trailers: ranks that come later are told by a comment at the stream's end."""
-    return {ENGINES: engines_of(tickets)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.progress import Progress
@@ -11,17 +11,23 @@ from rich.progress import Progress
 from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.output_processor import OutputProcessor
 from swell.cluster.outputs import CompletionOutput, RequestOutput, RequestOutputKind
-from swell.cluster.params import SamplingParams, to_core_request, validate
+from swell.cluster.parallel import ParentRequest, children
+from swell.cluster.params import SamplingParams, to_core_request
 from swell.cluster.preflight import check
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
+from swell.cluster.structured import compile_grammar
+from swell.cluster.validate import validate
+from swell.cluster.words import bad_word_tokens
 from swell.configs.process import sleep_at_barriers
 from swell.configs.schema import load
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
+from swell.engine.wire import EngineCoreRequest
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 _CLIENT = b"local"
+_KIND = RequestOutputKind.FINAL_ONLY
 
 sleep_at_barriers()
 
@@ -105,42 +111,76 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        order = self._submit(prompts, _spread(sampling_params, len(prompts)))
+        parents = self._submit(prompts, _spread(sampling_params, len(prompts)))
         answers: dict[str, RequestOutput] = {}
         with Progress(disable=not use_tqdm, transient=False) as progress:
-            bar = progress.add_task("answers", total=len(order))
+            bar = progress.add_task("answers", total=len(parents))
             try:
                 while self._core.has_work:
                     for outputs in self._core.step().values():
                         done = self._processor.process_outputs(outputs)
                         self._core.abort_requests(done.reqs_to_abort)
-                        answers.update((a.request_id, a) for a in done.request_outputs)
+                        for output in done.request_outputs:
+                            self._gather(parents, output, answers)
                         progress.update(bar, completed=len(answers))
             except BaseException:
                 self._abandon()
                 raise
-        return [answers[request_id] for request_id in order]
+        return [answers[external_id] for external_id in parents]
 
-    def _submit(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[str]:
-        """Check everything, then queue everything; external ids in the order of the prompts."""
-        requests = []
+    def _submit(
+        self, prompts: list[list[int]], params: list[SamplingParams]
+    ) -> dict[str, ParentRequest]:
+        """Check everything, then queue everything; answers by external id, in the order of the
+        prompts."""
+        parents: dict[str, ParentRequest] = {}
+        requests: list[tuple[EngineCoreRequest, SamplingParams, int]] = []
         for prompt, wish in zip(prompts, params, strict=True):
-            validate(wish, vocab_size=self._prompts.vocab_size)
-            request = to_core_request(
-                wish,
-                external_req_id=str(next(self._ids)),
-                prompt_token_ids=prompt,
-                max_tokens=self._prompts.resolve_max_tokens(
-                    len(prompt), wish.max_tokens, min_tokens=wish.min_tokens
-                ),
-                eos_token_ids=self._ends,
-            )
-            requests.append(request)
-        for request, wish in zip(requests, params, strict=True):
-            self._processor.add_request(request, wish, kind=RequestOutputKind.FINAL_ONLY)
+            external_id = str(next(self._ids))
+            requests += self._requests(external_id, prompt, wish)
+            parents[external_id] = ParentRequest(wish, _KIND)
+        for request, wish, index in requests:
+            self._processor.add_request(request, wish, kind=_KIND, index=index)
             refused = self._core.add_request(request, _CLIENT)
             assert refused is None, refused
-        return [str(request.external_req_id) for request in requests]
+        return parents
+
+    def _requests(
+        self, external_id: str, prompt: list[int], wish: SamplingParams
+    ) -> Iterator[tuple[EngineCoreRequest, SamplingParams, int]]:
+        """One for each answer that is to be drawn, with its index."""
+        validate(wish, vocab_size=self._prompts.vocab_size)
+        max_tokens = self._prompts.resolve_max_tokens(
+            len(prompt), wish.max_tokens, min_tokens=wish.min_tokens
+        )
+        bad_words = bad_word_tokens(self._prompts.tokenizer, wish.bad_words)
+        form = wish.structured_outputs
+        grammar = None if form is None else compile_grammar(form)
+        for index, child in enumerate(children(wish)):
+            request = to_core_request(
+                child,
+                external_req_id=external_id,
+                prompt_token_ids=prompt,
+                max_tokens=max_tokens,
+                eos_token_ids=self._ends,
+                bad_words=bad_words,
+                grammar=grammar,
+            )
+            yield request, child, index
+
+    def _gather(
+        self,
+        parents: Mapping[str, ParentRequest],
+        output: RequestOutput,
+        answers: dict[str, RequestOutput],
+    ) -> None:
+        """Children become answers. Of a failed answer the other children end with it."""
+        external_id = output.request_id
+        answer = parents[external_id].add(output)
+        if answer is not None:
+            answers[external_id] = answer
+            left = self._processor.abort_requests([external_id], internal=False)
+            self._core.abort_requests(left)
 
     def _abandon(self) -> None:
         """Forget unfinished requests, so that the next call starts clean."""

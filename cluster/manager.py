@@ -9,8 +9,9 @@ beside it and beside each other, so that a slow one holds up nobody. Another fol
 from which the coordinator takes whoever has stopped. Requests to change only move the target.
 
 The manager carries no traffic: while it is away, everything else goes on. What it wants is noted
-at the coordinator, where its successor finds it. There may be two for a moment, when Serve
-replaces one that was stopped: the one that took over last rules, the other leaves all to it.
+at the coordinator, where its successor finds it; the responses that it keeps for ingresses are lost
+with it. There may be two for a moment, when Serve replaces one that was stopped: the one that took
+over last rules, the other leaves all to it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from swell.cluster.coordinator_handle import CoordinatorHandle
 from swell.cluster.description import describe
 from swell.cluster.fleet import Fleet
 from swell.cluster.placement import EngineHandle, Placement, StartFailed
+from swell.cluster.stored import StoredResponses, StoreReply, StoreWish
 from swell.configs.log import FactLogger
 from swell.configs.schema import Config
 from swell.coordinator.coordinator import CoordinatorContact
@@ -81,6 +83,11 @@ class ClusterManager:
         self._drain_timeout_s = config.cluster.drain_timeout_s
         self._view = ClusterView(Roster())
         self._verdicts_seen = 0
+        self._stored = StoredResponses(
+            config.serve.stored_responses,
+            config.serve.stored_response_bytes,
+            config.serve.stored_response_age_s,
+        )
         self._log = FactLogger("cluster.manager")
 
     async def start(self) -> None:
@@ -214,6 +221,10 @@ class ClusterManager:
         doing = await asyncio.gather(*(handle.doing() for _rank, handle in starting))
         lines = [f"engine {rank}: {text}" for (rank, _), text in zip(starting, doing, strict=True)]
         return "; ".join(lines) or self.error or "the first engine", False
+
+    def stored(self, wish: StoreWish) -> StoreReply:
+        """What ingresses keep here for each other, as long as this manager lives."""
+        return self._stored.handle(wish, asyncio.get_running_loop().time())
 
     def _refuse_during_a_change(self) -> None:
         if self.phase not in ("idle", "failed"):

@@ -9,16 +9,24 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from swell.cluster.openai import admin
-from swell.cluster.openai import responses as api
-from swell.cluster.openai.requests import (
-    ChatCompletionRequest,
-    ChatMessage,
-    CompletionRequest,
-    DetokenizeRequest,
-    RequestBody,
-    TokenizeRequest,
+from swell.cluster.anthropic import requests as anthropic
+from swell.cluster.anthropic.responses import (
+    Message,
+    MessagesError,
+    StreamEvent,
+    TokenCount,
 )
+from swell.cluster.openai import (
+    admin,
+    chat,
+    completions,
+    models,
+    response_body,
+    response_events,
+    responses,
+)
+from swell.cluster.openai.base import ErrorBody, RequestBody
+from swell.cluster.openai.messages import ChatMessage
 
 _SCHEMAS = "#/components/schemas/{name}"
 _JSON = "application/json"
@@ -27,12 +35,13 @@ _EVENTS = "text/event-stream"
 _ERRORS = {
     400: "A field is wrong; the message names it, its value and the limit.",
     401: "The key is missing or unknown.",
-    404: "The model does not exist.",
+    404: "The model, or the stored response, does not exist.",
     409: "Another change of the cluster is running.",
     413: "The body is longer than `serve.max_body_bytes`.",
     415: "The content type is not application/json.",
     500: "An engine failed and the request could not be moved.",
-    503: "No engine came in time; try again later.",
+    503: "No engine came in time, or stored responses cannot be reached now; try again later.",
+    529: "No engine came in time; try again later.",
 }
 _BODY_ERRORS = (400, 401, 413, 415)
 _ENGINES = {
@@ -52,10 +61,15 @@ class Operation(NamedTuple):
     summary: str
     answer: type | str
     body: type[RequestBody] | None = None
-    chunk: type | None = None
+    chunk: Any = None
     """What one event of a stream holds, where the answer may be streamed."""
     errors: tuple[int, ...] = ()
     status: int = 200
+    error: type = ErrorBody
+    events: str = (
+        "With `stream: true`: events `data: JSON`, each a chunk or, after a failure, an error; the "
+        "last one is `data: [DONE]`."
+    )
 
     @property
     def keyed(self) -> bool:
@@ -67,40 +81,100 @@ OPERATIONS = (
     Operation("get", "/ready", "Whether an engine can answer.", admin.Readiness, errors=(503,)),
     Operation("get", "/metrics", "Metrics for Prometheus.", "text/plain"),
     Operation("get", "/openapi.json", "This document.", _JSON),
-    Operation("get", "/v1/models", "The models served.", api.ModelList, errors=(401,)),
-    Operation("get", "/v1/models/{model}", "One model.", api.ModelCard, errors=(401, 404)),
+    Operation("get", "/v1/models", "The models served.", models.ModelList, errors=(401,)),
+    Operation("get", "/v1/models/{model}", "One model.", models.ModelCard, errors=(401, 404)),
     Operation(
         "post",
         "/v1/completions",
         "Continue texts or token ids.",
-        api.Completion,
-        CompletionRequest,
-        api.CompletionChunk,
+        completions.Completion,
+        completions.CompletionRequest,
+        completions.CompletionChunk,
         (*_BODY_ERRORS, 404, 500, 503),
     ),
     Operation(
         "post",
         "/v1/chat/completions",
         "Answer a conversation.",
-        api.ChatCompletion,
-        ChatCompletionRequest,
-        api.ChatChunk,
+        chat.ChatCompletion,
+        chat.ChatCompletionRequest,
+        chat.ChatChunk,
         (*_BODY_ERRORS, 404, 500, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Answer a conversation in items, and keep the answer for later.",
+        response_body.ResponseBody,
+        responses.ResponsesRequest,
+        response_events.ResponseEvent,
+        (*_BODY_ERRORS, 404, 500, 503),
+        events="With `stream: true`: events `event: TYPE` and `data: JSON`; the last one is "
+        "`response.completed`, `response.incomplete` or `response.failed`.",
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{id}",
+        "A stored response, or how far one in the background is.",
+        response_body.ResponseBody,
+        errors=(400, 401, 404, 503),
+    ),
+    Operation(
+        "delete",
+        "/v1/responses/{id}",
+        "Forget a stored response.",
+        response_body.ResponseDeleted,
+        errors=(400, 401, 404, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/responses/{id}/cancel",
+        "End a response in the background.",
+        response_body.ResponseBody,
+        errors=(400, 401, 404, 503),
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{id}/input_items",
+        "What a stored response was given, in pages.",
+        response_body.ResponseItemList,
+        errors=(400, 401, 404, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Answer a conversation, as Anthropic's API does.",
+        Message,
+        anthropic.MessagesRequest,
+        StreamEvent,
+        (*_BODY_ERRORS, 404, 500, 529),
+        error=MessagesError,
+        events="With `stream: true`: events `event: TYPE` and `data: JSON`; after a failure the "
+        "last one is an error.",
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "How many tokens a conversation is to the model.",
+        TokenCount,
+        anthropic.CountTokensRequest,
+        errors=(*_BODY_ERRORS, 404, 529),
+        error=MessagesError,
     ),
     Operation(
         "post",
         "/tokenize",
         "The token ids of a text or a conversation.",
-        api.TokenizeResponse,
-        TokenizeRequest,
+        models.TokenizeResponse,
+        models.TokenizeRequest,
         errors=(*_BODY_ERRORS, 404, 503),
     ),
     Operation(
         "post",
         "/detokenize",
         "The text of token ids.",
-        api.DetokenizeResponse,
-        DetokenizeRequest,
+        models.DetokenizeResponse,
+        models.DetokenizeRequest,
         errors=(*_BODY_ERRORS, 404, 503),
     ),
     Operation(
@@ -151,13 +225,23 @@ OPERATIONS = (
 @cache
 def openapi_document() -> dict[str, Any]:
     """OpenAPI 3.1. Made once; nobody may change it."""
-    types: set[Any] = {api.ErrorBody}
+    types: set[Any] = set()
     for operation in OPERATIONS:
-        types |= {operation.answer, operation.body, operation.chunk}
-    kinds = [kind for kind in types if isinstance(kind, type)]
+        types |= {operation.answer, operation.body, operation.chunk, operation.error}
+    kinds = [kind for kind in types if kind is not None and not isinstance(kind, str)]
     references, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS)
     schema_of = dict(zip(kinds, references, strict=True))
-    for kind in (CompletionRequest, ChatCompletionRequest, ChatMessage):
+    for kind in (
+        completions.CompletionRequest,
+        chat.ChatCompletionRequest,
+        ChatMessage,
+        responses.ResponsesRequest,
+        responses.ReasoningOptions,
+        responses.TextOptions,
+        anthropic.MessagesRequest,
+        anthropic.CountTokensRequest,
+        anthropic.Tool,
+    ):
         _mark_unsupported(kind, schemas[kind.__name__])
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
@@ -177,7 +261,13 @@ def openapi_document() -> dict[str, Any]:
                     "type": "http",
                     "scheme": "bearer",
                     "description": "Only where the server was given a file of keys.",
-                }
+                },
+                "x-api-key": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": "x-api-key",
+                    "description": "The same key, as Anthropic's clients send it.",
+                },
             },
         },
     }
@@ -191,14 +281,14 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
     else:
         answer["content"] = {_JSON: {"schema": schema_of[operation.answer]}}
     if operation.chunk is not None:
-        events = _event_schema(schema_of[operation.chunk], schema_of[api.ErrorBody])
+        events = _event_schema(operation, schema_of)
         answer["content"][_EVENTS] = {"schema": events}
         answer["headers"] = _ENGINES
     responses = {str(operation.status): answer}
     for status in sorted(operation.errors):
         responses[str(status)] = {
             "description": _ERRORS[status],
-            "content": {_JSON: {"schema": schema_of[api.ErrorBody]}},
+            "content": {_JSON: {"schema": schema_of[operation.error]}},
         }
     words = re.findall(r"\w+", operation.path)
     described: dict[str, Any] = {
@@ -216,22 +306,21 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
         content = {_JSON: {"schema": schema_of[operation.body]}}
         described["requestBody"] = {"required": True, "content": content}
     if operation.keyed:
-        described["security"] = [{"bearer": []}, {}]
+        described["security"] = [{"bearer": []}, {"x-api-key": []}, {}]
     return described
 
 
-def _event_schema(chunk: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+def _event_schema(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     return {
         "type": "string",
-        "description": "With `stream: true`: events `data: JSON`, each a chunk or, after a "
-        "failure, an error; the last one is `data: [DONE]`.",
+        "description": operation.events,
         "contentMediaType": _JSON,
-        "contentSchema": {"oneOf": [chunk, error]},
+        "contentSchema": {"oneOf": [schema_of[operation.chunk], schema_of[operation.error]]},
     }
 
 
 def _mark_unsupported(kind: type[RequestBody], schema: dict[str, Any]) -> None:
     """Say which fields are known but not served, so that nobody plans with them."""
-    for name, neutral in kind.NOT_YET.items():
+    for name, neutral in kind.NOT_SERVED.items():
         allowed = " or ".join(map(repr, (*neutral, None)))
-        schema["properties"][name]["description"] = f"Not served yet; it must be {allowed}."
+        schema["properties"][name]["description"] = f"Not served; it must be {allowed}."

@@ -23,6 +23,8 @@ from swell.cluster.outputs import (
 from swell.cluster.params import SamplingParams
 from swell.cluster.stats import IterationStats, NoStats, RequestTimes, StatsSink
 from swell.cluster.stops import stop_checker
+from swell.cluster.token_texts import TokenTexts
+from swell.cluster.told_logprobs import ToldLogprobs
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 __all__ = [
@@ -54,6 +56,7 @@ class RequestState:
         request: EngineCoreRequest,
         params: SamplingParams,
         detokenizer: Detokenizer,
+        texts: TokenTexts,
         *,
         kind: RequestOutputKind,
         queue: RequestOutputCollector | None,
@@ -85,22 +88,31 @@ class RequestState:
         self._end_token_ids = {*request.eos_token_ids, *request.stop_token_ids}
         self._text: list[str] = []
         """Pieces; of a stream of deltas only those that have not been sent."""
+        self._num_chars = 0
+        """Of all text so far, also of what is held back or behind a stop string."""
+        self._logprobs = ToldLogprobs(request, texts)
         self._sent_tokens = 0
         self._answered = False
         """An engine has answered: later runs do not change `num_cached_tokens`."""
 
     def resubmission(self, **changes: Any) -> EngineCoreRequest:
-        """The request as another engine must get it to continue where this one stands."""
+        """The request as another engine must get it to continue where this one stands. What is
+        known of every prompt token is not asked for again."""
+        request = self.request
+        if request.sampler.prompt_logprobs is not None and self._logprobs.prompt_complete:
+            sampler = msgspec.structs.replace(request.sampler, prompt_logprobs=None)
+            changes = {"sampler": sampler, "skip_prefix_cache": False, **changes}
         return msgspec.structs.replace(
-            self.request, output_token_ids=list(self.output_token_ids), **changes
+            request, output_token_ids=list(self.output_token_ids), **changes
         )
 
     def update(self, output: EngineCoreOutput) -> None:
         """Take tokens and the end; a stop string may bring the end earlier."""
-        if not self._answered:
+        token_ids = output.new_token_ids
+        told = self._logprobs.sort(output.extras, len(token_ids))
+        if token_ids and not self._answered:
             self._answered = True
             self.num_cached_tokens = output.num_cached_tokens
-        token_ids = output.new_token_ids
         visible = len(token_ids)
         if (
             output.finish_reason == FinishReason.STOP
@@ -111,6 +123,8 @@ class RequestState:
             visible -= 1
         for position, token_id in enumerate(token_ids):
             self.output_token_ids.append(token_id)
+            if told:
+                self._logprobs.add(told[position], self._num_chars)
             if position < visible and self._show(self._detokenizer.push(token_id)):
                 return
         if output.finish_reason is not None:
@@ -136,18 +150,17 @@ class RequestState:
         if not finished and not self._is_due(count):
             return None
         text = "".join(self._text)
-        if self._kind == RequestOutputKind.DELTA:
-            token_ids = self.output_token_ids[self._sent_tokens :]
-            self._text.clear()
-        else:
-            token_ids = list(self.output_token_ids)
-            self._text = [text]
+        is_delta = self._kind == RequestOutputKind.DELTA
+        token_ids = self.output_token_ids[self._sent_tokens if is_delta else 0 :]
+        self._text = [] if is_delta else [text]
         self._sent_tokens = count
         completion = CompletionOutput(
             index=self._index,
             text=text,
             token_ids=token_ids,
             num_output_tokens=count,
+            logprobs=self._logprobs.take(forget=is_delta),
+            cumulative_logprob=self._logprobs.cumulative,
             finish_reason=None if self.finish_reason is None else str(self.finish_reason),
             stop_reason=self.stop_reason,
         )
@@ -158,12 +171,14 @@ class RequestState:
             finished=finished,
             prompt=self._prompt,
             num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self._logprobs.take_prompt(forget=is_delta),
         )
 
     def _show(self, text: str) -> bool:
         """Pass text by the stop strings; True if one of them ended the answer."""
         if not text:
             return False
+        self._num_chars += len(text)
         self._text.append(self._stops.push(text, len(self.output_token_ids)))
         if self._stops.matched is None:
             return False
@@ -192,6 +207,7 @@ class OutputProcessor:
         self._internal_ids: dict[str, list[str]] = {}
         """external id -> internal ids of its unfinished requests."""
         self._detokenizer = detokenizer
+        self._texts = TokenTexts(detokenizer)
         self._stream_interval = stream_interval
         self._stats: StatsSink = stats or NoStats()
         self._clock = clock
@@ -223,6 +239,7 @@ class OutputProcessor:
             request,
             params,
             self._detokenizer,
+            self._texts,
             kind=kind,
             queue=queue,
             prompt=prompt,

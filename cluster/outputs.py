@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import overload
 
 import msgspec
+
+from swell.cluster.token_texts import TokenTexts
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -21,6 +24,76 @@ class RequestOutputKind(enum.IntEnum):
     """Everything, once, at the end."""
 
 
+class Logprob(msgspec.Struct, frozen=True, gc=False):
+    """What is told of one token at one position."""
+
+    logprob: float
+    """Natural logarithm of its probability under the model's own logits; may be -inf."""
+    rank: int
+    """1 is the most likely."""
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class LogprobTable(Sequence[dict[int, Logprob] | None]):
+    """Log probabilities at consecutive positions, a list of equal length for each column.
+
+    As a sequence: each position's `Logprob` by token id, the token that stands there first, then
+    the most likely ones, best first; None where nothing is known. A dict is built when it is
+    looked at, so a table that is only carried costs no more than its columns.
+    """
+
+    texts: TokenTexts = field(repr=False, compare=False)
+    token_ids: list[list[int]] = field(default_factory=list)
+    """The token that stands there, then the most likely ones."""
+    logprobs: list[list[float]] = field(default_factory=list)
+    """Of the same tokens; empty where nothing is known."""
+    ranks: list[int] = field(default_factory=list)
+    """Of the token that stands there."""
+    offsets: list[int] = field(default_factory=list)
+    """Characters of the text before the token that stands there; tokens that share a character
+    share its place."""
+
+    def append(self, token_ids: list[int], logprobs: list[float], rank: int, offset: int) -> None:
+        self.token_ids.append(token_ids)
+        self.logprobs.append(logprobs)
+        self.ranks.append(rank)
+        self.offsets.append(offset)
+
+    def extend(self, newer: LogprobTable) -> None:
+        self.token_ids += newer.token_ids
+        self.logprobs += newer.logprobs
+        self.ranks += newer.ranks
+        self.offsets += newer.offsets
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> LogprobTable: ...
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | LogprobTable | None:
+        if isinstance(index, slice):
+            return LogprobTable(
+                self.texts,
+                self.token_ids[index],
+                self.logprobs[index],
+                self.ranks[index],
+                self.offsets[index],
+            )
+        if not self.logprobs[index]:
+            return None
+        ranks = (self.ranks[index], *range(1, len(self.token_ids[index])))
+        table: dict[int, Logprob] = {}
+        for token_id, logprob, rank in zip(
+            self.token_ids[index], self.logprobs[index], ranks, strict=True
+        ):
+            if token_id not in table:
+                table[token_id] = Logprob(logprob, rank, self.texts.text(token_id))
+        return table
+
+
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One answer, whole or in part (see `RequestOutputKind`)."""
 
@@ -29,7 +102,10 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     token_ids: list[int]
     num_output_tokens: int
     """Tokens of the answer so far, in every kind."""
-    logprobs: Any = None
+    logprobs: LogprobTable | None = None
+    """Of `token_ids`, if asked for."""
+    cumulative_logprob: float | None = None
+    """Sum over the tokens of the answer so far, in every kind."""
     finish_reason: str | None = None
     """stop, length, abort or error."""
     stop_reason: int | str | None = None
@@ -40,6 +116,9 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         self.text += newer.text
         self.token_ids.extend(newer.token_ids)
         self.num_output_tokens = newer.num_output_tokens
+        if self.logprobs is not None and newer.logprobs is not None:
+            self.logprobs.extend(newer.logprobs)
+        self.cumulative_logprob = newer.cumulative_logprob
         self.finish_reason = newer.finish_reason
         self.stop_reason = newer.stop_reason
 
@@ -53,11 +132,16 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache."""
+    prompt_logprobs: LogprobTable | None = None
+    """Of `prompt_token_ids`, if asked for; nothing is known of the first. Of deltas, the first
+    alone holds them."""
 
     def add(self, newer: RequestOutput, *, aggregate: bool) -> None:
         """Merge a later output into this one: deltas are joined, other kinds replaced."""
         self.finished = self.finished or newer.finished
         self.num_cached_tokens = newer.num_cached_tokens
+        if newer.prompt_logprobs is not None:
+            self.prompt_logprobs = newer.prompt_logprobs
         for completion in newer.outputs:
             for place, mine in enumerate(self.outputs):
                 if mine.index != completion.index:

@@ -14,13 +14,8 @@ from typing import Any
 import msgspec
 
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.wire import SamplerParams
+from swell.worker.sample.wire import Grammar, SamplerParams
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 256
-MAX_TEMPERATURE = 100.0
-MAX_TOP_K = 2**31 - 1
 GREEDY_BELOW = 1e-5
 """Dividing logits by less overflows float32, and the answer would be the greedy one anyway."""
 SEED_BITS = 63
@@ -38,6 +33,21 @@ class BadRequest(ValueError):
         self.message = message
         self.param = param
         self.code = code
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A form for the answer: exactly one of these."""
+
+    json: dict[str, Any] | bool | str | None = None
+    """A JSON schema, or its text."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    regex: str | None = None
+    """The whole answer matches it."""
+    choice: list[str] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """A context-free grammar, in EBNF as Lark or llama.cpp (GBNF) write it."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +74,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The text keeps the stop string, or the stop token's text, that ended it."""
     skip_special_tokens: bool = True
     """Special tokens leave no text."""
+    n: int = 1
+    """Answers to the prompt; answer i draws with `seed + i`."""
+    best_of: int | None = None
+    """Draw this many answers and keep the n with the largest mean log probability."""
+    presence_penalty: float = 0.0
+    """Taken once from the logit of each token that stands in the answer."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that it stands in the answer."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or answer."""
+    logit_bias: dict[int, float] = {}
+    """Token id -> what is added to its logit, -100 .. 100."""
+    bad_words: list[str] = []
+    """Texts whose last token is never drawn behind the others."""
+    allowed_token_ids: list[int] | None = None
+    """No other token is drawn."""
+    logprobs: int | None = None
+    """Tell each token's log probability, and those of this many most likely ones."""
+    prompt_logprobs: int | None = None
+    """The same of every prompt token behind the first."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that the answer must have."""
 
     @property
     def stop_strings(self) -> list[str]:
@@ -92,94 +124,6 @@ def _shown_container(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> str
     return text if len(text) <= SHOWN_CHARS else f"an {kind} of {len(value)}"
 
 
-def validate(params: SamplingParams, *, vocab_size: int) -> None:
-    """Check every field; raises `BadRequest` naming field, value and limit."""
-    _number("temperature", params.temperature, 0, MAX_TEMPERATURE)
-    _number("top_p", params.top_p, 0, 1, above_low=True)
-    _number("min_p", params.min_p, 0, 1)
-    _integer("top_k", params.top_k, -1, MAX_TOP_K)
-    if params.seed is not None:
-        _integer("seed", params.seed, -(2**63), 2**63 - 1)
-    if params.max_tokens is not None:
-        _integer("max_tokens", params.max_tokens, 1, None)
-    _integer("min_tokens", params.min_tokens, 0, None)
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise BadRequest(
-            f"min_tokens={params.min_tokens} is above max_tokens={params.max_tokens}", "min_tokens"
-        )
-    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-        if not isinstance(getattr(params, name), bool):
-            raise BadRequest(f"{name}={shown(getattr(params, name))} must be true or false", name)
-    _check_stop_strings(params.stop)
-    _check_stop_tokens(params.stop_token_ids, vocab_size)
-
-
-def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
-    """Refuse ids outside 0 .. vocab_size - 1, naming the first of them."""
-    if not token_ids or (
-        set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size
-    ):
-        return
-    for index, token in enumerate(token_ids):
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise BadRequest(
-                f"{name}[{index}]={shown(token)} is no token id of this model; "
-                f"they are 0 .. {vocab_size - 1}",
-                f"{name}[{index}]",
-            )
-
-
-def _number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    inside = is_number and low <= value <= high  # type: ignore[operator]  # false for NaN
-    if not inside or (above_low and value == low):
-        sign = "<" if above_low else "<="
-        raise BadRequest(
-            f"{name}={shown(value)} is out of range: {low:g} {sign} {name} <= {high:g}", name
-        )
-
-
-def _integer(name: str, value: object, low: int, high: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadRequest(f"{name}={shown(value)} must be an integer", name)
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise BadRequest(f"{name}={shown(value)} must be {limit}", name)
-
-
-def _check_stop_strings(stop: object) -> None:
-    strings = [stop] if isinstance(stop, str) else stop
-    if not isinstance(strings, list):
-        raise BadRequest(f"stop={shown(stop)} must be a string or a list of strings", "stop")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise BadRequest(
-            f"stop holds {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop"
-        )
-    for index, text in enumerate(strings):
-        path = f"stop[{index}]" if isinstance(stop, list) else "stop"
-        if not isinstance(text, str) or not text:
-            raise BadRequest(f"{path}={shown(text)} must be a string that is not empty", path)
-        if len(text) > MAX_STOP_CHARS:
-            raise BadRequest(
-                f"{path}={shown(text)} has {len(text)} characters; "
-                f"at most {MAX_STOP_CHARS} are allowed",
-                path,
-            )
-
-
-def _check_stop_tokens(token_ids: object, vocab_size: int) -> None:
-    if not isinstance(token_ids, list):
-        raise BadRequest(
-            f"stop_token_ids={shown(token_ids)} must be a list of token ids", "stop_token_ids"
-        )
-    if len(token_ids) > MAX_STOP_TOKEN_IDS:
-        raise BadRequest(
-            f"stop_token_ids holds {len(token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed",
-            "stop_token_ids",
-        )
-    check_token_ids("stop_token_ids", token_ids, vocab_size)
-
-
 def internal_request_id(external_req_id: str) -> str:
     """A unique id for the engines: users may send the same id twice."""
     return f"{external_req_id}-{secrets.token_hex(4)}"
@@ -192,6 +136,8 @@ def to_core_request(
     prompt_token_ids: list[int],
     max_tokens: int,
     eos_token_ids: list[int],
+    bad_words: list[list[int]] | None = None,
+    grammar: Grammar | None = None,
     priority: int = 0,
     cache_salt: str | None = None,
     data_parallel_rank: int | None = None,
@@ -201,7 +147,8 @@ def to_core_request(
 ) -> EngineCoreRequest:
     """The engine's form of a validated wish.
 
-    `max_tokens` is the resolved budget (`PromptProcessor.resolve_max_tokens`). A wish without
+    `max_tokens` is the resolved budget (`PromptProcessor.resolve_max_tokens`), `bad_words` and
+    `grammar` are what the wish says in text, as tokens. A wish without
     a seed gets a random one here, once: a resubmission to another engine must continue the same
     random stream.
     """
@@ -212,6 +159,15 @@ def to_core_request(
         top_p=float(params.top_p),
         min_p=float(params.min_p),
         seed=drawn & (2**SEED_BITS - 1),
+        repetition_penalty=float(params.repetition_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        presence_penalty=float(params.presence_penalty),
+        logit_bias=params.logit_bias,
+        bad_words=bad_words or [],
+        allowed_token_ids=params.allowed_token_ids or [],
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        grammar=grammar,
     )
     return EngineCoreRequest(
         request_id=internal_request_id(external_req_id),
@@ -228,4 +184,5 @@ def to_core_request(
         data_parallel_rank=data_parallel_rank,
         trace_headers=trace_headers,
         external_req_id=external_req_id,
+        skip_prefix_cache=params.prompt_logprobs is not None,
     )

@@ -16,8 +16,10 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from swell.cluster.openai.requests import ChatMessage, check_messages
-from swell.cluster.params import BadRequest, check_token_ids, shown
+from swell.cluster.openai.messages import ChatMessage, check_messages
+from swell.cluster.params import BadRequest, shown
+from swell.cluster.templates import ChatTemplate, TemplateOptions
+from swell.cluster.validate import check_token_ids
 from swell.configs.schema import ConfigError
 
 LONG_TEXT_CHARS = 16_384
@@ -36,6 +38,7 @@ TOKENIZER_FILES = (
 )
 
 Prompt = str | list[int]
+PLAIN_CHAT = TemplateOptions()
 
 
 @lru_cache(maxsize=8)
@@ -92,6 +95,16 @@ def _read_json(path: str, name: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
+def read_template(path: str | None) -> str | None:
+    """The chat template of `serve.chat_template`; None if there is none."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"serve.chat_template={path!r} cannot be read: {error}") from None
+
+
 class PromptProcessor:
     """One model's way from text to ids. Safe to call from several threads.
 
@@ -99,12 +112,17 @@ class PromptProcessor:
     """
 
     def __init__(
-        self, tokenizer: Any, max_model_len: int, vocab_size: int, model_name: str
+        self,
+        tokenizer: Any,
+        max_model_len: int,
+        vocab_size: int,
+        model_name: str,
+        chat_template: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer, model_name, chat_template)
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.model_name = model_name
         self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             # A tokenizer.json may bring both; transformers would reset them at every call, which
@@ -195,43 +213,21 @@ class PromptProcessor:
         return typed
 
     def chat_prompt(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+        self, messages: Sequence[ChatMessage], options: TemplateOptions = PLAIN_CHAT
     ) -> list[int]:
-        """The ids of a conversation, as the model's chat template writes it."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False, field="messages")
-
-    def render_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
-    ) -> str:
-        if self.tokenizer.chat_template is None:
-            raise BadRequest(
-                f"the model {self.model_name!r} has no chat template: use /v1/completions, or add "
-                "a chat_template to the model's tokenizer_config.json",
-                "messages",
-                "no_chat_template",
-            )
+        """The ids of a conversation, as the chat template writes it."""
         for index, message in enumerate(messages):
             self._check_bytes(message.text, f"messages[{index}].content")
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    self._template_messages(messages),
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                )
-            )
-        except Exception as error:  # a template may raise anything: it is a program
-            reason = str(error).strip() or type(error).__name__
-            raise BadRequest(
-                f"the model's chat template refuses these messages: {reason}",
-                "messages",
-                "chat_template_error",
-            ) from None
+        text = self.template.render(messages, options)
+        return self.encode(text, add_special_tokens=False, field="messages")
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of ids, special tokens included."""
         check_token_ids("tokens", token_ids, self.vocab_size)
+        return self.text(token_ids)
+
+    def text(self, token_ids: list[int]) -> str:
+        """The text of ids that were checked."""
         return str(self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
     def resolve_max_tokens(
@@ -256,20 +252,6 @@ class PromptProcessor:
                 "min_tokens",
             )
         return budget
-
-    def _template_messages(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-        """Most templates know `system` and not its newer name `developer`."""
-        knows_developer = "developer" in str(self.tokenizer.chat_template)
-        plain = []
-        for message in messages:
-            rename = message.role == "developer" and not knows_developer
-            one = {"role": "system" if rename else message.role, "content": message.text}
-            if message.name is not None:
-                one["name"] = message.name
-            if message.tool_call_id is not None:
-                one["tool_call_id"] = message.tool_call_id
-            plain.append(one)
-        return plain
 
     def _check_bytes(self, text: str, field: str) -> None:
         """Refuse what cannot fit (or is no text) without tokenizing it."""

@@ -1,25 +1,34 @@
-"""Server-sent events of a stream, cheap: only the text of a chunk is encoded anew.
+"""Server-sent events of a stream, cheap: only what is new in a chunk is encoded anew.
 
 All chunks of one stream share id, time and model, so everything around the text is bytes made
-once. The result is, byte for byte, what the typed chunks of `openai.responses` encode to.
+once. The result is, byte for byte, what the typed chunks of `cluster/openai` encode to.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from swell.cluster.openai.responses import (
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
-    CompletionChunk,
-    ErrorBody,
-    Usage,
-)
+from swell.cluster.openai.base import ErrorBody, Usage
+from swell.cluster.openai.chat import ChatChunk, ChatDelta
+from swell.cluster.openai.completions import CompletionChunk
+from swell.cluster.openai.logprobs import ChatLogprobs, CompletionLogprobs
 
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.encode
+
+
+class Rest(msgspec.Struct, frozen=True):
+    """What a chunk has beside its text."""
+
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: ChatLogprobs | CompletionLogprobs | None = None
+    token_ids: list[int] | None = None
+
+
+PLAIN = Rest()
+"""A chunk that is text alone."""
 
 
 def event(body: msgspec.Struct) -> bytes:
@@ -37,7 +46,7 @@ def error_event(error: ErrorBody) -> bytes:
 
 
 class _Stream:
-    """What completions and chat streams share. `text_key` stands around the text of a choice."""
+    """What completions and chat streams share."""
 
     def __init__(self, kind: str, id: str, created: int, model: str, include_usage: bool) -> None:
         head = {"id": id, "object": kind, "created": created, "model": model}
@@ -45,23 +54,18 @@ class _Stream:
         self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._plain_tail = b',"logprobs":null,"finish_reason":null,"stop_reason":null' + self._end
 
-    def _chunk(
-        self,
-        index: int,
-        content: bytes,
-        finish_reason: str | None,
-        stop_reason: int | str | None,
-        token_ids: list[int] | None,
-    ) -> bytes:
-        if finish_reason is None and token_ids is None:
+    def _chunk(self, index: int, content: bytes, rest: Rest) -> bytes:
+        """`content` is the choice's text or delta with its key."""
+        if rest is PLAIN:
             return b"%b%d,%b%b" % (self._head, index, content, self._plain_tail)
-        ids = b"" if token_ids is None else b',"token_ids":' + _encode(token_ids)
-        return b'%b%d,%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b%b%b' % (
+        ids = b"" if rest.token_ids is None else b',"token_ids":' + _encode(rest.token_ids)
+        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b%b' % (
             self._head,
             index,
             content,
-            _encode(finish_reason),
-            _encode(stop_reason),
+            _encode(rest.logprobs),
+            _encode(rest.finish_reason),
+            _encode(rest.stop_reason),
             ids,
             self._end,
         )
@@ -74,17 +78,8 @@ class CompletionStream(_Stream):
         super().__init__("text_completion", id, created, model, include_usage)
         self._empty = CompletionChunk(id=id, created=created, model=model, choices=[])
 
-    def chunk(
-        self,
-        text: str,
-        *,
-        index: int = 0,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-        token_ids: list[int] | None = None,
-    ) -> bytes:
-        content = b'"text":' + _encode(text)
-        return self._chunk(index, content, finish_reason, stop_reason, token_ids)
+    def chunk(self, text: str, index: int = 0, rest: Rest = PLAIN) -> bytes:
+        return self._chunk(index, b'"text":' + _encode(text), rest)
 
     def usage(self, usage: Usage) -> bytes:
         """The last event of a stream that asked for it: no choices."""
@@ -97,27 +92,16 @@ class ChatStream(_Stream):
     def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
         super().__init__("chat.completion.chunk", id, created, model, include_usage)
         self._empty = ChatChunk(id=id, created=created, model=model, choices=[])
-        self._usage_null = include_usage
 
-    def role(self, *, index: int = 0) -> bytes:
+    def role(self, index: int = 0) -> bytes:
         """The first event: who speaks."""
-        choice = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
-        chunk = msgspec.structs.replace(self._empty, choices=[choice])
-        if self._usage_null:
-            chunk.usage = None
-        return event(chunk)
+        return self.delta(ChatDelta(role="assistant", content=""), index)
 
-    def chunk(
-        self,
-        text: str,
-        *,
-        index: int = 0,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-        token_ids: list[int] | None = None,
-    ) -> bytes:
-        content = b'"delta":{"content":' + _encode(text) + b"}"
-        return self._chunk(index, content, finish_reason, stop_reason, token_ids)
+    def chunk(self, text: str, index: int = 0, rest: Rest = PLAIN) -> bytes:
+        return self._chunk(index, b'"delta":{"content":' + _encode(text) + b"}", rest)
+
+    def delta(self, delta: ChatDelta, index: int = 0, rest: Rest = PLAIN) -> bytes:
+        return self._chunk(index, b'"delta":' + _encode(delta), rest)
 
     def usage(self, usage: Usage) -> bytes:
         """The last event of a stream that asked for it: no choices."""

@@ -34,7 +34,6 @@ class IterationStats(msgspec.Struct, kw_only=True):
     num_prompt_tokens: int = 0
     """Prompts whose first token came."""
     num_output_tokens: int = 0
-    num_preemptions: int = 0
     time_to_first_token_s: list[float] = []
     inter_token_latency_s: list[float] = []
     """One entry a token; tokens that came together share their gap evenly."""
@@ -66,7 +65,6 @@ class RequestTimes:
         self, output: EngineCoreOutput, num_prompt_tokens: int, now_s: float, stats: IterationStats
     ) -> None:
         """Account for the tokens of one output."""
-        stats.num_preemptions += output.num_preemptions
         count = len(output.new_token_ids)
         if not count:
             return

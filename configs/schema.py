@@ -110,6 +110,22 @@ class ServeConfig(Section, frozen=True):
     """Keys of the admin API; None: the same as `api_keys_file`."""
     max_body_bytes: Positive = 16 * 1024 * 1024
     """Longest HTTP body that is read."""
+    chat_template: str | None = None
+    """A file with a chat template, used instead of the model's."""
+    request_chat_template: bool = False
+    """Whether a request may bring a chat template: it is a program, and may run for long."""
+    tool_parser: str = "auto"
+    """How the model writes tool calls: hermes, llama3, mistral; `auto` guesses from its chat
+    template; none."""
+    reasoning_parser: str = "auto"
+    """How the model marks what it thinks: think, think-open; `auto`, none likewise."""
+    stored_responses: NonNegative = 1000
+    """Answers of `/v1/responses` that are kept at once, in the manager's memory, for requests that
+    continue or retrieve them; 0: none. The least recently used go first."""
+    stored_response_bytes: Positive = 256 * 1024 * 1024
+    """Of all kept answers together, each with the conversation that it belongs to."""
+    stored_response_age_s: Seconds = 86400.0
+    """What is kept longer is dropped."""
     no_engine_timeout_s: Seconds = 60.0
     """A request that arrives while all engines are gone or under repair waits for one this long,
     then it is a 503; longer than a replacement takes to start."""

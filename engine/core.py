@@ -126,7 +126,7 @@ class EngineCore:
             work=self.scheduler.wants_step,
             pause=self.member.voting,
         )
-        return ScheduledStep(plan, scheduled.sampled)
+        return ScheduledStep(plan, scheduled.rows)
 
     def lose_steps(self) -> None:
         """Steps in flight and the KV cache are lost: every request starts again from the tokens

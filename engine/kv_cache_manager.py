@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from swell.configs.schema import CacheConfig
 from swell.engine.block_hash import extend_block_hashes
 from swell.engine.block_pool import BlockPool
 from swell.engine.request import Request
 
 
+class Lead(NamedTuple):
+    """What a waiting request follows: a prefix of its own that requests ahead of it compute."""
+
+    name: bytes
+    """Of the last block of that prefix."""
+    own_blocks: int
+    """Blocks that the follower needs behind the prefix."""
+
+
 class KVCacheManager:
     """Blocks of requests over a `BlockPool`.
 
     Blocks may be named (made findable) as soon as the step that fills them is scheduled: any
-    step that reads them runs after it.
+    step that reads them runs after it. Until then the name of a block that a running request
+    holds for a token it knows is *promised*: it is named as that request goes on, or withdrawn
+    when it lets go of its blocks.
     """
 
     def __init__(self, config: CacheConfig, num_blocks: int) -> None:
         self.block_tokens = config.block_tokens
         self.prefix_caching = config.prefix_caching
         self.pool = BlockPool(num_blocks)
+        self._promised: dict[bytes, Request] = {}
+        """Name -> who will give it: of several the first in order."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -33,11 +48,7 @@ class KVCacheManager:
         The last known token is always recomputed: its logits are what the request waits for.
         `spare_blocks` must stay free, for requests that already run.
         """
-        cached: list[int] = []
-        if self.prefix_caching:
-            self._extend_hashes(request)
-            reusable = (len(request.token_ids) - 1) // self.block_tokens
-            cached = self.pool.find(request.block_hashes[:reusable])
+        cached = self.pool.find(self._reusable_names(request))
         fresh = self._blocks_for(len(request.token_ids)) - len(cached)
         if fresh + self.pool.num_free_among(cached) + spare_blocks > self.pool.num_free:
             return False
@@ -47,7 +58,25 @@ class KVCacheManager:
         request.computed = len(cached) * self.block_tokens
         self.num_queried_tokens += len(request.token_ids)
         self.num_hit_tokens += request.computed
+        self._promise(request)
         return True
+
+    def follow(self, request: Request, lead: Lead | None) -> Lead | None:
+        """What `request` does well to wait for, if the next block that it lacks is promised by a
+        request ahead of it.
+
+        `lead` is the answer when it was last asked. While that stands, asking again takes one
+        lookup; else one for each block of the prefix.
+        """
+        if lead is not None and self._is_promised(lead.name, request):
+            return lead
+        names = self._reusable_names(request)
+        found = shared = len(self.pool.find(names))
+        while shared < len(names) and self._is_promised(names[shared], request):
+            shared += 1
+        if shared == found:
+            return None
+        return Lead(names[shared - 1], self._blocks_for(len(request.token_ids)) - shared)
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks added so that `num_tokens` fit; None if there are not enough."""
@@ -70,17 +99,51 @@ class KVCacheManager:
         self._extend_hashes(request)
         for index in range(request.num_named_blocks, full):
             self.pool.name(request.block_ids[index], request.block_hashes[index])
+            self._withdraw(request.block_hashes[index], request)
         request.num_named_blocks = full
 
     def release(self, request: Request) -> None:
+        for name in request.block_hashes[request.num_named_blocks :]:
+            self._withdraw(name, request)
         self.pool.release(request.block_ids)
         request.block_ids = []
         request.num_named_blocks = 0
 
     def forget(self) -> None:
         """Find no prefix that was computed before: its content may be lost. Nobody holds blocks."""
-        self.pool.check_idle()
+        self.check_idle()
         self.pool.forget()
+
+    def check_idle(self) -> None:
+        """Raise AssertionError unless every block is free and no name is promised."""
+        self.pool.check_idle()
+        assert not self._promised, f"{len(self._promised)} blocks are promised by nobody"
+
+    def _promise(self, request: Request) -> None:
+        """`request` computes every block from here on of which it knows all tokens."""
+        for name in request.block_hashes[request.num_named_blocks :]:
+            other = self._promised.setdefault(name, request)
+            if request.order < other.order:
+                self._promised[name] = request
+
+    def _withdraw(self, name: bytes, request: Request) -> None:
+        """The promise is kept, or cannot be kept."""
+        if self._promised.get(name) is request:
+            del self._promised[name]
+
+    def _is_promised(self, name: bytes, request: Request) -> bool:
+        """By somebody ahead of `request`."""
+        leader = self._promised.get(name)
+        return leader is not None and leader.order < request.order
+
+    def _reusable_names(self, request: Request) -> list[bytes]:
+        """Names of the blocks that `request` may take from others."""
+        if not self.prefix_caching:
+            return []
+        self._extend_hashes(request)
+        if request.core.skip_prefix_cache:
+            return []
+        return request.block_hashes[: (len(request.token_ids) - 1) // self.block_tokens]
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
+from swell.worker.sample.wire import Extra
 
 
 class RequestStatus(enum.Enum):
@@ -88,7 +89,7 @@ class Request:
             return 0
         return self.total_tokens - self.computed
 
-    def append(self, token_id: int) -> EngineCoreOutput:
+    def append(self, token_id: int, extras: list[Extra]) -> EngineCoreOutput:
         """Take in a drawn token, decide whether it is the last, and say so."""
         first = self.num_outputs == len(self.core.output_token_ids)
         self.token_ids.append(token_id)
@@ -104,6 +105,7 @@ class Request:
             num_cached_tokens=self.num_cached_tokens if first else 0,
             queue_s=self.queue_s if first else 0.0,
             num_preemptions=self.num_preemptions,
+            extras=extras,
         )
 
     def _finish_reason(self, token_id: int) -> tuple[FinishReason | None, int | None]:

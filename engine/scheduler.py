@@ -6,6 +6,13 @@ the policy, until the token budget or the blocks run out. A prompt cut into chun
 found in the cache, a preempted request that starts again, and a request handed over by another
 engine are all this one rule. A row whose computed tokens reach its known tokens draws the next.
 
+What requests have in common is computed once. A waiting request whose next missing block is being
+computed for a request ahead of it *follows* that one: it waits until their tokens part or the other
+one leaves, and finds the blocks then. Those behind it may start meanwhile, but neither in its slot
+nor in the blocks that it will need. When waiting requests are looked at, every running one that
+is behind its known tokens has a row in the step, so whoever is followed advances, and nobody is
+followed by one that the policy puts first.
+
 Steps may be scheduled before the results of earlier ones are read. What such a step draws is
 `pending`: it exists on the device, counts as known, and has no number on the host yet.
 """
@@ -19,18 +26,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from swell.configs.schema import CacheConfig, SchedulerConfig
-from swell.engine.kv_cache_manager import KVCacheManager
+from swell.engine.kv_cache_manager import KVCacheManager, Lead
 from swell.engine.request import Request, RequestStatus
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
+from swell.worker.sample.wire import Extra
 from swell.worker.wire import BlockGrowth, ModelRunnerOutput, NewRow, SchedulerOutput
+
+_NO_EXTRAS: list[Extra] = []
+_Waiting = tuple[tuple[int, int], Request, Lead | None]
+"""Place under the policy, and what the request followed when it was last looked at."""
 
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """A plan and, in the order of its drawn tokens, the requests that they belong to."""
+    """A plan and the requests that its rows belong to."""
 
     plan: SchedulerOutput
-    sampled: list[Request]
+    rows: list[Request]
 
 
 @dataclass(slots=True)
@@ -66,7 +78,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_generated_tokens = 0
         self.num_prompt_tokens = 0
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._waiting: list[_Waiting] = []
         """Heap in policy order; finished requests are dropped when they surface."""
         self._free_slots = list(range(config.max_rows))
         self._arrivals = 0
@@ -103,7 +115,7 @@ class Scheduler:
         self._arrivals += 1
         request = Request(core, client, (priority, self._arrivals), self._clock())
         self.requests[core.request_id] = request
-        heapq.heappush(self._waiting, (request.order, request))
+        heapq.heappush(self._waiting, (request.order, request, None))
         self.num_prompt_tokens += request.prompt_tokens
         return None
 
@@ -176,18 +188,30 @@ class Scheduler:
             self._take(request, count, draft)
 
     def _schedule_waiting(self, draft: _Draft) -> None:
-        while self._waiting and self._free_slots and draft.budget_tokens:
-            request = self._waiting[0][1]
+        followers: list[_Waiting] = []
+        claimed_blocks = 0
+        while self._waiting and draft.budget_tokens and len(followers) < len(self._free_slots):
+            order, request, lead = self._waiting[0]
             if request.status is RequestStatus.FINISHED:
                 heapq.heappop(self._waiting)
                 continue
             # A preempted request whose last tokens are still on their way cannot be told to
-            # the worker yet; and each running request may soon want a block.
-            if request.pending or not self.kv.admit(request, spare_blocks=len(self.running)):
+            # the worker yet.
+            if request.pending:
+                break
+            lead = self.kv.follow(request, lead)
+            if lead is not None:
+                followers.append((order, request, lead))
+                claimed_blocks += lead.own_blocks
+            # Each running request may soon want a block.
+            elif self.kv.admit(request, spare_blocks=len(self.running) + claimed_blocks):
+                self._enter_slot(request, draft)
+                self._take(request, self._chunk(request, draft), draft)
+            else:
                 break
             heapq.heappop(self._waiting)
-            self._enter_slot(request, draft)
-            self._take(request, self._chunk(request, draft), draft)
+        for follower in followers:
+            heapq.heappush(self._waiting, follower)
 
     def _enter_slot(self, request: Request, draft: _Draft) -> None:
         request.status = RequestStatus.RUNNING
@@ -240,7 +264,7 @@ class Scheduler:
         request.computed = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        heapq.heappush(self._waiting, (request.order, request))
+        heapq.heappush(self._waiting, (request.order, request, None))
 
     def preempt_all(self) -> None:
         """Every step whose results were not read is lost, and with it the KV cache.
@@ -259,7 +283,6 @@ class Scheduler:
         draft.rows.sort(key=lambda row: row[1])
         self._step += 1
         plan = SchedulerOutput(self._step, new_rows=draft.new_rows, growths=draft.growths)
-        sampled = []
         for request, count in draft.rows:
             plan.slots.append(request.slot)
             plan.starts.append(request.computed)
@@ -268,27 +291,34 @@ class Scheduler:
             draws = request.computed == request.total_tokens
             plan.samples.append(draws)
             self.kv.name_full_blocks(request)
-            if draws:
-                request.pending += 1
-                sampled.append(request)
-        return ScheduledStep(plan, sampled)
+            request.pending += draws
+        return ScheduledStep(plan, [request for request, _ in draft.rows])
 
     # ---------------------------------------------------------------- update
 
     def update(
         self, step: ScheduledStep, output: ModelRunnerOutput
     ) -> dict[bytes, list[EngineCoreOutput]]:
-        """Take in what a step drew; outputs for each ingress."""
+        """Take in what a step gave; outputs for each ingress."""
         assert output.step == step.plan.step, f"step {output.step} answers {step.plan.step}"
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
-        for request, token_id in zip(step.sampled, output.sampled_token_ids, strict=True):
+        drawn = iter(output.sampled_token_ids)
+        for row, (request, draws) in enumerate(zip(step.rows, step.plan.samples, strict=True)):
+            token_id = next(drawn) if draws else None
+            extras = output.extras.get(row, _NO_EXTRAS)
             if request.status is RequestStatus.FINISHED:
                 continue
-            answer = request.append(token_id)
-            self.num_generated_tokens += 1
+            if token_id is not None:
+                answer = request.append(token_id, extras)
+                self.num_generated_tokens += 1
+            elif extras:
+                answer = EngineCoreOutput(request.request_id, [], extras=extras)
+            else:
+                continue
             if answer.finished:
                 self._finish(request)
             outputs.setdefault(request.client, []).append(answer)
+        assert next(drawn, None) is None, f"step {output.step} drew more tokens than were asked for"
         return outputs
 
     def check_idle(self) -> None:
@@ -296,4 +326,4 @@ class Scheduler:
         assert not self.requests, f"{len(self.requests)} requests are here"
         assert not self.running
         assert len(self._free_slots) == self.config.max_rows, "slots leaked"
-        self.kv.pool.check_idle()
+        self.kv.check_idle()

@@ -12,7 +12,7 @@ import enum
 
 import msgspec
 
-from swell.worker.wire import SamplerParams
+from swell.worker.sample.wire import Extra, SamplerParams
 
 
 class EngineCoreRequestType(enum.IntEnum):
@@ -69,6 +69,9 @@ class EngineCoreRequest(
     data_parallel_rank: int | None = None
     trace_headers: dict[str, str] | None = None
     external_req_id: str | None = None
+    skip_prefix_cache: bool = False
+    """Compute every prompt token, also those that the prefix cache has: something is to be told
+    of each."""
 
 
 class AbortRequests(
@@ -124,6 +127,8 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaul
     queue_s: float = 0.0
     """Time from arrival to first schedule; told with the first output."""
     num_preemptions: int = 0
+    extras: list[Extra] = []
+    """What was asked for beside tokens; an output may hold these alone."""
 
     @property
     def finished(self) -> bool:

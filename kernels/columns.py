@@ -19,7 +19,17 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 
 
-OPERATIONS = ("activation", "attention", "cache", "moe", "norm", "rope", "sample")
+OPERATIONS = (
+    "activation",
+    "attention",
+    "bitmask",
+    "cache",
+    "moe",
+    "norm",
+    "penalties",
+    "rope",
+    "sample",
+)
 
 
 class ColumnUnavailable(ImportError):

@@ -26,10 +26,10 @@ MAY_IMPORT: dict[str, list[str]] = {
         "engine.*",
         "coordinator.*",
         "configs.*",
-        "worker.wire",  # SamplerParams: a part of what an engine is asked
+        "worker.sample.wire",  # SamplerParams, Extra: parts of what an engine is asked and says
     ],
     "coordinator/*": ["coordinator.*", "configs.*"],
-    "engine/*": ["engine.*", "coordinator.*", "configs.*", "worker.wire"],
+    "engine/*": ["engine.*", "coordinator.*", "configs.*", "worker.wire", "worker.sample.wire"],
     "engine/executor/*": ["worker.worker", "worker.actor"],
     "worker/*": ["worker.*", "kernels.*", "coordinator.channel", "configs.*"],
     "kernels/*": ["kernels.*"],
@@ -46,7 +46,18 @@ LIBRARIES: dict[str, list[str]] = {
         "worker/actor.py",
     ],
     "torch": ["worker/*", "kernels/*", "engine/executor/inproc.py"],
-    "transformers": ["cluster/prompt.py", "worker/loader.py", "worker/models/generic*.py"],
+    "transformers": [
+        "cluster/prompt.py",
+        "worker/loader.py",
+        "worker/models/generic*.py",
+        "worker/sample/vocabulary.py",
+    ],
+    "llguidance": [
+        "cluster/structured.py",
+        "cluster/grammar_check.py",
+        "worker/sample/grammar.py",
+        "worker/sample/vocabulary.py",
+    ],
     "prometheus_client": ["*/metrics.py"],
     "zmq": ["coordinator/channel.py"],
 }
@@ -93,7 +104,7 @@ FILES = our_files()
 def test_the_law_sees_files_of_every_floor() -> None:
     assert {name.partition("/")[0] for name in FILES} == set(FLOORS)
     assert len(FILES) > 60
-    assert "swell.worker.wire" in set(imports("engine/wire.py"))
+    assert "swell.worker.wire" in set(imports("engine/scheduler.py"))
     assert "torch" in set(imports("worker/runner.py"))
     assert "swell.engine.executor.ray" in set(named_modules("engine/executor/__init__.py"))
 
@@ -166,6 +177,7 @@ def test_the_door_of_kernels_is_empty() -> None:
         ("swell.cluster.local", ["ray"]),
         ("swell.coordinator.service", ["torch", "ray", "transformers"]),
         ("swell.cluster.routing.router", ["torch", "ray", "transformers"]),
+        ("swell.cluster.structured", ["torch", "ray", "transformers"]),
         ("swell.worker.wire", ["torch", "ray", "zmq"]),
         ("swell.worker.worker", ["ray"]),
         ("swell.kernels", ["torch"]),

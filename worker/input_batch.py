@@ -45,6 +45,8 @@ class InputBatch:
     # [S] int64, host mirrors of the two above
     sample_slots_np: np.ndarray
     sample_positions_np: np.ndarray
+    # [S] int64, which rows of the step sample
+    sample_rows_np: np.ndarray
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +69,7 @@ class _HostIndices:
     logits_indices: np.ndarray  # [S]
     sample_slots: np.ndarray  # [S]
     sample_positions: np.ndarray  # [S]
+    sample_rows: np.ndarray  # [S]
     max_query_tokens: int
 
 
@@ -112,6 +115,7 @@ def build_batch(plan: SchedulerOutput, states: RequestStates, blocks: BlockTable
         sample_positions=sample_positions,
         sample_slots_np=host.sample_slots,
         sample_positions_np=host.sample_positions,
+        sample_rows_np=host.sample_rows,
     )
 
 
@@ -134,5 +138,6 @@ def _host_indices(plan: SchedulerOutput) -> _HostIndices:
         logits_indices=(query_start[1:] - 1)[samples],
         sample_slots=slots[samples],
         sample_positions=context[samples],
+        sample_rows=np.flatnonzero(samples),
         max_query_tokens=int(counts.max(initial=0)),
     )

@@ -33,9 +33,6 @@ class RequestStates:
         self.greedy_np = np.ones(max_rows, dtype=bool)
         self.uses_top_np = np.zeros(max_rows, dtype=bool)
         self.uses_min_p_np = np.zeros(max_rows, dtype=bool)
-        # [max_rows] first position at which an end token may stand
-        self.end_allowed_np = np.zeros(max_rows, dtype=np.int64)
-        self.end_token_ids: list[list[int]] = [[] for _ in range(max_rows)]
 
     @property
     def token_ids(self) -> Tensor:
@@ -72,9 +69,6 @@ class RequestStates:
         self.greedy_np[slot] = sampler.temperature <= 0
         self.uses_top_np[slot] = sampler.top_k > 0 or sampler.top_p < 1
         self.uses_min_p_np[slot] = sampler.min_p > 0
-        self.end_token_ids[slot] = row.end_token_ids
-        has_minimum = bool(row.end_token_ids) and row.min_tokens > 0
-        self.end_allowed_np[slot] = row.prompt_tokens + row.min_tokens if has_minimum else 0
 
     def apply(self) -> None:
         """Bring the staged rows to the device."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -20,7 +19,9 @@ from swell.worker.feedback import Outbox, make_feedback
 from swell.worker.input_batch import InputBatch, build_batch
 from swell.worker.mesh import Mesh
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.sampler import Sampler
+from swell.worker.sample.logprobs import make_readers
+from swell.worker.sample.sampler import Drawn, Sampler
+from swell.worker.sample.stage import Note
 from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
 
 
@@ -35,19 +36,19 @@ class ReadyOutput(AsyncModelRunnerOutput):
 
 
 class CopyingOutput(AsyncModelRunnerOutput):
-    """Tokens on their way from a CUDA device, on a stream of their own: the next step's kernels
-    do not stand in the way."""
+    """What was drawn, on its way from a CUDA device, on a stream of its own: the next step's
+    kernels do not stand in the way."""
 
     def __init__(
-        self, output: ModelRunnerOutput, tokens: Tensor, mesh: Mesh, stream: torch.cuda.Stream
+        self, output: ModelRunnerOutput, drawn: Drawn, mesh: Mesh, stream: torch.cuda.Stream
     ) -> None:
-        """`output` lacks the tokens."""
+        """`output` lacks what was drawn."""
         self._output = output
-        self._tokens = tokens  # kept until the copy is done
+        self._drawn = drawn  # kept until the copy is done
         self._mesh = mesh
-        stream.wait_stream(torch.cuda.current_stream(tokens.device))
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            self._host = tokens.to("cpu", non_blocking=True)
+            self._host = [t.to("cpu", non_blocking=True) for t in drawn.tensors()]
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(stream)
 
@@ -55,7 +56,7 @@ class CopyingOutput(AsyncModelRunnerOutput):
         self._done.synchronize()
         # An aborted collective ends on the device without a word to the host.
         self._mesh.check()
-        return msgspec.structs.replace(self._output, sampled_token_ids=self._host.tolist())
+        return self._drawn.fill(self._output, self._host)
 
 
 class ModelRunner:
@@ -74,13 +75,15 @@ class ModelRunner:
         cache: CacheConfig,
         max_model_len: int,
         device: torch.device,
+        model_path: str = "",
     ) -> None:
-        """`max_model_len`: tokens of the longest sequence."""
+        """`max_model_len`: tokens of the longest sequence; `model_path`: where the tokenizer is."""
         self.model = model
         self.mesh = mesh
         self.states = RequestStates(scheduler.max_rows, max_model_len, device)
         self.blocks = BlockTables(scheduler.max_rows, max_model_len, cache.block_tokens, device)
-        self.sampler = Sampler()
+        self.sampler = Sampler(self.states, model_path)
+        self.readers = make_readers(model, self.states)
         self.feedback = make_feedback(mesh, self.states)
         self.dispatch = make_dispatch(model, mesh)
         # The engine does not plan further ahead than this, so an older send has been received.
@@ -108,7 +111,8 @@ class ModelRunner:
         self.feedback.after_forward(batch)
         if hidden is None:
             return None
-        return self._output(plan.step, agreed, self._sample(hidden, batch))
+        notes = [note for reader in self.readers for note in reader(hidden, batch, plan)]
+        return self._output(plan.step, agreed, self._sample(hidden, batch, notes))
 
     def settle(self) -> None:
         """Take and send what is under way between the stages: every step has been computed, and
@@ -120,6 +124,10 @@ class ModelRunner:
         """Let new requests take their slots and blocks, and running ones their new blocks."""
         for row in plan.new_rows:
             self.states.stage(row)
+            if self.mesh.is_last_stage:  # the others draw nothing
+                self.sampler.take_slot(row)
+            for reader in self.readers:
+                reader.take_slot(row)
             self.blocks.stage_set(row.slot, row.block_ids)
         for growth in plan.growths:
             self.blocks.stage_append(growth.slot, growth.block_ids)
@@ -141,24 +149,26 @@ class ModelRunner:
         self._outbox.add([group.send(tensor, stage + 1) for tensor in result.tensors()])
         return None
 
-    def _sample(self, hidden: Tensor, batch: InputBatch) -> Tensor | None:
-        """Tokens [S] int64 of the rows that sample, written to the states; None if no row does."""
+    def _sample(self, hidden: Tensor, batch: InputBatch, notes: list[Note]) -> Drawn | None:
+        """Draw for the rows that sample and write their tokens to the states; None: no row does,
+        and there are no notes either."""
         if batch.num_samples == 0:
-            return None
+            return Drawn(batch.sample_slots, notes) if notes else None
         logits = self.model.compute_logits(hidden[batch.logits_indices])
-        tokens = self.sampler(logits, batch, self.states)
-        self.states.write_sampled(batch.sample_slots, batch.sample_positions, tokens)
-        self.feedback.after_sampling(tokens)
-        return tokens
+        drawn = self.sampler(logits, batch)
+        self.states.write_sampled(batch.sample_slots, batch.sample_positions, drawn.tokens)
+        self.feedback.after_sampling(drawn.tokens)
+        drawn.notes += notes
+        return drawn
 
     def _output(
-        self, step: int, agreed: Agreement, tokens: Tensor | None
+        self, step: int, agreed: Agreement, drawn: Drawn | None
     ) -> AsyncModelRunnerOutput | None:
         if not self.is_output_rank:
             return None
         output = ModelRunnerOutput(step, [], agreed.working, agreed.pausing, agreed.sync_s)
-        if tokens is None:
+        if drawn is None:
             return ReadyOutput(output)
         if self._copy_stream is not None:
-            return CopyingOutput(output, tokens, self.mesh, self._copy_stream)
-        return ReadyOutput(msgspec.structs.replace(output, sampled_token_ids=tokens.tolist()))
+            return CopyingOutput(output, drawn, self.mesh, self._copy_stream)
+        return ReadyOutput(drawn.fill(output, drawn.tensors()))

@@ -11,20 +11,7 @@ from abc import ABC, abstractmethod
 
 import msgspec
 
-
-class SamplerParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """How the next token of one request is drawn: what the sampler keeps per slot."""
-
-    temperature: float = 0.0
-    """0 takes the most likely token."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens that holds this much probability."""
-    min_p: float = 0.0
-    """Keep tokens with at least this share of the largest probability."""
-    seed: int = 0
-    """64-bit. The noise of an output token is a function of seed and position alone."""
+from swell.worker.sample.wire import Extra, SamplerParams
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -128,7 +115,7 @@ WorkerCommand = SchedulerOutput | Regroup | AbortGroups | Shutdown
 class ModelRunnerOutput(
     msgspec.Struct, frozen=True, tag=0, array_like=True, omit_defaults=True, gc=False
 ):
-    """What a step gave: one token for each row with `samples`, in row order."""
+    """What a step gave: one token for each row with `samples`, in row order, and extras."""
 
     step: int
     sampled_token_ids: list[int] = []
@@ -138,6 +125,8 @@ class ModelRunnerOutput(
     """Lockstep: engines that vote for a pause."""
     sync_s: float = 0.0
     """Lockstep: how long this worker waited for the other engines before the step."""
+    extras: dict[int, list[Extra]] = {}
+    """What was asked for beside the tokens, by row of the step."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):

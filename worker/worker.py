@@ -182,6 +182,7 @@ class Worker:
             self.config.cache,
             self._max_model_len,
             self.device,
+            self.config.model.path,
         )
 
     def _moe_layers(self) -> list[Any]:

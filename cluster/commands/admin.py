@@ -11,7 +11,7 @@ import msgspec
 from swell.cluster.client import Client, ServerError
 from swell.cluster.commands.console import print_table
 from swell.cluster.openai.admin import Accepted, ClusterState, DrainRequest, ScaleRequest
-from swell.cluster.openai.requests import RequestBody
+from swell.cluster.openai.base import RequestBody
 
 _POLL_S = 0.2
 _PATIENCE_S = 10.0

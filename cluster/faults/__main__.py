@@ -82,12 +82,16 @@ def soak_events(known: Sequence[Event], count: int, seed: int) -> list[Event]:
     return drawn
 
 
-def run_cycles(setups: Sequence[Setup], count: int) -> int:
+def run_cycles(setups: Sequence[Setup], count: int, streams: int) -> int:
     """Print what each cycle of 1 -> 3 -> 1 leaves behind; 1 if a cluster failed."""
     for setup in setups:
         try:
-            for index, usage in enumerate(cycles(setup, count)):
+            first = None
+            for index, usage in enumerate(cycles(setup, count, streams)):
+                first = first or usage
                 print(f"{setup.name} after {index} cycles: {usage}", flush=True)
+                if index == count:
+                    print(f"{setup.name} grew most: {usage.growth(first)}", flush=True)
         except ClusterFailed as error:
             print(error, file=sys.stderr)
             return 1
@@ -128,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setups = [Setup("custom", args.config, [], waves=True)]
     setups = [Setup(s.name, s.config, [*s.settings, *args.set], s.waves) for s in setups]
     if args.cycles:
-        return run_cycles(setups, args.cycles)
+        return run_cycles(setups, args.cycles, args.streams)
     results = []
     for setup in setups:
         results.append(attempt(setup, args))

@@ -33,7 +33,7 @@ from swell.cluster.faults.moments import Moment
 from swell.cluster.faults.process import Cluster, ClusterFailed
 from swell.cluster.faults.watch import Missed, Passed, Watch, pids
 from swell.cluster.openai.admin import ClusterState
-from swell.cluster.openai.responses import ModelList
+from swell.cluster.openai.models import ModelList
 
 RECOVER_S = 60.0
 """From a fault to full capacity."""

@@ -1,63 +1,23 @@
 """OpenAI's HTTP bodies, typed: requests, responses, and the way in from bytes."""
 
+from swell.cluster.openai.base import ErrorBody, ErrorDetail, Usage, error_body, usage
+from swell.cluster.openai.chat import ChatChunk, ChatCompletion, ChatCompletionRequest
+from swell.cluster.openai.completions import Completion, CompletionChunk, CompletionRequest
 from swell.cluster.openai.decode import decode
-from swell.cluster.openai.requests import (
-    ChatCompletionRequest,
-    ChatMessage,
-    CompletionRequest,
-    ContentPart,
-    DetokenizeRequest,
-    StreamOptions,
-    TokenizeRequest,
-)
-from swell.cluster.openai.responses import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatResponseMessage,
-    Completion,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionChunkChoice,
-    DetokenizeResponse,
-    ErrorBody,
-    ErrorDetail,
-    ModelCard,
-    ModelList,
-    PromptTokensDetails,
-    TokenizeResponse,
-    Usage,
-    error_body,
-    usage,
-)
+from swell.cluster.openai.messages import ChatMessage
+from swell.cluster.openai.models import ModelList
 
 __all__ = [
-    "ChatChoice",
     "ChatChunk",
-    "ChatChunkChoice",
     "ChatCompletion",
     "ChatCompletionRequest",
-    "ChatDelta",
     "ChatMessage",
-    "ChatResponseMessage",
     "Completion",
-    "CompletionChoice",
     "CompletionChunk",
-    "CompletionChunkChoice",
     "CompletionRequest",
-    "ContentPart",
-    "DetokenizeRequest",
-    "DetokenizeResponse",
     "ErrorBody",
     "ErrorDetail",
-    "ModelCard",
     "ModelList",
-    "PromptTokensDetails",
-    "StreamOptions",
-    "TokenizeRequest",
-    "TokenizeResponse",
     "Usage",
     "decode",
     "error_body",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from swell.cluster.openai.requests import RequestBody
-from swell.cluster.openai.responses import Body
+from swell.cluster.openai.base import Body, RequestBody
 from swell.cluster.params import BadRequest, shown
 
 _MAX_COUNT = 2**31 - 1

@@ -10,10 +10,8 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from swell.cluster.openai.requests import (
-    RequestBody,
-    Role,
-)
+from swell.cluster.openai.base import RequestBody
+from swell.cluster.openai.messages import Role
 from swell.cluster.params import BadRequest, shown
 
 Request = TypeVar("Request", bound=RequestBody)

@@ -1,178 +1,274 @@
-"""What the API answers. Fields that are UNSET stay out of the JSON.
-
-`stop_reason`, `token_ids` and `prompt_token_ids` are not OpenAI's: the stop string or stop token
-that ended an answer, and the ids that `return_token_ids` asked for.
-"""
+"""`/v1/responses`: what a client may send."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from swell.cluster.params import BadRequest
+from swell.cluster.openai.base import RequestBody
+from swell.cluster.openai.decode import decode
+from swell.cluster.openai.generation import StreamOptions, check_routing
+from swell.cluster.openai.input_items import read_input
+from swell.cluster.openai.items import Item
+from swell.cluster.params import BadRequest, StructuredOutputs, shown
 
-
-class Body(msgspec.Struct, kw_only=True):
-    """Base of every response."""
-
-
-class PromptTokensDetails(Body, kw_only=True):
-    cached_tokens: int = 0
-
-
-class Usage(Body, kw_only=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+LOGPROBS = "message.output_text.logprobs"
+INCLUDE = (LOGPROBS, "reasoning.encrypted_content")
+"""What `include` may ask for. Reasoning comes in the clear, as `content`, and may be sent back so:
+there is nothing to encrypt."""
+MAX_METADATA = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Usage:
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
-    )
+class ReasoningOptions(RequestBody, kw_only=True):
+    effort: str | None = None
+    """Handed to the chat template; what it means is the model's."""
+    summary: str | None = None
+    """No summaries are made: reasoning comes whole."""
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+    NOT_SERVED = {
+        "summary": ("auto",),
+        "generate_summary": ("auto",),
+        "context": ("auto",),
+        "mode": ("standard",),
+    }
 
 
-class CompletionChoice(Body, kw_only=True):
-    index: int
-    text: str
-    logprobs: Any = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+class TextFormat(RequestBody, kw_only=True):
+    """The schema is held always, whatever `strict` says."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
-class Completion(Body, kw_only=True):
-    id: str
-    object: str = "text_completion"
-    created: int
+class TextOptions(RequestBody, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+    NOT_SERVED = {"verbosity": ("medium",)}
+
+
+class FunctionTool(RequestBody, kw_only=True):
+    """A function that the model may call."""
+
+    type: Literal["function"] = "function"
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object; None: no arguments."""
+    strict: bool | None = None
+    """Hold the schema also where the model itself chooses to call."""
+
+
+class FunctionChoice(RequestBody, kw_only=True):
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesRequest(RequestBody, kw_only=True):
     model: str
-    choices: list[CompletionChoice]
-    usage: Usage
+    input: str | list[msgspec.Raw]
+    """A text, or items: messages, function_call, function_call_output, reasoning."""
+    instructions: str | None = None
+    """What the system says first; not taken over from `previous_response_id`."""
+    previous_response_id: str | None = None
+    """A stored response: its input and output stand before this input."""
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Function tools; the built-in ones are refused."""
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """false: one call at most."""
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    """Keep the response for later requests; true unless the server keeps none."""
+    background: bool | None = None
+    """Answer at once, compute meanwhile; the response is to be retrieved."""
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    """This and the next fields are told back and change nothing in the answer."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    service_tier: Any = None
+
+    top_k: int | None = None
+    """From here on not OpenAI's; as in `/v1/chat/completions`."""
+    min_p: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+
+    truncation: str | None = None
+    max_tool_calls: int | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    background_options: Any = None
+    access_programs: Any = None
+    image: Any = None
+
+    NOT_SERVED = {
+        "truncation": ("disabled",),
+        "max_tool_calls": (),
+        "conversation": (),
+        "prompt": (),
+        "context_management": ([],),
+        "moderation": (),
+        "background_options": (),
+        "access_programs": (),
+        "image": (),
+    }
+
+    def check(self) -> None:
+        self.refuse_unsupported()
+        for name in ("text", "reasoning"):
+            part: RequestBody | None = getattr(self, name)
+            if part is not None:
+                part.refuse_unsupported(f"{name}.")
+        self._check_text()
+        self._check_stream()
+        self._check_include()
+        check_metadata(self.metadata)
+        check_routing(self.cache_salt, self.data_parallel_rank, self.priority)
+        self.function_tools()
+        self.function_choice()
+
+    def items(self) -> list[Item]:
+        """The input, complete. Raises `BadRequest`."""
+        return read_input(self.input)
+
+    def function_tools(self) -> list[FunctionTool]:
+        """Raises `BadRequest`, which names a built-in tool by its type."""
+        tools = []
+        for index, tool in enumerate(self.tools or ()):
+            path = f"tools[{index}]"
+            if tool.get("type") != "function":
+                raise BadRequest(
+                    f"{path}.type={shown(tool.get('type'))} is not supported; only 'function' is",
+                    f"{path}.type",
+                    "unsupported_value",
+                )
+            tools.append(_part(tool, FunctionTool, path))
+        return tools
+
+    def function_choice(self) -> str | FunctionChoice | None:
+        """none, auto, required, or one function."""
+        choice = self.tool_choice
+        if choice is None or choice in ("none", "auto", "required"):
+            return choice  # type: ignore[return-value]  # a dict is in no tuple of strings
+        if isinstance(choice, str) or choice.get("type") != "function":
+            raise BadRequest(
+                f"tool_choice={shown(choice)} is not supported; it may be 'none', 'auto', "
+                "'required' or {'type': 'function', 'name': NAME}",
+                "tool_choice",
+                "unsupported_value",
+            )
+        named: FunctionChoice = _part(choice, FunctionChoice, "tool_choice")
+        return named
+
+    def _check_text(self) -> None:
+        form = self.text.format if self.text else None
+        if form is None:
+            return
+        if form.type == "json_schema" and (form.schema is None or form.name is None):
+            missing = "schema" if form.schema is None else "name"
+            raise BadRequest(
+                f"text.format.type='json_schema' needs text.format.{missing}",
+                f"text.format.{missing}",
+                "missing_field",
+            )
+        if form.type != "json_schema" and form.schema is not None:
+            raise BadRequest(
+                f"text.format.type={form.type!r} takes no text.format.schema; send "
+                "type='json_schema'",
+                "text.format.schema",
+            )
+
+    def _check_stream(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options is only allowed with stream=true", "stream_options")
+        if not self.background:
+            return
+        if self.stream:
+            raise BadRequest(
+                "background=true with stream=true is not supported; leave out stream, and ask "
+                "GET /v1/responses/{id} how far it is",
+                "stream",
+                "unsupported_value",
+            )
+        if self.store is False:
+            raise BadRequest(
+                "background=true needs store=true: the answer can only be retrieved", "store"
+            )
+
+    def _check_include(self) -> None:
+        for index, name in enumerate(self.include or ()):
+            if name not in INCLUDE:
+                raise BadRequest(
+                    f"include[{index}]={shown(name)} is not supported; it may be "
+                    f"{' or '.join(map(repr, INCLUDE))}",
+                    f"include[{index}]",
+                    "unsupported_value",
+                )
+        if self.top_logprobs and LOGPROBS not in (self.include or ()):
+            raise BadRequest(
+                f"top_logprobs={shown(self.top_logprobs)} needs include=[{LOGPROBS!r}]",
+                "top_logprobs",
+            )
 
 
-class CompletionChunkChoice(Body, kw_only=True):
-    index: int
-    text: str
-    logprobs: Any = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+def _part(value: dict[str, Any], kind: type[Any], path: str) -> Any:
+    """A part of the request, whose errors name their whole path."""
+    try:
+        return decode(msgspec.json.encode(value), kind)
+    except BadRequest as error:
+        where = path if error.param is None else f"{path}.{error.param}"
+        raise BadRequest(f"{path}: {error.message}", where, error.code) from None
 
 
-class CompletionChunk(Body, kw_only=True):
-    """One event of a completion stream. `usage` is null in all but the last event of a stream
-    that asked for it, and absent from one that did not."""
-
-    id: str
-    object: str = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-
-
-class ChatResponseMessage(Body, kw_only=True):
-    role: str = "assistant"
-    content: str | None = None
-    refusal: str | None = None
-
-
-class ChatChoice(Body, kw_only=True):
-    index: int
-    message: ChatResponseMessage
-    logprobs: Any = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletion(Body, kw_only=True):
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatDelta(Body, kw_only=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChatChunkChoice(Body, kw_only=True):
-    index: int
-    delta: ChatDelta
-    logprobs: Any = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatChunk(Body, kw_only=True):
-    """One event of a chat stream; `usage` as in `CompletionChunk`."""
-
-    id: str
-    object: str = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-
-
-class ModelCard(Body, kw_only=True):
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "swell"
-    max_model_len: int
-
-
-class ModelList(Body, kw_only=True):
-    object: str = "list"
-    data: list[ModelCard]
-
-
-class TokenizeResponse(Body, kw_only=True):
-    tokens: list[int]
-    count: int
-    max_model_len: int
-    token_strs: list[str] | None = None
-
-
-class DetokenizeResponse(Body, kw_only=True):
-    prompt: str
-
-
-class ErrorDetail(Body, kw_only=True):
-    message: str
-    type: str = "invalid_request_error"
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(Body, kw_only=True):
-    error: ErrorDetail
-
-
-def error_body(
-    error: BadRequest | str,
-    *,
-    type: str = "invalid_request_error",
-    param: str | None = None,
-    code: str | None = None,
-) -> bytes:
-    """OpenAI's error body as JSON. A `BadRequest` brings its own `param` and `code`."""
-    if isinstance(error, BadRequest):
-        detail = ErrorDetail(message=error.message, type=type, param=error.param, code=error.code)
-    else:
-        detail = ErrorDetail(message=error, type=type, param=param, code=code)
-    return msgspec.json.encode(ErrorBody(error=detail))
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """OpenAI's limits."""
+    if metadata is None:
+        return
+    if len(metadata) > MAX_METADATA:
+        raise BadRequest(
+            f"metadata holds {len(metadata)} pairs; at most {MAX_METADATA} are allowed", "metadata"
+        )
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
+            raise BadRequest(
+                f"metadata[{shown(key)}]: a key may have {MAX_METADATA_KEY_CHARS} characters and "
+                f"a value {MAX_METADATA_VALUE_CHARS}, and these have {len(key)} and {len(value)}",
+                "metadata",
+            )

@@ -34,11 +34,7 @@ HELDOUT_ONE_IN = 20  # keys; with a smaller share `count` has too few to ask 50 
 VOCAB_TOKENS = 320  # 256 bytes and the specials, filled up to a multiple of 64
 SPECIALS = ["<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"]
 BOS, SYSTEM, USER, ASSISTANT, END, PAD = range(256, 262)
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+CHAT_TEMPLATE = (HERE / "nano" / "chat_template.jinja").read_text()
 
 
 class Sample(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from swell.cluster.local import LLM, SamplingParams
+from swell.cluster.output_processor import RequestState
 from swell.cluster.params import BadRequest
 
 NANO = Path(__file__).resolve().parents[2] / "configs" / "models" / "nano"
@@ -65,6 +66,71 @@ def test_a_stop_string_is_not_shown(llm):
     assert (part.text, part.finish_reason, part.stop_reason) == ("3, 4, 5, 6, ", "stop", "7,")
 
 
+def test_each_of_n_answers_is_the_one_of_its_seed(llm):
+    wish = {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}
+    prompts = ["count from 1 to 30", "upper: abcdefgh"]
+    answers = llm.generate(prompts, SamplingParams(n=4, seed=7, **wish))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        alone = llm.generate([prompt] * 4, [SamplingParams(seed=7 + i, **wish) for i in range(4)])
+        assert [part.index for part in answer.outputs] == [0, 1, 2, 3]
+        assert [part.text for part in answer.outputs] == [a.outputs[0].text for a in alone]
+    assert len({part.text for part in answers[0].outputs}) > 1
+
+
+def test_n_answers_compute_their_prompt_once(llm):
+    kv = llm._core.scheduler.kv
+    prompt = [(i * 7) % 90 + 33 for i in range(150)]
+    queried, found = kv.num_queried_tokens, kv.num_hit_tokens
+    (answer,) = llm.generate([prompt], SamplingParams(n=8, max_tokens=1))
+    assert kv.num_queried_tokens - queried == 8 * 150
+    whole_blocks = (150 - 1) // kv.block_tokens * kv.block_tokens
+    assert kv.num_hit_tokens - found == 7 * whole_blocks
+    assert answer.num_cached_tokens == 0
+
+
+def test_the_best_are_kept(llm):
+    wish = {"temperature": 1.5, "max_tokens": 20, "seed": 3}
+    drawn = llm.generate("upper: abc", SamplingParams(n=6, logprobs=0, **wish))[0].outputs
+    means = [part.cumulative_logprob / len(part.token_ids) for part in drawn]
+    order = sorted(range(6), key=lambda index: -means[index])[:2]
+    kept = llm.generate("upper: abc", SamplingParams(n=2, best_of=6, **wish))[0].outputs
+    assert [part.text for part in kept] == [drawn[index].text for index in order]
+    assert [(part.index, part.logprobs) for part in kept] == [(0, None), (1, None)]
+
+
+def test_bad_words_are_never_written(llm):
+    wish = {"temperature": 0, "max_tokens": 80}
+    free, bound = llm.generate(
+        ["count from 3 to 12"] * 2,
+        [SamplingParams(**wish), SamplingParams(bad_words=["7", "11"], **wish)],
+    )
+    assert "7" in free.outputs[0].text
+    assert "7" not in bound.outputs[0].text and "11" not in bound.outputs[0].text
+    with pytest.raises(BadRequest, match="bad_words"):
+        llm.generate("x", SamplingParams(bad_words=[" "]))
+
+
+def test_if_one_answer_fails_its_siblings_end_with_it(llm, monkeypatch):
+    update, failed = RequestState.update, []
+
+    def fail_once(state, output):
+        if len(state.output_token_ids) == 3 and not failed:
+            failed.append(state.request_id)
+            raise ValueError("no such token")
+        update(state, output)
+
+    monkeypatch.setattr(RequestState, "update", fail_once)
+    long = SamplingParams(n=3, max_tokens=200, ignore_eos=True)
+    steps = llm._core.num_steps
+    first, second = llm.generate(
+        ["count from 1 to 30"] * 2, [long, SamplingParams(n=2, max_tokens=8, ignore_eos=True)]
+    )
+    assert [part.finish_reason for part in first.outputs] == ["error"]
+    assert "no such token" in first.outputs[0].stop_reason
+    assert [part.finish_reason for part in second.outputs] == ["length"] * 2
+    assert llm._core.num_steps - steps < 50, "nobody draws what nobody gets"
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "words"),
     [
@@ -73,6 +139,7 @@ def test_a_stop_string_is_not_shown(llm):
         ("x", SamplingParams(temperature=-1), "temperature=-1"),
         ("x" * 10_000, GREEDY, "maximum context length"),
         ("x", SamplingParams(max_tokens=10**6), "maximum context length"),
+        ("x", SamplingParams(n=3, best_of=2), "best_of=2 is below n=3"),
     ],
 )
 def test_a_bad_request_is_refused_and_the_next_one_works(llm, prompt, params, words):

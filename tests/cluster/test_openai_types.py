@@ -13,20 +13,16 @@ from hypothesis import strategies as st
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion as OpenAIChatCompletion
 
-from swell.cluster.openai import (
+from swell.cluster.openai.base import error_body, usage
+from swell.cluster.openai.chat import (
     ChatChoice,
     ChatCompletion,
     ChatCompletionRequest,
     ChatResponseMessage,
-    Completion,
-    CompletionChoice,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    decode,
-    error_body,
-    usage,
 )
+from swell.cluster.openai.completions import Completion, CompletionChoice, CompletionRequest
+from swell.cluster.openai.decode import decode
+from swell.cluster.openai.models import DetokenizeRequest, TokenizeRequest
 from swell.cluster.params import BadRequest
 
 KINDS: list[type[Any]] = [
@@ -100,43 +96,31 @@ def test_contract_fields_and_neutral_values_pass() -> None:
     chat(**CONTRACT, **NEUTRAL_BOTH, **NEUTRAL_CHAT)
 
 
-UNSUPPORTED_BOTH: dict[str, Any] = {
-    "n": 2,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -1,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1},
-    "response_format": {"type": "json_object"},
-    "prompt_logprobs": 0,
-    "bad_words": ["x"],
-    "allowed_token_ids": [],
-}
-UNSUPPORTED = (
-    [(completion, *item) for item in UNSUPPORTED_BOTH.items()]
-    + [(chat, *item) for item in UNSUPPORTED_BOTH.items()]
-    + [(completion, *item) for item in {"best_of": 3, "echo": True, "logprobs": 0}.items()]
-    + [(completion, "suffix", "end")]
-    + [(chat, "logprobs", True), (chat, "top_logprobs", 2), (chat, "tools", [{}])]
-    + [(chat, "tool_choice", "required"), (chat, "store", True), (chat, "functions", [{}])]
-    + [(chat, "modalities", ["audio"]), (chat, "reasoning_effort", "high")]
-)
+UNSUPPORTED = [
+    (completion, "suffix", "end"),
+    (chat, "store", True),
+    (chat, "functions", [{}]),
+    (chat, "modalities", ["audio"]),
+    (chat, "verbosity", "high"),
+    (chat, "prediction", {"type": "content"}),
+]
 
 
 @pytest.mark.parametrize(("make", "field", "value"), UNSUPPORTED)
-def test_what_is_not_served_yet_is_refused_by_name(make: Any, field: str, value: Any) -> None:
+def test_what_is_not_served_is_refused_by_name(make: Any, field: str, value: Any) -> None:
     error = refusal(make, **{field: value})
     assert error.param == field
     assert error.message.startswith(f"{field}=")
-    assert "not supported yet" in error.message
+    assert "not supported" in error.message
 
 
-@pytest.mark.parametrize("name", sorted({*CompletionRequest.NOT_YET}))
+@pytest.mark.parametrize("name", sorted({*CompletionRequest.NOT_SERVED}))
 def test_every_unsupported_field_of_completions_exists(name: str) -> None:
     assert name in CompletionRequest.__struct_fields__
     completion(**{name: None})
 
 
-@pytest.mark.parametrize("name", sorted({*ChatCompletionRequest.NOT_YET}))
+@pytest.mark.parametrize("name", sorted({*ChatCompletionRequest.NOT_SERVED}))
 def test_every_unsupported_field_of_chat_exists(name: str) -> None:
     assert name in ChatCompletionRequest.__struct_fields__
     chat(**{name: None})
@@ -158,6 +142,21 @@ def test_every_unsupported_field_of_chat_exists(name: str) -> None:
         ({"priority": 2**40}, "priority", "between"),
         ({"cache_salt": ""}, "cache_salt", "empty"),
         ({"seed": "z" * 10_000}, "seed", "..."),
+        ({"logit_bias": {"1": "y"}}, "logit_bias[...]", "expected number"),
+        ({"n": 2, "best_of": 3, "stream": True}, "best_of", "best_of=3 above n=2"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "x"}}},
+            "response_format",
+            "takes no",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "response_format and structured_outputs",
+        ),
     ],
 )
 def test_refusal_names_field_and_value(fields: dict[str, Any], param: str, said: str) -> None:
@@ -178,13 +177,13 @@ def test_refusal_names_field_and_value(fields: dict[str, Any], param: str, said:
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}],
             "messages[0].content[0].type",
-            "'image_url' is not supported yet",
+            "'image_url' is not supported",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "miss"),
         (
             [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
-            "messages[0].tool_calls",
-            "not supported yet",
+            "messages[0].tool_calls[0].function",
+            "missing",
         ),
     ],
 )
@@ -265,6 +264,13 @@ def test_nothing_but_a_refusal_escapes_from_damaged_bytes(
     body = whole[:start] + data.draw(st.binary(max_size=6)) + whole[end:]
     with contextlib.suppress(BadRequest):
         decode(body, kind)
+
+
+def test_bias_of_what_is_no_token_is_refused() -> None:
+    error = refusal(lambda: completion(logit_bias={"x": 1}).sampling_params())
+    assert error.param == "logit_bias"
+    assert "'x' is no token id" in error.message
+    assert completion(logit_bias={"7": -1}).sampling_params().logit_bias == {7: -1.0}
 
 
 def test_sampling_params_take_wishes_and_defaults() -> None:

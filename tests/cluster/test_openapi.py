@@ -12,8 +12,8 @@ from starlette.routing import Route
 
 from swell.cluster.ingress import Ingress
 from swell.cluster.openai.admin import DrainRequest, ScaleRequest
+from swell.cluster.openai.base import error_body
 from swell.cluster.openai.decode import decode
-from swell.cluster.openai.responses import error_body
 from swell.cluster.openapi import openapi_document
 from swell.cluster.params import BadRequest
 from swell.configs.schema import load
@@ -36,6 +36,14 @@ def served() -> set[tuple[str, str]]:
         if route.path != "/{path:path}"
         for method in (route.methods or set()) - {"HEAD"}
     }
+
+
+STREAMED = {
+    ("post", "/v1/completions"),
+    ("post", "/v1/chat/completions"),
+    ("post", "/v1/responses"),
+    ("post", "/v1/messages"),
+}
 
 
 def test_routes_are_those_of_the_ingress() -> None:
@@ -74,10 +82,11 @@ def test_answers_match_their_errors(method: str, path: str, operation: dict[str,
     for status, answer in responses.items():
         assert answer["content"]
         if int(status) >= 400:
-            reference = {"$ref": "#/components/schemas/ErrorBody"}
+            kind = "MessagesError" if path.startswith("/v1/messages") else "ErrorBody"
+            reference = {"$ref": f"#/components/schemas/{kind}"}
             assert answer["content"]["application/json"]["schema"] == reference
     streamed = any("text/event-stream" in r["content"] for r in responses.values())
-    assert streamed == path.endswith("completions")
+    assert streamed == ((method, path) in STREAMED)
 
 
 def test_operation_ids_are_unique() -> None:
@@ -101,7 +110,7 @@ def test_schemas_say_what_the_types_accept() -> None:
 
 def test_fields_that_are_not_served_say_so() -> None:
     fields = DOCUMENT["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert "Not served yet" in fields["best_of"]["description"]
+    assert "Not served" in fields["suffix"]["description"]
     assert "description" not in fields["temperature"]
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from swell.cluster.output_processor import (
 from swell.cluster.params import SamplingParams, to_core_request
 from swell.cluster.stats import IterationStats
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
+from swell.worker.sample.wire import PromptLogprobs, TokenLogprobs
 from tests.cluster import tokenizers_for_tests as made
 
 TOKENIZER = made.byte_level()
@@ -384,3 +386,158 @@ def test_metrics_have_the_contracts_names_and_values() -> None:
     ):
         assert re.search(f"^{re.escape(line)}$", text, re.MULTILINE), line
     assert PrometheusStats().registry is not stats.registry
+
+
+# ---------------------------------------------------------------- log probabilities
+
+
+def logprob_of(token_id: int) -> float:
+    return -token_id / 64  # sums of it are exact
+
+
+def with_logprobs(outputs: Iterator[EngineCoreOutput]) -> Iterator[EngineCoreOutput]:
+    """Each token with one other that is more likely."""
+    for output in outputs:
+        extras = [
+            TokenLogprobs([i, i + 1], [logprob_of(i), -0.25], i % 5 + 2)
+            for i in output.new_token_ids
+        ]
+        yield msgspec.structs.replace(output, extras=extras)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.text("abc .", min_size=1, max_size=20),
+    st.lists(st.text("abc .", min_size=1, max_size=3), max_size=2),
+    SIZES,
+    st.sampled_from(RequestOutputKind),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_logprobs_go_with_their_tokens(
+    text: str,
+    stops: list[str],
+    sizes: list[int],
+    kind: RequestOutputKind,
+    interval: int,
+    data: st.DataObject,
+) -> None:
+    """In every kind, for a reader of any speed, and up to the token that ends a stop string."""
+    params = SamplingParams(stop=stops, logprobs=1)
+    out, request = processor(stream_interval=interval), core(params)
+    collector = RequestOutputCollector(kind)
+    out.add_request(request, params, kind=kind, queue=collector)
+    got = []
+    for output in with_logprobs(steps(request.request_id, ids_of(text), sizes, FinishReason.STOP)):
+        out.process_outputs([output])
+        if data.draw(st.booleans()) and (taken := collector.get_nowait()):
+            got.append(taken.outputs[0])
+    got += [last.outputs[0]] if (last := collector.get_nowait()) else []
+    so_far: list[int] = []
+    for answer in got:
+        so_far = [*so_far, *answer.token_ids] if kind == DELTA else answer.token_ids
+        assert answer.logprobs is not None
+        assert len(answer.logprobs) == len(answer.token_ids)
+        for token_id, position in zip(answer.token_ids, answer.logprobs, strict=True):
+            assert position is not None
+            assert list(position) == [token_id, token_id + 1]
+            told = position[token_id]
+            assert (told.logprob, told.rank) == (logprob_of(token_id), token_id % 5 + 2)
+            assert (position[token_id + 1].logprob, position[token_id + 1].rank) == (-0.25, 1)
+            assert told.decoded_token == TOKENIZER.decode([token_id])
+        assert answer.cumulative_logprob == sum(map(logprob_of, so_far))
+
+
+def test_logprobs_that_nobody_asked_for_are_not_there() -> None:
+    out, params = processor(), SamplingParams()
+    request = core(params)
+    out.add_request(request, params)
+    (output,) = out.process_outputs([EngineCoreOutput(request.request_id, [5])]).request_outputs
+    answer = output.outputs[0]
+    assert (answer.logprobs, answer.cumulative_logprob, output.prompt_logprobs) == (None,) * 3
+
+
+def test_an_engine_that_does_not_tell_what_it_was_asked_fails_that_request_alone() -> None:
+    out, asking, silent = processor(), SamplingParams(logprobs=1), SamplingParams()
+    requests = [core(asking, "asking"), core(silent, "silent")]
+    for request, params in zip(requests, (asking, silent), strict=True):
+        out.add_request(request, params)
+    result = out.process_outputs([EngineCoreOutput(r.request_id, [5]) for r in requests])
+    reasons = {o.request_id: o.outputs[0].finish_reason for o in result.request_outputs}
+    assert reasons == {"asking": "error", "silent": None}
+    assert result.reqs_to_abort == [requests[0].request_id]
+
+
+PROMPT_TOLD = [(2, 9), (3, 8)]
+"""Of `core`'s prompt, 1 2 3: its own token and a likelier one, at the positions 1 and 2."""
+
+
+def of_prompt(request_id: str, start: int, logprob: float, ids: list[int]) -> EngineCoreOutput:
+    """Tells of the positions from `start` on, and gives tokens."""
+    columns = [list(pair) for pair in PROMPT_TOLD[start - 1 :]]
+    extra = PromptLogprobs(start, columns, [[logprob, -0.5]] * len(columns), [2] * len(columns))
+    return EngineCoreOutput(request_id, ids, extras=[extra])
+
+
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
+def test_a_prompt_is_told_of_once_over_failover(kind: RequestOutputKind) -> None:
+    """A part, lost; then from the start again, and told again behind it: the first word counts.
+    What is known of every position is not asked for again."""
+    params = SamplingParams(prompt_logprobs=1)
+    out, request = processor(), core(params)
+    state = out.add_request(request, params, kind=kind)
+    assert state.resubmission() == request
+
+    first = msgspec.structs.replace(
+        of_prompt(request.request_id, 1, -1.0, []),
+        extras=[PromptLogprobs(1, [[2, 9]], [[-1.0, -0.5]], [2])],
+    )
+    assert out.process_outputs([first]).request_outputs == []
+    assert state.resubmission() == request
+    second = of_prompt(request.request_id, 1, -2.0, [7])
+    (output,) = out.process_outputs([second]).request_outputs
+    table = output.prompt_logprobs
+    assert table is not None
+    unknown, *known = table
+    assert unknown is None
+    assert [list(position or {}) for position in known] == [[2, 9], [3, 8]]
+    assert [(position or {})[i].logprob for position, i in zip(known, (2, 3), strict=True)] == [
+        -1.0,
+        -2.0,
+    ]
+    again = state.resubmission(priority=3)
+    assert (again.sampler.prompt_logprobs, again.skip_prefix_cache) == (None, False)
+    assert (again.output_token_ids, again.priority) == ([7], 3)
+    third = of_prompt(request.request_id, 1, -3.0, [7])
+    (output,) = out.process_outputs([third]).request_outputs
+    assert output.prompt_logprobs == (None if kind == DELTA else table)
+
+
+def test_a_collector_keeps_what_was_told_of_the_prompt() -> None:
+    params = SamplingParams(prompt_logprobs=1)
+    out, request = processor(), core(params)
+    collector = RequestOutputCollector(DELTA)
+    out.add_request(request, params, kind=DELTA, queue=collector)
+    out.process_outputs([of_prompt(request.request_id, 1, -1.0, [7])])
+    out.process_outputs([EngineCoreOutput(request.request_id, [8], FinishReason.LENGTH)])
+    output = collector.get_nowait()
+    assert output is not None and output.outputs[0].token_ids == [7, 8]
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 3
+
+
+def test_what_is_told_of_a_prompt_is_no_token() -> None:
+    """Neither in the statistics, nor for the count of cached tokens."""
+    clock, seen = [10.0], Recorder()
+    out = processor(stats=seen, clock=lambda: clock[0])
+    params = SamplingParams(prompt_logprobs=1)
+    request = core(params)
+    out.add_request(request, params)
+    clock[0] = 11.0
+    out.process_outputs([of_prompt(request.request_id, 1, -1.0, [])])
+    assert not seen.all.time_to_first_token_s and not seen.all.num_prompt_tokens
+    clock[0] = 14.0
+    token = EngineCoreOutput(request.request_id, [5], FinishReason.LENGTH, num_cached_tokens=2)
+    (output,) = out.process_outputs([token]).request_outputs
+    assert seen.all.time_to_first_token_s == [4.0]
+    assert (seen.all.num_prompt_tokens, seen.all.num_output_tokens) == (3, 1)
+    assert output.num_cached_tokens == 2

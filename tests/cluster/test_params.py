@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.cluster.params import (
+from swell.cluster.params import BadRequest, SamplingParams, shown, to_core_request
+from swell.cluster.validate import (
+    MAX_BIASED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_N,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_TEMPERATURE,
-    BadRequest,
-    SamplingParams,
-    shown,
-    to_core_request,
     validate,
 )
 from swell.engine.wire import EngineCoreRequest
@@ -49,6 +49,24 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("stop", ["x"] * (MAX_STOP_STRINGS + 1), str(MAX_STOP_STRINGS + 1), str(MAX_STOP_STRINGS)),
     ("stop_token_ids", "7", "'7'", "list"),
     ("stop_token_ids", [1] * 257, "257", "256"),
+    ("presence_penalty", 2.5, "2.5", "<= 2"),
+    ("frequency_penalty", -2.01, "-2.01", "-2 <="),
+    ("repetition_penalty", 0, "0", "0 <"),
+    ("repetition_penalty", math.inf, "inf", "<= 100"),
+    ("logit_bias", [1], "[1]", "map token ids"),
+    ("logit_bias", dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0), "1025", "1024"),
+    ("logit_bias", {VOCAB: 1.0}, "100", "0 .. 99"),
+    ("logit_bias", {-1: 1.0}, "-1", "0 .. 99"),
+    ("bad_words", ["x"] * 257, "257", "256"),
+    ("bad_words", {"x": 1}, "{'x': 1}", "list of strings"),
+    ("allowed_token_ids", [], "[]", "name one"),
+    ("allowed_token_ids", "1", "'1'", "list"),
+    ("logprobs", MAX_LOGPROBS + 1, "21", "20"),
+    ("logprobs", True, "True", "integer"),
+    ("prompt_logprobs", -1, "-1", "between 0 and 20"),
+    ("n", 0, "0", str(MAX_N)),
+    ("n", MAX_N + 1, str(MAX_N + 1), str(MAX_N)),
+    ("best_of", MAX_N + 1, str(MAX_N + 1), str(MAX_N)),
 ]
 
 
@@ -69,6 +87,8 @@ def test_refusal_names_field_value_and_limit(field: str, value: Any, said: str, 
     [
         ("stop", ["a", ""], "stop[1]"),
         ("stop", ["a", "b" * (MAX_STOP_CHARS + 1)], "stop[1]"),
+        ("bad_words", ["a", ""], "bad_words[1]"),
+        ("allowed_token_ids", [0, VOCAB], "allowed_token_ids[1]"),
         ("stop_token_ids", [1, VOCAB], "stop_token_ids[1]"),
         ("stop_token_ids", [-1], "stop_token_ids[0]"),
         ("stop_token_ids", [1, True], "stop_token_ids[1]"),
@@ -83,6 +103,8 @@ def test_refusal_names_the_element(field: str, value: Any, param: str) -> None:
 def test_min_above_max_names_both() -> None:
     with pytest.raises(BadRequest, match="min_tokens=5 is above max_tokens=4"):
         validate(SamplingParams(min_tokens=5, max_tokens=4), vocab_size=VOCAB)
+    with pytest.raises(BadRequest, match=r"best_of=2 is below n=3"):
+        validate(SamplingParams(n=3, best_of=2), vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +112,9 @@ def test_min_above_max_names_both() -> None:
     [
         SamplingParams(),
         SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, max_tokens=None, min_tokens=9),
+        SamplingParams(n=2, best_of=3, logprobs=0, prompt_logprobs=20, logit_bias={0: -100.0}),
+        SamplingParams(repetition_penalty=0.1, presence_penalty=-2, frequency_penalty=2),
+        SamplingParams(allowed_token_ids=list(range(VOCAB)), bad_words=["x"]),
         SamplingParams(temperature=MAX_TEMPERATURE, seed=-(2**63), stop="\n"),
         SamplingParams(stop=["x"] * MAX_STOP_STRINGS, stop_token_ids=[0, VOCAB - 1]),
     ],

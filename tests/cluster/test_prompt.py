@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.openai import ChatMessage, ContentPart
+from swell.cluster.openai.messages import ChatMessage, ContentPart
 from swell.cluster.params import BadRequest
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
+from swell.cluster.templates import TemplateOptions
 from swell.configs.schema import ConfigError
 from tests.cluster import tokenizers_for_tests as made
 
@@ -146,7 +147,8 @@ def test_chat_is_the_template_of_transformers() -> None:
     long = PromptProcessor(TOKENIZER, 512, VOCAB, "m")
     for prompt in (True, False):
         expected = TOKENIZER.apply_chat_template(plain, add_generation_prompt=prompt)["input_ids"]
-        assert long.chat_prompt(CHAT, add_generation_prompt=prompt) == expected
+        options = TemplateOptions(add_generation_prompt=prompt)
+        assert long.chat_prompt(CHAT, options) == expected
     assert long.chat_messages([*plain[:1]])[0].text == "be kind"
 
 
@@ -161,7 +163,7 @@ def test_a_chat_template_writes_its_own_special_tokens() -> None:
 
 def test_a_template_that_knows_developer_gets_it() -> None:
     tokenizer = made.chat_tokenizer("{% if messages[0]['role'] == 'developer' %}yes{% endif %}")
-    assert processor(tokenizer).render_chat(CHAT) == "yes"
+    assert processor(tokenizer).template.render(CHAT, TemplateOptions()) == "yes"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineReport
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.wire import SamplerParams
+from swell.worker.sample.wire import SamplerParams
 from tests.cluster import tokenizers_for_tests
 from tests.cluster.fake_cluster import FakeCluster, until
 

@@ -12,24 +12,53 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
 
 from swell.cluster import sse
-from swell.cluster.openai import (
+from swell.cluster.openai.base import ErrorBody, ErrorDetail, usage
+from swell.cluster.openai.chat import (
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
-    CompletionChunk,
-    CompletionChunkChoice,
-    ErrorBody,
-    ErrorDetail,
-    usage,
+    FunctionDelta,
+    ToolCallDelta,
 )
+from swell.cluster.openai.completions import CompletionChunk, CompletionChunkChoice
+from swell.cluster.openai.logprobs import ChatLogprobs, ChatTokenLogprob, TopLogprob
+from swell.cluster.sse import PLAIN, Rest
 
-FIELDS: dict[str, Any] = {
-    "text": st.text(),
-    "index": st.integers(0, 9),
-    "finish_reason": st.sampled_from([None, "stop", "length", "abort"]),
-    "stop_reason": st.none() | st.integers(0, 9) | st.text(max_size=5),
-    "token_ids": st.none() | st.lists(st.integers(0, 10**6), max_size=3),
-}
+TEXT = st.text(max_size=5)
+TOP = st.builds(
+    TopLogprob, token=TEXT, logprob=st.floats(-50, 0), bytes=st.lists(st.integers(0, 255))
+)
+LOGPROBS = st.none() | st.builds(
+    ChatLogprobs,
+    content=st.lists(
+        st.builds(
+            ChatTokenLogprob,
+            token=TEXT,
+            logprob=st.floats(-50, 0),
+            bytes=st.just([1]),
+            top_logprobs=st.lists(TOP, max_size=2),
+        ),
+        max_size=2,
+    ),
+    refusal=st.none(),
+)
+RESTS = st.just(PLAIN) | st.builds(
+    Rest,
+    st.sampled_from([None, "stop", "length", "tool_calls"]),
+    st.none() | st.integers(0, 9) | TEXT,
+    LOGPROBS,
+    st.none() | st.lists(st.integers(0, 10**6), max_size=3),
+)
+DELTAS = st.builds(ChatDelta, reasoning_content=TEXT) | st.builds(
+    ChatDelta,
+    tool_calls=st.lists(
+        st.builds(
+            ToolCallDelta, index=st.integers(0, 3), function=st.builds(FunctionDelta, name=TEXT)
+        ),
+        min_size=1,
+        max_size=2,
+    ),
+)
 
 
 def payload(event: bytes) -> bytes:
@@ -40,40 +69,38 @@ def payload(event: bytes) -> bytes:
     return body
 
 
-def choice_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: fields[name] for name in ("index", "finish_reason", "stop_reason")}
-    if fields["token_ids"] is not None:
-        kept["token_ids"] = fields["token_ids"]
+def choice_fields(index: int, rest: Rest) -> dict[str, Any]:
+    kept: dict[str, Any] = {"index": index, "logprobs": rest.logprobs}
+    kept |= {"finish_reason": rest.finish_reason, "stop_reason": rest.stop_reason}
+    if rest.token_ids is not None:
+        kept["token_ids"] = rest.token_ids
     return kept
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.fixed_dictionaries(FIELDS), st.booleans(), st.text(max_size=5))
-def test_chunks_are_the_typed_ones(fields: dict[str, Any], with_usage: bool, model: str) -> None:
-    if fields["finish_reason"] is None:
-        fields["stop_reason"] = None  # nothing has ended the answer
+@given(st.text(), st.integers(0, 9), RESTS, DELTAS, st.booleans(), TEXT)
+def test_chunks_are_the_typed_ones(
+    text: str, index: int, rest: Rest, delta: ChatDelta, with_usage: bool, model: str
+) -> None:
     head: dict[str, Any] = {"id": "x-1", "created": 7, "model": model}
     tail = {"usage": None} if with_usage else {}
-    plain = CompletionChunk(
-        **head,
-        choices=[CompletionChunkChoice(text=fields["text"], **choice_fields(fields))],
-        **tail,
-    )
+    fields = choice_fields(index, rest)
+    plain = CompletionChunk(**head, choices=[CompletionChunkChoice(text=text, **fields)], **tail)
     stream = sse.CompletionStream("x-1", 7, model, include_usage=with_usage)
-    assert payload(stream.chunk(**fields)) == msgspec.json.encode(plain)
-    chat = ChatChunk(
-        **head,
-        choices=[ChatChunkChoice(delta=ChatDelta(content=fields["text"]), **choice_fields(fields))],
-        **tail,
-    )
-    chat_stream = sse.ChatStream("x-1", 7, model, include_usage=with_usage)
-    assert payload(chat_stream.chunk(**fields)) == msgspec.json.encode(chat)
+    assert payload(stream.chunk(text, index, rest)) == msgspec.json.encode(plain)
+    chats = sse.ChatStream("x-1", 7, model, include_usage=with_usage)
+    for said, got in (
+        (ChatDelta(content=text), chats.chunk(text, index, rest)),
+        (delta, chats.delta(delta, index, rest)),
+    ):
+        chunk = ChatChunk(**head, choices=[ChatChunkChoice(delta=said, **fields)], **tail)
+        assert payload(got) == msgspec.json.encode(chunk)
 
 
 @pytest.mark.parametrize("with_usage", [True, False])
 def test_a_chat_stream_as_the_client_reads_it(with_usage: bool) -> None:
     stream = sse.ChatStream("c", 1, "m", include_usage=with_usage)
-    events = [stream.role(), stream.chunk('a "b"\n\u2028'), stream.chunk("", finish_reason="stop")]
+    events = [stream.role(), stream.chunk('a "b"\n\u2028'), stream.chunk("", 0, Rest("stop"))]
     events.append(stream.usage(usage(1, 2)))
     chunks = [ChatCompletionChunk.model_validate_json(payload(event)) for event in events]
     assert chunks[0].choices[0].delta.role == "assistant"

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.engine.wire import EngineCoreRequest, FinishReason
-from swell.worker.wire import GroupPlan, SamplerParams
+from swell.worker.sample.wire import SamplerParams
+from swell.worker.wire import GroupPlan
 from tests.engine.fake_worker import expected, make_core, regroup, run, token_ids
 
 CLIENT = b"ingress"

@@ -16,7 +16,7 @@ from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.server import EngineServer
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
-from swell.worker.wire import SamplerParams
+from swell.worker.sample.wire import SamplerParams
 
 NANO_MOE = Path(__file__).resolve().parents[2] / "configs" / "models" / "nano-moe"
 SOON_S = 60.0

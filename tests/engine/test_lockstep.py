@@ -9,7 +9,7 @@ import pytest
 
 from swell.coordinator.waves import Phase
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.wire import SamplerParams
+from swell.worker.sample.wire import SamplerParams
 from tests.engine.fake_worker import expected
 from tests.engine.lockstep_world import Cluster
 

@@ -19,7 +19,8 @@ from swell.coordinator.channel import make_keys
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost, build_executor
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.wire import SamplerParams, SchedulerOutput
+from swell.worker.sample.wire import SamplerParams
+from swell.worker.wire import SchedulerOutput
 from tests.engine.fake_worker import regroup
 
 NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"

@@ -18,7 +18,7 @@ from swell.configs.schema import load
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
-from swell.worker.wire import SamplerParams
+from swell.worker.sample.wire import SamplerParams
 from tests.worker import tiny_models
 
 NATIVE = ["llama-llama3", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe-mixed"]

@@ -14,7 +14,10 @@ import torch
 from swell.kernels import columns
 
 ROOT = Path(columns.__file__).parent
-DOORS = ["attention", "cache", "norm", "rope", "activation", "sample", "moe"]
+DOORS = [
+    *("attention", "cache", "norm", "rope", "activation", "sample", "moe"),
+    *("penalties", "bitmask"),
+]
 
 
 @pytest.mark.parametrize("operation", DOORS)

@@ -23,8 +23,9 @@ from swell.worker.mesh import Mesh
 from swell.worker.models.intermediate import IntermediateTensors
 from swell.worker.request_states import RequestStates
 from swell.worker.runner import ModelRunner
+from swell.worker.sample.wire import SamplerParams
 from swell.worker.staging import StagedTable
-from swell.worker.wire import BlockGrowth, NewRow, SamplerParams, SchedulerOutput
+from swell.worker.wire import BlockGrowth, NewRow, SchedulerOutput
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, BLOCK = 6, 40, 4
@@ -62,19 +63,17 @@ def test_staged_writes_equal_direct_ones(steps):
 def test_a_row_brings_its_tokens_and_columns():
     states = RequestStates(ROWS, LENGTH, CPU)
     params = SamplerParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=(1 << 64) - 2)
-    states.stage(NewRow(2, [5, 6, 7], 2, [], params, min_tokens=3, end_token_ids=[9]))
+    states.stage(NewRow(2, [5, 6, 7], 2, [], params))
     states.apply()
     assert states.token_ids[2, :3].tolist() == [5, 6, 7]
     assert states.reals[2].tolist() == [0.5, 0.25, 0.125]
     assert states.integers[2].tolist() == [7, -2, 2]
-    assert states.end_allowed_np[2] == 5
     assert not states.greedy_np[2]
     states.stage(greedy_row(2, [1]))
     states.apply()
     assert states.token_ids[2, :1].tolist() == [1]
     assert states.greedy_np[2]
     assert not states.uses_top_np[2]
-    assert states.end_allowed_np[2] == 0
 
 
 def test_a_row_that_is_too_long_is_refused():

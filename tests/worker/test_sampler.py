@@ -12,17 +12,20 @@ from swell.worker.input_batch import InputBatch, build_batch
 from swell.worker.request_states import RequestStates
 from swell.worker.sample import sampler as module
 from swell.worker.sample.sampler import Sampler
-from swell.worker.wire import NewRow, SamplerParams, SchedulerOutput
+from swell.worker.sample.wire import SamplerParams
+from swell.worker.wire import NewRow, SchedulerOutput
 
 CPU = torch.device("cpu")
 VOCAB = 40
 
 
-def setup(rows: list[NewRow]) -> tuple[InputBatch, RequestStates]:
+def setup(rows: list[NewRow]) -> tuple[Sampler, InputBatch]:
     """All rows computed to their end, each sampling."""
     states, blocks = RequestStates(16, 32, CPU), BlockTables(16, 32, 16, CPU)
+    sampler = Sampler(states)
     for row in rows:
         states.stage(row)
+        sampler.take_slot(row)
     states.apply()
     plan = SchedulerOutput(
         0,
@@ -31,11 +34,12 @@ def setup(rows: list[NewRow]) -> tuple[InputBatch, RequestStates]:
         num_tokens=[len(row.token_ids) for row in rows],
         samples=[True for _ in rows],
     )
-    return build_batch(plan, states, blocks), states
+    return sampler, build_batch(plan, states, blocks)
 
 
 def draw(rows: list[NewRow], logits: torch.Tensor) -> list[int]:
-    return Sampler()(logits.clone(), *setup(rows)).tolist()
+    sampler, batch = setup(rows)
+    return sampler(logits.clone(), batch).tokens.tolist()
 
 
 ROWS = [

@@ -2,40 +2,93 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from dataclasses import dataclass, field
+from itertools import islice
+
+import msgspec
 from torch import Tensor
 
 from swell.kernels.sample import greedy_tokens, sample_tokens, uniform_noise
 from swell.worker.input_batch import InputBatch
-from swell.worker.request_states import (
-    MIN_P,
-    SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    RequestStates,
-)
-from swell.worker.staging import to_device
+from swell.worker.request_states import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, RequestStates
+from swell.worker.sample.allowed import AllowedTokens
+from swell.worker.sample.edits import Edits
+from swell.worker.sample.grammar import GrammarMask
+from swell.worker.sample.logprobs import DrawnLogprobs
+from swell.worker.sample.penalties import Penalties
+from swell.worker.sample.stage import Note, Stage
+from swell.worker.sample.wire import Extra
+from swell.worker.wire import ModelRunnerOutput, NewRow
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What a step drew."""
+
+    # [S] int64
+    tokens: Tensor
+    notes: list[Note] = field(default_factory=list)
+
+    def tensors(self) -> list[Tensor]:
+        """All that the host is to see."""
+        return [self.tokens, *(tensor for note in self.notes for tensor in note.tensors)]
+
+    def fill(self, output: ModelRunnerOutput, host: list[Tensor]) -> ModelRunnerOutput:
+        """The output with what was drawn; `host` are the tensors there."""
+        extras: dict[int, list[Extra]] = {}
+        parts = iter(host)
+        token_ids = next(parts).tolist()
+        for note in self.notes:
+            for row, extra in note.extras(list(islice(parts, len(note.tensors)))):
+                extras.setdefault(row, []).append(extra)
+        return msgspec.structs.replace(output, sampled_token_ids=token_ids, extras=extras)
 
 
 class Sampler:
     """Draws one token for each row that samples.
 
-    What no row of the batch asks for is not computed; the host knows that without a look at the
-    device. The noise of a token is a function of the request's seed and of the position that the
-    token takes, so preemption, failover and the batch change nothing.
+    The noise of a token is a function of the request's seed and of the position that the token
+    takes, so preemption, failover and the batch change nothing.
     """
 
-    def __call__(self, logits: Tensor, batch: InputBatch, states: RequestStates) -> Tensor:
-        """logits [S, V] float32 (may be changed in place) -> tokens [S] int64."""
-        slots_np = batch.sample_slots_np
-        self._forbid_ends(logits, batch, states)
-        if states.greedy_np[slots_np].all():
+    def __init__(self, states: RequestStates, model_path: str = "") -> None:
+        """`model_path`: folder or hub id, whose tokenizer the first grammar reads."""
+        self._states = states
+        self._logprobs = DrawnLogprobs(states)
+        # Penalties scale the model's own logits, so they come before anything is added. What the
+        # request names by token comes next. Masks come last: nothing lifts a token back above them,
+        # and where they contradict each other the grammar has the last word.
+        self._stages: list[Stage] = [
+            Penalties(states),
+            Edits(states),
+            AllowedTokens(states),
+            GrammarMask(states, model_path),
+        ]
+
+    def take_slot(self, row: NewRow) -> None:
+        """A request takes its slot."""
+        self._logprobs.take_slot(row)
+        for stage in self._stages:
+            stage.take_slot(row)
+
+    def __call__(self, logits: Tensor, batch: InputBatch) -> Drawn:
+        """logits [S, V] float32, which may be changed in place."""
+        kept = self._logprobs.keep(logits, batch)
+        for stage in self._stages:
+            stage.apply(logits, batch)
+        tokens = self._draw(logits, batch)
+        for stage in self._stages:
+            stage.drawn(tokens, batch)
+        return Drawn(tokens, [rows.note(tokens) for rows in kept])
+
+    def _draw(self, logits: Tensor, batch: InputBatch) -> Tensor:
+        """Tokens [S] int64 by temperature, min_p, top_k and top_p."""
+        states, slots_np = self._states, batch.sample_slots_np
+        drawing = ~states.greedy_np[slots_np]
+        if not drawing.any():
             return greedy_tokens(logits)
         slots = batch.sample_slots
         reals, integers = states.reals[slots], states.integers[slots]
-        drawing = ~states.greedy_np[slots_np]
         return sample_tokens(
             logits,
             reals[:, TEMPERATURE],
@@ -46,17 +99,3 @@ class Sampler:
             any_min_p=bool((drawing & states.uses_min_p_np[slots_np]).any()),
             any_top=bool((drawing & states.uses_top_np[slots_np]).any()),
         )
-
-    def _forbid_ends(self, logits: Tensor, batch: InputBatch, states: RequestStates) -> None:
-        """Take the end tokens from rows that have not reached their `min_tokens`."""
-        early = batch.sample_positions_np < states.end_allowed_np[batch.sample_slots_np]
-        if not early.any():
-            return
-        rows: list[int] = []
-        tokens: list[int] = []
-        for row in np.flatnonzero(early).tolist():
-            ends = states.end_token_ids[batch.sample_slots_np[row]]
-            tokens.extend(ends)
-            rows.extend([row] * len(ends))
-        index = to_device(np.array([rows, tokens], dtype=np.int64), logits.device)
-        logits[index[0], index[1]] = -torch.inf

@@ -1,0 +1,1 @@
+"""Answers in the shapes of the APIs, whole or as a stream."""

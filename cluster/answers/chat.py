@@ -1,0 +1,136 @@
+"""The answer of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+from msgspec import UNSET
+
+from swell.cluster.answers.base import Answer
+from swell.cluster.logprobs import chat_logprobs, prompt_logprobs_body
+from swell.cluster.openai.base import Usage
+from swell.cluster.openai.chat import (
+    CalledFunction,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatResponseMessage,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from swell.cluster.openai.logprobs import ChatLogprobs
+from swell.cluster.openai.messages import NamedToolChoice
+from swell.cluster.outputs import CompletionOutput, RequestOutput
+from swell.cluster.parsers import parts
+from swell.cluster.parsers.base import Parser
+from swell.cluster.sse import DONE, PLAIN, ChatStream, Rest
+
+
+class ChatAnswer(Answer):
+    """`make_parser` makes what reads one choice."""
+
+    def __init__(
+        self, id: str, model: str, body: ChatCompletionRequest, make_parser: Callable[[], Parser]
+    ) -> None:
+        super().__init__(id, model, n=body.n or 1)
+        self._body = body
+        self._make_parser = make_parser
+        self._parsers: dict[int, Parser] = {}
+        self._called: set[int] = set()
+        """Choices with a tool call."""
+        self._stream = ChatStream(self.id, self.created, model, include_usage=body.include_usage)
+
+    def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+        (output,) = outputs
+        body, prompt = self._body, output.prompt_logprobs
+        return ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(part) for part in output.outputs],
+            usage=usage,
+            prompt_token_ids=output.prompt_token_ids if body.return_token_ids else UNSET,
+            prompt_logprobs=UNSET if prompt is None else prompt_logprobs_body(prompt),
+        )
+
+    def _choice(self, part: CompletionOutput) -> ChatChoice:
+        parser = self._make_parser()
+        said = parts.collect([*parser.push(part.text), *parser.flush()])
+        calls = [
+            ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+            for call in said.tool_calls
+        ]
+        message = ChatResponseMessage(
+            content=said.content if calls or said.reasoning else said.content or "",
+            reasoning_content=UNSET if said.reasoning is None else said.reasoning,
+            tool_calls=calls or UNSET,
+        )
+        return ChatChoice(
+            index=part.index,
+            message=message,
+            logprobs=self._logprobs(part),
+            finish_reason=self._reason(part, called=bool(calls)),
+            stop_reason=part.stop_reason,
+            token_ids=part.token_ids if self._body.return_token_ids else UNSET,
+        )
+
+    # ---------------------------------------------------------------- as a stream
+
+    def opening(self, choices: int) -> Iterable[bytes]:
+        for choice in range(choices):
+            self._parsers[choice] = self._make_parser()
+            yield self._stream.role(choice)
+
+    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterator[bytes]:
+        parser = self._parsers[choice]
+        said = parser.push(part.text)
+        if part.finish_reason is not None:
+            said += parser.flush()
+        if any(isinstance(one, parts.ToolCall) for one in said):
+            self._called.add(choice)
+        rest = self._rest(choice, part)
+        for place, one in enumerate(said):
+            yield self._event(choice, one, rest if place == len(said) - 1 else PLAIN)
+        if not said and rest is not PLAIN:
+            yield self._stream.chunk("", choice, rest)
+
+    def _event(self, choice: int, said: parts.Part, rest: Rest) -> bytes:
+        match said:
+            case parts.Content(text):
+                return self._stream.chunk(text, choice, rest)
+            case parts.Reasoning(text):
+                return self._stream.delta(ChatDelta(reasoning_content=text), choice, rest)
+            case parts.ToolCall(index, id, name):
+                function = FunctionDelta(name=name, arguments="")
+                call = ToolCallDelta(index=index, id=id, type="function", function=function)
+            case parts.Arguments(index, text):
+                call = ToolCallDelta(index=index, function=FunctionDelta(arguments=text))
+        return self._stream.delta(ChatDelta(tool_calls=[call]), choice, rest)
+
+    def _rest(self, choice: int, part: CompletionOutput) -> Rest:
+        """What the last event of an output has beside its text."""
+        ids = part.token_ids if self._body.return_token_ids else None
+        if part.finish_reason is None and ids is None and part.logprobs is None:
+            return PLAIN
+        reason = self._reason(part, called=choice in self._called)
+        return Rest(reason, part.stop_reason, self._logprobs(part), ids)
+
+    def _logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
+        if part.logprobs is None:
+            return None
+        return chat_logprobs(part.logprobs, self._body.top_logprobs or 0)
+
+    def _reason(self, part: CompletionOutput, *, called: bool) -> str | None:
+        """OpenAI says `tool_calls` where the model chose to call, and `stop` where it had to."""
+        chose = called and not isinstance(self._body.tool_choice, NamedToolChoice)
+        return "tool_calls" if chose and part.finish_reason == "stop" else part.finish_reason
+
+    def closing(self, usage: Usage) -> Iterable[bytes]:
+        if self._body.include_usage:
+            yield self._stream.usage(usage)
+
+    def ending(self) -> Iterable[bytes]:
+        yield DONE

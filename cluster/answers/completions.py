@@ -1,0 +1,113 @@
+"""The answer of `/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+from msgspec import UNSET
+
+from swell.cluster.answers.base import Answer
+from swell.cluster.logprobs import completion_logprobs, prompt_logprobs_body
+from swell.cluster.openai.base import Usage, usage
+from swell.cluster.openai.completions import Completion, CompletionChoice, CompletionRequest
+from swell.cluster.openai.logprobs import CompletionLogprobs
+from swell.cluster.outputs import CompletionOutput, RequestOutput
+from swell.cluster.sse import DONE, PLAIN, CompletionStream, Rest
+
+
+class CompletionAnswer(Answer):
+    """`text_of` writes prompt tokens as text, for `echo`."""
+
+    def __init__(
+        self, id: str, model: str, body: CompletionRequest, text_of: Callable[[list[int]], str]
+    ) -> None:
+        super().__init__(id, model, n=body.n or 1)
+        self._body = body
+        self._text_of = text_of
+        self._stream = CompletionStream(
+            self.id, self.created, model, include_usage=body.include_usage
+        )
+        self._echoed_chars: dict[int, int] = {}
+        """Of each choice of a stream that has begun."""
+
+    def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+        choices = [
+            self._choice(place * self.n + part.index, output, part)
+            for place, output in enumerate(outputs)
+            for part in output.outputs
+        ]
+        return Completion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=self._shown_usage(usage),
+        )
+
+    def _choice(
+        self, index: int, output: RequestOutput, part: CompletionOutput
+    ) -> CompletionChoice:
+        body = self._body
+        part = self._shown(part)
+        prompt = self._text_of(output.prompt_token_ids) if body.echo else ""
+        told = None if body.prompt_logprobs is None else output.prompt_logprobs
+        return CompletionChoice(
+            index=index,
+            text=prompt + part.text,
+            logprobs=self._logprobs(output, part, len(prompt)),
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            token_ids=part.token_ids if body.return_token_ids else UNSET,
+            prompt_token_ids=output.prompt_token_ids if body.return_token_ids else UNSET,
+            prompt_logprobs=UNSET if told is None else prompt_logprobs_body(told),
+        )
+
+    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterator[bytes]:
+        """With `echo` the first chunk begins with the prompt."""
+        body, prompt = self._body, ""
+        part = self._shown(part)
+        if choice not in self._echoed_chars:
+            prompt = self._text_of(output.prompt_token_ids) if body.echo else ""
+            self._echoed_chars[choice] = len(prompt)
+        rest = PLAIN
+        if part.finish_reason is not None or body.return_token_ids or body.logprobs is not None:
+            rest = Rest(
+                part.finish_reason,
+                part.stop_reason,
+                self._logprobs(output, part, self._echoed_chars[choice]),
+                part.token_ids if body.return_token_ids else None,
+            )
+        yield self._stream.chunk(prompt + part.text, choice, rest)
+
+    def _logprobs(
+        self, output: RequestOutput, part: CompletionOutput, echoed_chars: int
+    ) -> CompletionLogprobs | None:
+        """Of a stream's outputs the first alone has those of the prompt."""
+        if self._body.logprobs is None or part.logprobs is None:
+            return None
+        echo = output.prompt_logprobs if self._body.echo else None
+        return completion_logprobs(
+            part.logprobs, self._body.logprobs, echo=echo, echoed_chars=echoed_chars
+        )
+
+    def _shown(self, part: CompletionOutput) -> CompletionOutput:
+        """With an echo alone, the one token that had to be drawn is left out."""
+        if not self._body.only_echo:
+            return part
+        none = None if part.logprobs is None else part.logprobs[:0]
+        return msgspec.structs.replace(
+            part, text="", token_ids=[], logprobs=none, finish_reason="length", stop_reason=None
+        )
+
+    def _shown_usage(self, whole: Usage) -> Usage:
+        if not self._body.only_echo:
+            return whole
+        return usage(whole.prompt_tokens, 0, whole.prompt_tokens_details.cached_tokens)
+
+    def closing(self, usage: Usage) -> Iterable[bytes]:
+        if self._body.include_usage:
+            yield self._stream.usage(self._shown_usage(usage))
+
+    def ending(self) -> Iterable[bytes]:
+        yield DONE

@@ -1,0 +1,1 @@
+"""Anthropic's HTTP bodies, typed: messages in and out, and what becomes of them in our terms."""

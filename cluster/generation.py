@@ -1,0 +1,110 @@
+"""From an ask to its answer: children are submitted, what they give is gathered or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from swell.cluster.answers.base import ENGINES, Answer, checked, usage_of
+from swell.cluster.asks import Ask
+from swell.cluster.async_llm import AsyncLLM
+from swell.cluster.http import EventStream, json_response, request_id, unless_gone
+from swell.cluster.outputs import RequestOutput, RequestOutputKind
+from swell.cluster.parallel import best, children, fold
+from swell.cluster.params import BadRequest, to_core_request
+from swell.cluster.tickets import Ticket, chain, engines_of, merge
+
+_TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+class Generator:
+    """The engines behind the routes that answer. `ends` are the model's end tokens."""
+
+    def __init__(self, llm: AsyncLLM, ends: list[int]) -> None:
+        self._llm = llm
+        self._ends = ends
+
+    async def answer(self, request: Request, ask: Ask, answer: Answer) -> Any:
+        """Submit everything, then answer whole or as a stream."""
+        tickets = self._submit(request, ask)
+        try:
+            if not ask.stream:
+                outputs = await unless_gone(request, self._gather(tickets))
+                return json_response(self._whole(ask, answer, outputs), headers=_served_by(tickets))
+            # The status line waits for the first token: what fails before it has a status.
+            merged = merge(self._llm.outputs, tickets)
+            first = await unless_gone(request, anext(merged))
+            checked(first[1])
+            headers = _served_by(tickets)
+            events = answer.events(
+                chain(first, merged),
+                len(tickets),
+                told=headers[ENGINES],
+                engines=lambda: engines_of(tickets),
+            )
+            return EventStream(events, headers)
+        except BaseException:
+            self._llm.abort([ticket.request.request_id for ticket in tickets])
+            raise
+
+    def _whole(self, ask: Ask, answer: Answer, outputs: list[RequestOutput]) -> Any:
+        """The body; `outputs`: one a child, the children of each prompt in a row."""
+        for output in outputs:
+            checked(output)
+        count = len(outputs) // len(ask.prompts)
+        prompts = [fold(outputs[first : first + count]) for first in range(0, len(outputs), count)]
+        drawn = sum(output.outputs[0].num_output_tokens for output in outputs)
+        usage = usage_of(prompts, drawn)
+        if count > ask.params.n:
+            prompts = [best(output, ask.params) for output in prompts]
+        return answer.whole(prompts, usage)
+
+    def _submit(self, request: Request, ask: Ask) -> list[Ticket]:
+        """All children of all prompts, or none."""
+        self._check_rank(ask.data_parallel_rank)
+        headers = {
+            name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers
+        }
+        kind = RequestOutputKind.DELTA if ask.stream else RequestOutputKind.FINAL_ONLY
+        wishes = [
+            (
+                to_core_request(
+                    params,
+                    external_req_id=request_id(request),
+                    prompt_token_ids=prompt,
+                    max_tokens=budget,
+                    eos_token_ids=self._ends,
+                    bad_words=ask.bad_words,
+                    grammar=ask.grammar,
+                    priority=ask.priority,
+                    cache_salt=ask.cache_salt,
+                    data_parallel_rank=ask.data_parallel_rank,
+                    client_index=self._llm.client_index,
+                    trace_headers=headers or None,
+                ),
+                params,
+                index,
+            )
+            for prompt, budget in zip(ask.prompts, ask.budgets, strict=True)
+            for index, params in enumerate(children(ask.params))
+        ]
+        return [self._llm.submit(core, params, kind, index) for core, params, index in wishes]
+
+    async def _gather(self, tickets: Sequence[Ticket]) -> list[RequestOutput]:
+        return [await ticket.collector.get() for ticket in tickets]
+
+    def _check_rank(self, rank: int | None) -> None:
+        active = self._llm.active_ranks
+        if rank is not None and active and rank not in active:
+            raise BadRequest(
+                f"data_parallel_rank={rank} takes no requests; the engines are {active}",
+                "data_parallel_rank",
+            )
+
+
+def _served_by(tickets: Sequence[Ticket]) -> Mapping[str, str]:
+    """The ranks that served so far. A stream's headers leave with its first token, and uvicorn
+    sends no trailers: ranks that come later are told by a comment at the stream's end."""
+    return {ENGINES: engines_of(tickets)}

@@ -1,0 +1,147 @@
+"""Whether a grammar compiles, found out in a process of its own.
+
+A grammar is a program that a stranger sends. Some hundred bytes can make the compiler work for
+minutes, take all memory, or overflow its stack, which no exception reports. Whatever the check
+does to its process, the server stays, and a grammar that passes costs the workers no more than it
+cost there: they compile it again, with the same limits and a larger stack.
+
+The process runs this file as a script and reads one JSON line for each grammar; it lives as long as
+its standard input and starts again after a check that ended it. Linux only, as the limits are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+CPU_S = 0.5
+"""Processor time of one check."""
+WALL_S = 30.0
+"""Longest wait for one check, on a machine that has other things to do."""
+MEMORY_BYTES = 1 << 30
+"""Address space of the process."""
+STACK_BYTES = 1 << 20
+"""A worker's threads have at least twice this."""
+
+_TOKEN_IDS = re.compile(r"<\[[0-9,*^-]+\]>")
+
+
+class GrammarChecker:
+    """Checks one grammar at a time; safe to call from several threads."""
+
+    def __init__(self, limits: Mapping[str, int], cpu_s: float = CPU_S) -> None:
+        """`limits`: arguments of `llguidance.LLParserLimits`; `cpu_s`: longest check."""
+        self._limits = dict(limits)
+        self._cpu_s = cpu_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def check(self, lark: str) -> str:
+        """Why the grammar cannot be used; empty: it can."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self._end(self._process)  # something else ended it: no verdict on this grammar
+            process = self._process or self._start()
+            reason = self._ask(process, json.dumps(lark).encode() + b"\n")
+            if reason is not None:
+                return reason
+            status = self._end(process)
+        if status == -signal.SIGPROF:
+            return f"it takes more than {self._cpu_s:g} s to compile"
+        if status == -signal.SIGKILL:
+            return f"it is not compiled within {WALL_S:g} s"
+        return f"it needs more than {MEMORY_BYTES >> 20} MiB, or nests too deeply"
+
+    def close(self) -> None:
+        """End the process; the next check starts another."""
+        with self._lock:
+            if self._process is not None:
+                self._end(self._process)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # -P: this file's folder holds modules of ours whose names are the standard library's.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, json.dumps([self._limits, self._cpu_s])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        return self._process
+
+    def _ask(self, process: subprocess.Popen[bytes], line: bytes) -> str | None:
+        """The process's answer to a line; None if it gives none."""
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        output = process.stdout.fileno()
+        poll = select.poll()
+        poll.register(output, select.POLLIN)
+        deadline, received = time.monotonic() + WALL_S, b""
+        while not received.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not poll.poll(left * 1000):
+                process.kill()
+                return None
+            part = os.read(output, 1 << 16)
+            if not part:
+                return None
+            received += part
+        return str(json.loads(received))
+
+    def _end(self, process: subprocess.Popen[bytes]) -> int:
+        """Its exit status."""
+        assert process.stdin is not None and process.stdout is not None
+        self._process = None
+        process.stdout.close()
+        try:
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # what was not written yet has no reader any more
+        return process.wait()
+
+
+def _serve(limits: Mapping[str, int], cpu_s: float) -> None:
+    """Answer every line of standard input with the reason for which its grammar is refused."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        # Its signal is not caught, so it ends the process.
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        reason = _reason(json.loads(line), limits)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(reason), flush=True)
+
+
+def _reason(lark: str, limits: Mapping[str, int]) -> str:
+    """Compile a grammar and take its first step, with tokens of one byte."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    parser_limits = LLParserLimits(**limits, verbose_errors=False)  # type: ignore[arg-type]
+    reason = LLMatcher.validate_grammar(lark, limits=parser_limits)
+    if reason and not reason.startswith("WARNING"):
+        return reason
+    tokenizer = LLTokenizer("byte")
+    # Ids of special tokens are the model's own; here one stands for all.
+    lark = _TOKEN_IDS.sub(f"<[{tokenizer.vocab_size - 1}]>", lark)
+    matcher = LLMatcher(tokenizer, lark, log_level=0, limits=parser_limits)
+    matcher.compute_bitmask()
+    return matcher.get_error()
+
+
+if __name__ == "__main__":
+    threading.stack_size(STACK_BYTES)
+    worker = threading.Thread(target=_serve, args=json.loads(sys.argv[1]))
+    worker.start()
+    worker.join()

@@ -1,0 +1,101 @@
+"""Log probabilities in the shapes of the API: tables in, typed bodies out."""
+
+from __future__ import annotations
+
+from swell.cluster.openai.logprobs import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
+from swell.cluster.outputs import Logprob, LogprobTable
+from swell.cluster.token_texts import TokenTexts
+
+LEAST = -9999.0
+"""Told instead of anything below: JSON has no infinity."""
+
+
+def finite(logprob: float) -> float:
+    """At least `LEAST`; also for NaN."""
+    return logprob if logprob > LEAST else LEAST
+
+
+def completion_logprobs(
+    answer: LogprobTable,
+    top: int,
+    *,
+    echo: LogprobTable | None = None,
+    echoed_chars: int = 0,
+) -> CompletionLogprobs:
+    """Of a completion, or of one delta of it.
+
+    `top` is how many of the most likely tokens are told beside each token. With `echo`, the tokens
+    of the prompt come first: in a stream, with the first delta alone. `echoed_chars` are those of
+    the echoed text: the answer's offsets count from behind them, in every delta.
+    """
+    told = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    if echo is not None:
+        _append(told, echo, top, 0)
+    _append(told, answer, top, echoed_chars)
+    return told
+
+
+def chat_logprobs(answer: LogprobTable, top: int) -> ChatLogprobs:
+    """Of a chat answer, or of one delta of it, with the `top` most likely tokens for each."""
+    texts = answer.texts
+    return ChatLogprobs(
+        content=[
+            ChatTokenLogprob(
+                token=texts.text(token_ids[0]),
+                logprob=finite(logprobs[0]),
+                bytes=list(texts[token_ids[0]]),
+                top_logprobs=_top(texts, token_ids[1 : 1 + top], logprobs[1 : 1 + top]),
+            )
+            for token_ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True)
+        ]
+    )
+
+
+def prompt_logprobs_body(prompt: LogprobTable) -> PromptLogprobs:
+    """Of a prompt, under its token ids."""
+    return [None if position is None else _by_id(position) for position in prompt]
+
+
+def _by_id(position: dict[int, Logprob]) -> dict[int, PromptLogprob]:
+    return {
+        token_id: PromptLogprob(
+            logprob=finite(told.logprob), rank=told.rank, decoded_token=told.decoded_token
+        )
+        for token_id, told in position.items()
+    }
+
+
+def _top(texts: TokenTexts, token_ids: list[int], logprobs: list[float]) -> list[TopLogprob]:
+    return [
+        TopLogprob(token=texts.text(i), logprob=finite(logprob), bytes=list(texts[i]))
+        for i, logprob in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+def _append(told: CompletionLogprobs, table: LogprobTable, top: int, shift: int) -> None:
+    """Add a table's positions, `shift` characters further on."""
+    text = table.texts.text
+    for token_ids, logprobs in zip(table.token_ids, table.logprobs, strict=True):
+        told.tokens.append(text(token_ids[0]))
+        told.token_logprobs.append(finite(logprobs[0]) if logprobs else None)
+        told.top_logprobs.append(_by_text(table.texts, token_ids, logprobs, top))
+    told.text_offset += [offset + shift for offset in table.offsets]
+
+
+def _by_text(
+    texts: TokenTexts, token_ids: list[int], logprobs: list[float], top: int
+) -> dict[str, float] | None:
+    """The token that stands there, then the most likely; of equal texts the first is told."""
+    if not logprobs:
+        return None
+    told: dict[str, float] = {}
+    for token_id, logprob in zip(token_ids[: 1 + top], logprobs[: 1 + top], strict=True):
+        told.setdefault(texts.text(token_id), finite(logprob))
+    return told

@@ -1,0 +1,85 @@
+"""What every body of the API is made of. Response fields that are UNSET stay out of the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from swell.cluster.params import BadRequest, shown
+
+
+class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Base of every request body. An unknown field is refused.
+
+    A field of OpenAI's API that is not served is known all the same: its neutral value passes,
+    and any other is refused by name, so that nobody gets an answer that silently ignores a wish.
+    """
+
+    NOT_SERVED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """field -> values that change nothing."""
+
+    def check(self) -> None:
+        """The rules between fields; raises `BadRequest`."""
+
+    def refuse_unsupported(self, path: str = "") -> None:
+        for name, neutral in self.NOT_SERVED.items():
+            value = getattr(self, name)
+            if value is not None and value not in neutral:
+                raise BadRequest(
+                    f"{path}{name}={shown(value)} is not supported"
+                    + (f"; leave it out or send {neutral[0]!r}" if neutral else "; leave it out"),
+                    f"{path}{name}",
+                    "unsupported_value",
+                )
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """Base of every response."""
+
+
+class PromptTokensDetails(Body, kw_only=True):
+    cached_tokens: int = 0
+
+
+class Usage(Body, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Usage:
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+    )
+
+
+class ErrorDetail(Body, kw_only=True):
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(Body, kw_only=True):
+    error: ErrorDetail
+
+
+def error_body(
+    error: BadRequest | str,
+    *,
+    type: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+) -> bytes:
+    """OpenAI's error body as JSON. A `BadRequest` brings its own `param` and `code`."""
+    if isinstance(error, BadRequest):
+        detail = ErrorDetail(message=error.message, type=type, param=error.param, code=error.code)
+    else:
+        detail = ErrorDetail(message=error, type=type, param=param, code=code)
+    return msgspec.json.encode(ErrorBody(error=detail))

@@ -1,0 +1,101 @@
+"""`/v1/completions`: what a client may send, and what it gets.
+
+`stop_reason`, `token_ids`, `prompt_token_ids` and `prompt_logprobs` are not OpenAI's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from swell.cluster.openai.base import Body, Usage
+from swell.cluster.openai.generation import GenerationRequest
+from swell.cluster.openai.logprobs import CompletionLogprobs, PromptLogprobs
+from swell.cluster.params import BadRequest, shown
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions; chat answers may fill the model's length."""
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    """Text, texts, token ids, or lists of token ids."""
+    best_of: int | None = None
+    echo: bool | None = None
+    """The answer begins with the prompt; `max_tokens` may be 0 then."""
+    logprobs: int | None = None
+    suffix: str | None = None
+
+    NOT_SERVED = {"suffix": ("",)}
+
+    @property
+    def only_echo(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
+
+    def check(self) -> None:
+        super().check()
+        drawn = 1 if self.best_of is None else self.best_of
+        if self.stream and drawn > (self.n or 1):
+            raise BadRequest(
+                f"best_of={shown(self.best_of)} above n={self.n or 1} cannot be streamed: the best "
+                "are known at the end; leave out stream=true",
+                "best_of",
+            )
+
+    def answer_max_tokens(self) -> int | None:
+        if self.only_echo:
+            return 1  # an engine draws one token at least; it is not shown
+        return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def own_wishes(self) -> Mapping[str, Any]:
+        wishes: dict[str, Any] = {}
+        if self.best_of is not None:
+            wishes["best_of"] = self.best_of
+        if self.logprobs is not None:
+            wishes["logprobs"] = self.logprobs
+            if self.echo and self.prompt_logprobs is None:
+                wishes["prompt_logprobs"] = self.logprobs
+        return wishes
+
+
+class CompletionChoice(Body, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(Body, kw_only=True):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(Body, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunk(Body, kw_only=True):
+    """One event of a completion stream. `usage` is null in all but the last event of a stream
+    that asked for it, and absent from one that did not."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | UnsetType | None = UNSET

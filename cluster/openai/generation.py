@@ -1,0 +1,188 @@
+"""The fields that completions and chat share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from swell.cluster.openai.base import RequestBody
+from swell.cluster.params import BadRequest, SamplingParams, StructuredOutputs, shown
+
+
+class StreamOptions(RequestBody, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Accepted; the answer is never padded."""
+
+
+class JsonSchemaFormat(RequestBody, kw_only=True):
+    """The schema is held always, whatever `strict` says."""
+
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestBody, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def structured(self) -> StructuredOutputs | None:
+        """The form in our own terms; None: any text."""
+        if self.type == "json_schema":
+            if self.json_schema is None or self.json_schema.schema is None:
+                raise BadRequest(
+                    "response_format.type='json_schema' needs response_format.json_schema.schema",
+                    "response_format.json_schema",
+                    "missing_field",
+                )
+            return StructuredOutputs(json=self.json_schema.schema)
+        if self.json_schema is not None:
+            raise BadRequest(
+                f"response_format.type={self.type!r} takes no response_format.json_schema; "
+                "send type='json_schema'",
+                "response_format",
+            )
+        return StructuredOutputs(json_object=True) if self.type == "json_object" else None
+
+
+class GenerationRequest(RequestBody, kw_only=True):
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """Token id -> -100 .. 100, added to its logit."""
+    bad_words: list[str] | None = None
+    """Texts that the answer must not hold, as the tokenizer writes them."""
+    allowed_token_ids: list[int] | None = None
+    """The answer has no other tokens."""
+    prompt_logprobs: int | None = None
+    """Tell each prompt token's log probability, and those of this many most likely ones."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """A form for the answer: json, json_object, regex, choice or grammar."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    """Smaller runs first under `scheduler.policy: priority`."""
+    cache_salt: str | None = None
+    """Prefixes are shared only among requests of equal salt."""
+    data_parallel_rank: int | None = None
+    """Ask for one engine."""
+    return_token_ids: bool | None = None
+
+    user: Any = None
+    """This and the next fields change nothing in the answer."""
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check(self) -> None:
+        self.refuse_unsupported()
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options is only allowed with stream=true", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequest(
+                f"prompt_logprobs={shown(self.prompt_logprobs)} is not told in a stream; leave out "
+                "stream=true",
+                "prompt_logprobs",
+            )
+        check_routing(self.cache_salt, self.data_parallel_rank, self.priority)
+        self.form()
+
+    def answer_max_tokens(self) -> int | None:
+        """The explicit limit, or the endpoint's default."""
+        return self.max_tokens
+
+    def form(self) -> StructuredOutputs | None:
+        """The form that the answer must have."""
+        wanted = self.response_format.structured() if self.response_format else None
+        if wanted is not None and self.structured_outputs is not None:
+            raise BadRequest(
+                "response_format and structured_outputs both give a form for the answer; send one",
+                "structured_outputs",
+            )
+        return wanted or self.structured_outputs
+
+    @property
+    def form_field(self) -> str | None:
+        """The path of the field that gives the form, if it is not `structured_outputs`."""
+        if self.structured_outputs is not None or self.response_format is None:
+            return None
+        schema = self.response_format.json_schema is not None
+        return "response_format.json_schema.schema" if schema else "response_format"
+
+    def own_wishes(self) -> Mapping[str, Any]:
+        """Sampling parameters that this endpoint writes in a way of its own."""
+        return {}
+
+    def sampling_params(self) -> SamplingParams:
+        """The wish in our own form; to be checked with `validate`."""
+        wishes: dict[str, Any] = {
+            name: value for name in SAME_NAME if (value := getattr(self, name)) is not None
+        }
+        if self.logit_bias:
+            wishes["logit_bias"] = _bias(self.logit_bias)
+        wishes.update(self.own_wishes())
+        return SamplingParams(
+            **wishes, max_tokens=self.answer_max_tokens(), structured_outputs=self.form()
+        )
+
+
+_OTHERWISE = {"max_tokens", "logit_bias", "structured_outputs", "logprobs", "best_of"}
+SAME_NAME = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerationRequest.__struct_fields__ and name not in _OTHERWISE
+)
+"""Fields that mean the same in a request and in `SamplingParams`."""
+
+
+def check_routing(cache_salt: str | None, rank: int | None, priority: int | None) -> None:
+    """The fields that say where and when, not what."""
+    if cache_salt == "":
+        raise BadRequest("cache_salt='' must not be empty; leave it out", "cache_salt")
+    if rank is not None and not 0 <= rank < 2**31:
+        raise BadRequest(
+            f"data_parallel_rank={shown(rank)} must be at least 0 and name an engine that serves",
+            "data_parallel_rank",
+        )
+    if priority is not None and not -(2**31) <= priority < 2**31:
+        raise BadRequest(
+            f"priority={shown(priority)} must be between {-(2**31)} and {2**31 - 1}", "priority"
+        )
+
+
+def _bias(bias: Mapping[str, float]) -> dict[int, float]:
+    """JSON writes the keys as texts."""
+    numbers = {}
+    for token, value in bias.items():
+        try:
+            numbers[int(token)] = value
+        except ValueError:
+            raise BadRequest(
+                f"logit_bias[{shown(token)}]: {shown(token)} is no token id", "logit_bias"
+            ) from None
+    return numbers

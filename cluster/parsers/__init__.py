@@ -1,0 +1,80 @@
+"""Reasoning and tool calls in the text of an answer, read while it streams."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from swell.cluster.parsers.base import Chain, ContentParser, Parser
+from swell.cluster.parsers.tools import ToolParser
+
+PARSERS = {
+    "hermes": "swell.cluster.parsers.hermes:HermesParser",
+    "llama3": "swell.cluster.parsers.llama3:Llama3Parser",
+    "mistral": "swell.cluster.parsers.mistral:MistralParser",
+}
+
+REASONING = {
+    "think": "swell.cluster.parsers.reasoning:ThinkParser",
+    "think-open": "swell.cluster.parsers.reasoning:OpenThinkParser",
+}
+
+
+def make_parser(
+    tools: str | None, reasoning: str | None, make_id: Callable[[], str] | None = None
+) -> Parser:
+    """The parser of one answer: reasoning is read first, tool calls in its content.
+
+    `tools` and `reasoning` are names of `PARSERS` and `REASONING`; None: that is not looked for.
+    `make_id` gives the ids of calls; by default random ones in the form of the format. ValueError
+    for an unknown name.
+    """
+    inner = ContentParser() if tools is None else tool_format(tools)(make_id)
+    if reasoning is None:
+        return inner
+    outer: Parser = _load(REASONING, "reasoning parser", reasoning)()
+    return outer if tools is None else Chain(outer, inner)
+
+
+def tool_format(name: str) -> type[ToolParser]:
+    """The class of a tool format, which also writes its grammar. ValueError for unknown names."""
+    kind: type[ToolParser] = _load(PARSERS, "tool parser", name)
+    return kind
+
+
+def _load(table: Mapping[str, str], what: str, name: str) -> Any:
+    if name not in table:
+        raise ValueError(f"{what} {name!r} is unknown; known are {', '.join(sorted(table))}")
+    module, _, kind = table[name].partition(":")
+    return getattr(import_module(module), kind)
+
+
+_OTHER_TOOL_CALLS = ("<function=", "<arg_key>")
+"""Qwen3-Coder and GLM write other things than JSON between `<tool_call>` and `</tool_call>`."""
+
+_OPEN_THINK = re.compile(r"<think>(?!(?:\\n|\s)*</think>)")
+
+
+def detect_tools(chat_template: str) -> str | None:
+    """The tool format that a chat template speaks of, or None: a guess from its text."""
+    if "[TOOL_CALLS]" in chat_template:
+        return "mistral"
+    if "<tool_call>" in chat_template:
+        known = not any(mark in chat_template for mark in _OTHER_TOOL_CALLS)
+        return "hermes" if known else None
+    llama = "<|start_header_id|>" in chat_template and '"parameters"' in chat_template
+    return "llama3" if llama or "<|python_tag|>" in chat_template else None
+
+
+def detect_reasoning(chat_template: str) -> str | None:
+    """The reasoning format that a chat template speaks of, or None: a guess from its text.
+
+    A template whose generation prompt ends with an open `<think>` makes the answer begin inside.
+    One that does so only on request, or not on request, is taken for one that does.
+    """
+    if "<think>" not in chat_template and "</think>" not in chat_template:
+        return None
+    _, found, generation_prompt = chat_template.rpartition("add_generation_prompt")
+    return "think-open" if found and _OPEN_THINK.search(generation_prompt) else "think"

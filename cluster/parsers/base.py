@@ -1,0 +1,114 @@
+"""A parser reads an answer while it streams; a matcher finds its markers."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from functools import lru_cache
+
+from swell.cluster.parsers.parts import Content, Part, merge
+from swell.cluster.stops import StopAutomaton
+
+
+class Parser(ABC):
+    """Turns the text of one answer into parts.
+
+    The laws, for every text and however it is cut into pieces:
+
+    - The parts, merged, are the same for every cut.
+    - What is out is exactly what any continuation of the text would bring out: nothing is taken
+      back, nothing is held that is already certain.
+    - Text that is not marked comes out as content, character by character. So does what looks
+      like a call and is none, unless its arguments were already on their way.
+    - The work is linear in the length of the text, whatever the text.
+    """
+
+    markers: tuple[str, ...] = ()
+    """Strings that this format must see in the text. Where the tokenizer has one of them as a
+    special token, the detokenizer must not skip special tokens."""
+    keeps_special_tokens: bool = False
+    """A marker is a special token with every tokenizer of this format."""
+
+    @abstractmethod
+    def push(self, text: str) -> list[Part]:
+        """The parts that this piece of text makes certain."""
+
+    @abstractmethod
+    def flush(self) -> list[Part]:
+        """The answer has ended: what was held back comes out as what it is."""
+
+
+class ContentParser(Parser):
+    """An answer without markers."""
+
+    def push(self, text: str) -> list[Part]:
+        return [Content(text)] if text else []
+
+    def flush(self) -> list[Part]:
+        return []
+
+
+class Chain(Parser):
+    """What is content to the first parser is read by the second."""
+
+    def __init__(self, first: Parser, second: Parser) -> None:
+        self.markers = first.markers + second.markers
+        self.keeps_special_tokens = first.keeps_special_tokens or second.keeps_special_tokens
+        self._first = first
+        self._second = second
+
+    def push(self, text: str) -> list[Part]:
+        return merge(self._pass_on(self._first.push(text)))
+
+    def flush(self) -> list[Part]:
+        return merge([*self._pass_on(self._first.flush()), *self._second.flush()])
+
+    def _pass_on(self, parts: list[Part]) -> list[Part]:
+        passed: list[Part] = []
+        for part in parts:
+            passed += self._second.push(part.text) if isinstance(part, Content) else [part]
+        return passed
+
+
+_automaton = lru_cache(maxsize=64)(StopAutomaton)
+
+
+class Matcher:
+    """Finds the first of some markers, and holds back only what may be the beginning of one."""
+
+    def __init__(self, *markers: str) -> None:
+        self._automaton = _automaton(markers)
+        self._first_char = re.compile("|".join(map(re.escape, sorted({m[0] for m in markers}))))
+        self._node = 0
+        self._held = ""
+
+    def push(self, text: str, at: int) -> tuple[str, str | None, int]:
+        """Read from `text[at:]` up to the end of a marker or of the text.
+
+        Returns what is no marker, the marker if one is complete, and where reading stopped. Of
+        two markers that end together it is the longer one.
+        """
+        start, node, automaton = at, self._node, self._automaton
+        while at < len(text):
+            if not node:
+                found = self._first_char.search(text, at)
+                if found is None:
+                    at = len(text)
+                    break
+                at = found.start()
+            node = automaton.step(node, text[at])
+            at += 1
+            marker = automaton.found[node]
+            if marker is not None:
+                shown = self._held + text[start:at]
+                self._node, self._held = 0, ""
+                return shown[: -len(marker)], marker, at
+        shown = self._held + text[start:at]
+        keep = len(shown) - automaton.held[node]
+        self._node, self._held = node, shown[keep:]
+        return shown[:keep], None, at
+
+    def flush(self) -> str:
+        """Nothing follows: what was held is no marker."""
+        held, self._node, self._held = self._held, 0, ""
+        return held

@@ -1,0 +1,98 @@
+"""Grammars of answers with calls, in llguidance's Lark syntax.
+
+Only the arguments are `%json`, each under its tool's own schema, so that a `$ref` in it still
+points into it; what stands around them is literal text, as the models were trained to write it.
+Syntax: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from swell.cluster.parsers.parts import Tool
+from swell.cluster.structured import inline_json
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def literal(text: str) -> str:
+    return json.dumps(text)
+
+
+def mark(marker: str, special: Mapping[str, int]) -> str:
+    """A marker as this tokenizer writes it: one special token, or text."""
+    return f"<[{special[marker]}]>" if marker in special else literal(marker)
+
+
+def json_calls(tools: list[Tool], key: str) -> list[str]:
+    """Rules of `call`: `{"name": "f", "<key>": {...}}`."""
+    heads = [
+        literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ')
+        for tool in tools
+    ]
+    return _calls(tools, heads, literal("}"))
+
+
+def named_calls(tools: list[Tool], args: str) -> list[str]:
+    """Rules of `call`: the name, the mark `args`, and the arguments."""
+    return _calls(tools, [f"{literal(tool.name)} {args}" for tool in tools], "")
+
+
+def _calls(tools: list[Tool], heads: list[str], tail: str) -> list[str]:
+    if not tools:
+        raise ValueError("a grammar of calls needs at least one tool")
+    calls = [
+        f"call_{index}: {head} args_{index} {tail}".rstrip() for index, head in enumerate(heads)
+    ]
+    args = [f"args_{index}: {inline_json(_schema(tool))}" for index, tool in enumerate(tools)]
+    choice = " | ".join(f"call_{index}" for index in range(len(tools)))
+    return [f"call: {choice}", *calls, *args]
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    """Arguments are always an object, whatever else the schema leaves open."""
+    schema: dict[str, Any] = tool.parameters or NO_ARGUMENTS
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise ValueError(
+            f"parameters of tool {tool.name!r} have the type {kind!r}; arguments are an object: "
+            f'give "type": "object"'
+        )
+    return {**schema, "type": "object"}
+
+
+def answer(
+    *,
+    marker: str,
+    special: Mapping[str, int],
+    body: str,
+    more: str,
+    required: bool,
+    rules: list[str],
+    bare: str = "",
+) -> str:
+    """A grammar whose calls are `marker`, then `body`, then `more`.
+
+    `bare`: calls may do without the marker where the answer begins; they begin with this
+    character, so that text does not. Text never holds the marker, not even spelled by ordinary
+    tokens: the parser could not tell the difference.
+    """
+    start = mark(marker, special)
+    holds_marker = f"/(?s:.*){re.escape(marker)}(?s:.*)/"
+    text = rf"/[ \t\r\n]*[^ \t\r\n{bare}](?s:.*)/" if bare else "/(?s:.+)/"
+    calls = f"{body} {more}"
+    if required:
+        lines = [f"start: {start}{'?' if bare else ''} {calls}"]
+    else:
+        lines = [f"TEXT: {text} & ~{holds_marker}"]
+        if bare:
+            lines.append(f"start: TEXT? | {start}? {calls}")
+        elif marker in special:
+            lines.append(f"start: TEXT? ({start} {calls})?")
+        else:
+            # A lazy lexeme ends with the first marker; TEXT alone would swallow its beginning.
+            lines += [f"start: TEXT? | lead {calls}", f"lead[lazy]: /(?s:.*)/ {start}"]
+    return "\n".join(line.rstrip() for line in [*lines, *rules]) + "\n"

@@ -1,0 +1,76 @@
+r"""Calls as Hermes and Qwen write them.
+
+    content\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>...
+
+One newline before the first `<tool_call>` is the template's. Nobody is held to `</tool_call>`: the
+answer may end without it, or the next call begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from swell.cluster.parsers import grammar
+from swell.cluster.parsers.base import Matcher
+from swell.cluster.parsers.json_stream import CallReader, end_of
+from swell.cluster.parsers.parts import Part, Tool
+from swell.cluster.parsers.tools import SPACE, ToolParser
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(ToolParser):
+    markers = (OPEN, CLOSE)
+    openers = (OPEN, "\n" + OPEN)
+
+    @classmethod
+    def grammar(
+        cls, tools: list[Tool], *, required: bool, parallel: bool, special: Mapping[str, int]
+    ) -> str:
+        body = f'"\\n" call "\\n" {grammar.mark(CLOSE, special)}'
+        return grammar.answer(
+            marker=OPEN,
+            special=special,
+            body=body,
+            more=f'("\\n" {grammar.mark(OPEN, special)} {body})*' if parallel else "",
+            required=required,
+            rules=grammar.json_calls(tools, "arguments"),
+        )
+
+    def _on_marker(self, marker: str) -> None:
+        self._open_head(marker, self._head)
+
+    def _head(self, text: str, at: int) -> int:
+        end = end_of(SPACE, text, at)
+        self._held.append(text[at:end])
+        if end < len(text):
+            self._begin_call(CallReader(fence=CLOSE[0]))
+        return end
+
+    def _on_call_end(self) -> None:
+        self._state = self._behind_call
+
+    def _behind_call(self, text: str, at: int) -> int:
+        end = end_of(SPACE, text, at)
+        self._lead.append(text[at:end])
+        if end < len(text):
+            self._closer = Matcher(CLOSE)
+            self._state = self._closing
+        return end
+
+    def _closing(self, text: str, at: int) -> int:
+        """At the first character that is not whitespace: `</tool_call>` begins here or nowhere."""
+        shown, marker, at = self._closer.push(text, at)
+        if shown:
+            self._state = self._content
+            self._read(shown + (marker or "") + self._closer.flush())
+        elif marker:
+            self._lead.clear()
+            self._state = self._gap
+        return at
+
+    def flush(self) -> list[Part]:
+        if self._state == self._closing:
+            self._state = self._content
+            self._read(self._closer.flush())
+        return super().flush()

@@ -1,0 +1,146 @@
+"""Calls as Mistral's models write them.
+
+    [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
+    [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]aB3dE6gH9[ARGS]{}
+
+The first is that of tokenizers before v11, the second of those since; `[ARGS]` may be missing. An
+id that the model gives is the call's.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Mapping
+
+from swell.cluster.parsers import grammar
+from swell.cluster.parsers.json_stream import BareArguments, CallReader, end_of
+from swell.cluster.parsers.parts import Tool
+from swell.cluster.parsers.tools import SPACE, ToolParser
+
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+CALL_ID_CHARS = 9
+MAX_NAME_CHARS = 256
+"""A longer name is none. OpenAI's API allows 64."""
+
+_NAME = re.compile(r"[-.:/\w]*")
+_ID = re.compile(r"[0-9A-Za-z]*")
+
+
+class MistralParser(ToolParser):
+    markers = (TOOL_CALLS, CALL_ID, ARGS)
+    openers = (TOOL_CALLS,)
+    keeps_special_tokens = True
+
+    _in_array = False
+    _name = ""
+    _word = ""
+    """The beginning of `[CALL_ID]` or `[ARGS]`."""
+
+    @staticmethod
+    def random_id() -> str:
+        alphabet = string.ascii_letters + string.digits
+        return "".join(secrets.choice(alphabet) for _ in range(CALL_ID_CHARS))
+
+    @classmethod
+    def grammar(
+        cls, tools: list[Tool], *, required: bool, parallel: bool, special: Mapping[str, int]
+    ) -> str:
+        if ARGS in special:
+            body, rules = "call", grammar.named_calls(tools, grammar.mark(ARGS, special))
+            more = f"({grammar.mark(TOOL_CALLS, special)} call)*" if parallel else ""
+        else:
+            rules, more = grammar.json_calls(tools, "arguments"), ""
+            body = '" "? "[" call (", " call)* "]"' if parallel else '" "? "[" call "]"'
+        return grammar.answer(
+            marker=TOOL_CALLS, special=special, body=body, more=more, required=required, rules=rules
+        )
+
+    def _on_marker(self, marker: str) -> None:
+        self._in_array = False
+        self._name = self._word = self._call_id = ""
+        self._open_head(marker, self._head)
+
+    def _on_call_end(self) -> None:
+        self._state = self._behind_element if self._in_array else self._gap
+
+    def _hold(self, pattern: re.Pattern[str], text: str, at: int) -> tuple[str, int]:
+        end = end_of(pattern, text, at)
+        self._held.append(text[at:end])
+        return text[at:end], end
+
+    def _head(self, text: str, at: int) -> int:
+        _, at = self._hold(SPACE, text, at)
+        if at == len(text):
+            return at
+        if text[at] == "[":
+            self._in_array = True
+            self._held.append("[")
+            self._state = self._before_element
+            return at + 1
+        self._state = self._in_name
+        return at
+
+    # ------------------------------------------------------------------------------- the array
+
+    def _before_element(self, text: str, at: int) -> int:
+        _, at = self._hold(SPACE, text, at)
+        if at < len(text):
+            self._begin_call(CallReader())
+        return at
+
+    def _behind_element(self, text: str, at: int) -> int:
+        end = end_of(SPACE, text, at)
+        self._lead.append(text[at:end])
+        if end == len(text):
+            return end
+        if text[end] == ",":
+            self._open_head(",", self._before_element)
+            return end + 1
+        self._state = self._gap
+        if text[end] != "]":
+            return end
+        self._lead.clear()
+        return end + 1
+
+    # ----------------------------------------------------------------------- name, id, [ARGS]
+
+    def _in_name(self, text: str, at: int) -> int:
+        more, at = self._hold(_NAME, text, at)
+        self._name += more
+        if len(self._name) > MAX_NAME_CHARS:
+            self._give_up()
+            return at
+        if at == len(text):
+            return at
+        if not self._name or text[at] not in "[{":
+            self._give_up()
+        elif text[at] == "[":
+            self._state = self._in_bracket
+        else:
+            self._begin_call(BareArguments(self._name))
+        return at
+
+    def _in_bracket(self, text: str, at: int) -> int:
+        expected = (ARGS,) if self._call_id else (CALL_ID, ARGS)
+        word = self._word + text[at]
+        if not any(one.startswith(word) for one in expected):
+            self._give_up()
+            return at
+        self._held.append(text[at])
+        self._word = "" if word in expected else word
+        if word == ARGS:
+            self._begin_call(BareArguments(self._name))
+        elif word == CALL_ID:
+            self._state = self._in_id
+        return at + 1
+
+    def _in_id(self, text: str, at: int) -> int:
+        more, at = self._hold(_ID, text, at)
+        self._call_id += more
+        if at < len(text) and text[at] == "[" and len(self._call_id) == CALL_ID_CHARS:
+            self._state = self._in_bracket
+        elif at < len(text) or len(self._call_id) > CALL_ID_CHARS:
+            self._give_up()
+        return at

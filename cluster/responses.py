@@ -1,0 +1,300 @@
+"""The routes of `/v1/responses`: answers, and what is kept of them for later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from swell.cluster.answers.base import ENGINES
+from swell.cluster.answers.responses import ResponsesAnswer
+from swell.cluster.asks import Ask, AskMaker
+from swell.cluster.background import Background
+from swell.cluster.generation import Generator
+from swell.cluster.http import HTTPError, KeyRing, json_response, route
+from swell.cluster.openai.as_chat import chat_request, in_our_words
+from swell.cluster.openai.items import Item
+from swell.cluster.openai.models import TokenizeRequest
+from swell.cluster.openai.response_body import (
+    ResponseBody,
+    ResponseDeleted,
+    ResponseFailure,
+    begin_response,
+    item_list,
+)
+from swell.cluster.openai.responses import LOGPROBS, ResponsesRequest
+from swell.cluster.params import BadRequest, shown
+from swell.cluster.response_store import ResponseStore
+from swell.cluster.routing.router import NoEngine
+from swell.cluster.stored import Cancel, Delete, Fate, Found, Kept, Read
+from swell.cluster.tickets import EngineGone
+from swell.configs.log import FactLogger
+from swell.configs.schema import ServeConfig
+
+_PAGE_ITEMS = 20
+_MAX_PAGE_ITEMS = 100
+_encode = msgspec.json.encode
+
+ReadBody = Callable[[Request, type[Any]], Awaitable[Any]]
+
+
+class ResponseRoutes:
+    """`read` gives the checked body of a request, `floor` what makes answers. An answer is stored
+    before its end is told, so whoever has seen the end can continue it, through any ingress."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        model: str,
+        users: KeyRing,
+        manager: Any,
+        read: ReadBody,
+        floor: Callable[[], tuple[AskMaker, Generator]],
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._users = users
+        self._read = read
+        self._floor = floor
+        self._store = ResponseStore(manager)
+        self._background = Background(self._store)
+        self._log = FactLogger("cluster.ingress")
+
+    def routes(self) -> list[Route]:
+        return [
+            route("/v1/responses", self._create, "POST"),
+            route("/v1/responses/{id}", self._retrieve, "GET"),
+            route("/v1/responses/{id}", self._delete, "DELETE"),
+            route("/v1/responses/{id}/cancel", self._cancel, "POST"),
+            route("/v1/responses/{id}/input_items", self._input_items, "GET"),
+        ]
+
+    def close(self) -> None:
+        self._background.close()
+
+    # ---------------------------------------------------------------- an answer
+
+    async def _create(self, request: Request) -> Any:
+        body: ResponsesRequest = await self._read(request, ResponsesRequest)
+        response = begin_response(body, self._model, store=self._wants_store(body))
+        own = body.items()
+        before = await self._conversation(body.previous_response_id)
+        asks, generator = self._floor()
+        chat = chat_request(body, own, before)
+        try:
+            ask = await asks.chat(chat)
+        except BadRequest as error:
+            raise in_our_words(error) from None
+        items = _encode([*before, *own])
+        settle = self._settle_in_background if body.background else self._settle
+        logprobs = LOGPROBS in (body.include or ())
+        answer = ResponsesAnswer(
+            response,
+            ask.make_parser,
+            partial(settle, items),
+            body.top_logprobs or 0 if logprobs else None,
+        )
+        if body.background:
+            return await self._begin(request, ask, answer, items)
+        reply = await generator.answer(request, ask, answer)
+        if ask.stream:
+            return reply
+        await answer.settle()
+        return json_response(response, headers={ENGINES: reply.headers[ENGINES]})
+
+    def _wants_store(self, body: ResponsesRequest) -> bool:
+        possible = self._config.stored_responses > 0
+        wanted = body.background or body.store
+        if wanted and not possible:
+            raise BadRequest(
+                "this server keeps no responses (serve.stored_responses=0), so store=true and "
+                "background=true are not supported",
+                "background" if body.background else "store",
+                "unsupported_value",
+            )
+        return possible and body.store is not False
+
+    async def _conversation(self, id: str | None) -> list[Item]:
+        """What stands before the input: input and output of an earlier response."""
+        if id is None:
+            return []
+        try:
+            found = await self._store.found(Read(id))
+        except HTTPError as error:
+            if error.status != 404:
+                raise
+            raise BadRequest(
+                f"previous_response_id: {error}",
+                "previous_response_id",
+                "previous_response_not_found",
+            ) from None
+        response = _as_it_is(found)
+        if response.status not in ("completed", "incomplete"):
+            raise BadRequest(
+                f"previous_response_id={shown(id)} is {response.status}; only a response that is "
+                "completed or incomplete can be continued",
+                "previous_response_id",
+            )
+        return [*_items(found), *response.output]
+
+    async def _settle(self, items: bytes, response: ResponseBody, reasoning: list[str]) -> None:
+        await self._count_reasoning(response, reasoning)
+        if response.store:
+            response.store = await self._store.keep(response.id, Kept(_encode(response), items))
+
+    async def _count_reasoning(self, response: ResponseBody, reasoning: list[str]) -> None:
+        asks, _ = self._floor()
+        usage = response.usage
+        if usage is None:
+            return
+        count = 0
+        for text in filter(None, reasoning):
+            wish = TokenizeRequest(prompt=text, add_special_tokens=False)
+            try:
+                count += len(await asks.tokens(wish))
+            except BadRequest:  # written otherwise than the model did, it would not fit
+                count = usage.output_tokens
+        usage.output_tokens_details.reasoning_tokens = min(count, usage.output_tokens)
+
+    # ---------------------------------------------------------------- in the background
+
+    async def _begin(
+        self, request: Request, ask: Ask, answer: ResponsesAnswer, items: bytes
+    ) -> Response:
+        """The reply says `queued`; who asks later sees `in_progress`, also while the request waits
+        for an engine."""
+        response = answer.response
+        kept = Kept(_encode(response), items, background=True)
+        queued = _encode(msgspec.structs.replace(response, status="queued"))
+        await self._background.begin(response.id, kept, self._run(_detached(request), ask, answer))
+        return json_response(queued)
+
+    async def _run(self, request: Request, ask: Ask, answer: ResponsesAnswer) -> None:
+        _, generator = self._floor()
+        try:
+            await generator.answer(request, ask, answer)
+        except (EngineGone, NoEngine, BadRequest) as error:
+            answer.fail(str(error))
+        except Exception as error:
+            self._log.error("unexpected", error=f"{type(error).__name__}: {error}")
+            answer.fail("internal error")
+        await answer.settle()
+
+    async def _settle_in_background(
+        self, items: bytes, response: ResponseBody, reasoning: list[str]
+    ) -> None:
+        await self._count_reasoning(response, reasoning)
+        kept = Kept(_encode(response), items, background=True)
+        if await self._background.store(response.id, kept):
+            return
+        response.output = []
+        _mark_failed(response, "there is no room for the answer in serve.stored_response_bytes")
+        await self._background.store(response.id, Kept(_encode(response), items, background=True))
+
+    # ---------------------------------------------------------------- what is kept
+
+    async def _retrieve(self, request: Request) -> Response:
+        query = self._query(request, "stream", "include_obfuscation")
+        if query.get("stream", "false") != "false":
+            raise BadRequest(
+                f"stream={shown(query['stream'])} is not supported: a stored response is not "
+                "streamed; leave it out",
+                "stream",
+                "unsupported_value",
+            )
+        return _told(await self._store.found(Read(request.path_params["id"])))
+
+    async def _cancel(self, request: Request) -> Response:
+        """Also of one that has ended: the answer tells how."""
+        self._query(request)
+        id = request.path_params["id"]
+        found = await self._store.found(Cancel(id))
+        if not found.kept.background:
+            raise BadRequest(
+                f"the response {id!r} was not made with background=true; such a one is cancelled "
+                "by closing its connection",
+                "id",
+                "not_in_background",
+            )
+        return _told(found)
+
+    async def _delete(self, request: Request) -> Response:
+        self._query(request)
+        id = request.path_params["id"]
+        await self._store.found(Delete(id))
+        return json_response(ResponseDeleted(id=id))
+
+    async def _input_items(self, request: Request) -> Response:
+        query = self._query(request, "limit", "order", "after")
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise BadRequest(f"order={shown(order)} must be 'asc' or 'desc'", "order")
+        limit = _limit(query.get("limit", str(_PAGE_ITEMS)))
+        found = await self._store.found(Read(request.path_params["id"]))
+        page = item_list(
+            _items(found),
+            limit=limit,
+            after=query.get("after"),
+            newest_first=order == "desc",
+        )
+        return json_response(page)
+
+    def _query(self, request: Request, *known: str) -> dict[str, str]:
+        """The query of somebody who may ask."""
+        self._users.check(request)
+        query = dict(request.query_params)
+        for name in query:
+            if name not in known:
+                raise BadRequest(
+                    f"the query parameter {shown(name)} is not supported here"
+                    + (f"; known are {', '.join(known)}" if known else ""),
+                    name,
+                    "unknown_field",
+                )
+        return query
+
+
+def _limit(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _MAX_PAGE_ITEMS:
+        raise BadRequest(
+            f"limit={shown(text)} must be an integer between 1 and {_MAX_PAGE_ITEMS}", "limit"
+        )
+    return int(text)
+
+
+def _items(found: Found) -> list[Item]:
+    return msgspec.json.decode(found.kept.items, type=list[Item])
+
+
+def _as_it_is(found: Found) -> ResponseBody:
+    response = msgspec.json.decode(found.kept.body, type=ResponseBody)
+    if found.fate is Fate.CANCELLED:
+        response.status = "cancelled"
+    if found.fate is Fate.LOST:
+        _mark_failed(response, "the ingress that computed the response is gone")
+    return response
+
+
+def _mark_failed(response: ResponseBody, why: str) -> None:
+    response.status, response.error = "failed", ResponseFailure(message=why)
+
+
+def _told(found: Found) -> Response:
+    if found.fate in (Fate.CANCELLED, Fate.LOST):
+        return json_response(_as_it_is(found))
+    return json_response(found.kept.body)
+
+
+def _detached(request: Request) -> Request:
+    """The same request of a client that never leaves."""
+    return Request(request.scope, receive=_never)
+
+
+async def _never() -> Any:
+    await asyncio.get_running_loop().create_future()

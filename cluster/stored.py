@@ -1,0 +1,258 @@
+"""Responses that are kept for later requests: what is kept, for how long, and who computes what is
+not finished. Pure: time is an argument.
+
+An ingress stores a finished response with one `Store`. One that is computed in the background is
+stored twice: by `Begin` before its computation, and by `Store` at its end. Meanwhile its ingress
+says with every `Beat` what it still computes, and hears what nobody wants any more:
+
+                    Store
+        Begin ─► RUNNING ─────► DONE
+                   │  └── Cancel ──► CANCELLED
+                   └── no Beat for LEASE_S ──► LOST
+
+All but RUNNING are final: what a client was told stays true, whatever is stored or beaten later.
+A store that was started anew knows nothing of what is computed; the next beat hears so, and the
+ingress begins it again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+
+import msgspec
+
+BEAT_S = 1.0
+"""How often an ingress tells what it computes; a cancelled response is computed that long."""
+LEASE_S = 15.0
+"""An ingress that has told nothing for this long is gone, and what it computed is lost."""
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """One response, as JSON."""
+
+    body: bytes
+    items: bytes
+    """Everything that the model was given, instructions apart: the items of the conversation."""
+    background: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.body) + len(self.items)
+
+
+class Store(msgspec.Struct, frozen=True, tag=True):
+    """Keep a finished response. Answered by whether it is kept."""
+
+    id: str
+    kept: Kept
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """`runner` computes this one now. Answered by whether there is room for it."""
+
+    id: str
+    kept: Kept
+    runner: str
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """`runner` computes these and no others. Answered by `Orders`."""
+
+    runner: str
+    ids: list[str]
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Answered, as the next two, by `Found`, or None."""
+
+    id: str
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Compute it no longer. Changes nothing of what is not running."""
+
+    id: str
+
+
+class Delete(msgspec.Struct, frozen=True, tag=True):
+    """Forget it, and compute it no longer."""
+
+    id: str
+
+
+StoreWish = Store | Begin | Beat | Read | Cancel | Delete
+
+
+class Fate(enum.StrEnum):
+    DONE = "done"
+    RUNNING = "running"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+
+
+class Found(msgspec.Struct, frozen=True):
+    kept: Kept
+    """Of what was cancelled or lost: as it was begun."""
+    fate: Fate
+
+
+class Orders(msgspec.Struct, frozen=True):
+    stop: list[str]
+    """Nobody wants these any more."""
+    unknown: list[str]
+    """To be begun again."""
+
+
+StoreReply = bool | Found | Orders | None
+
+
+class _Entry(msgspec.Struct):
+    kept: Kept
+    fate: Fate
+    stored_s: float
+    """When it was begun, or became final."""
+
+
+class _Run(_Entry):
+    runner: str
+    heard_s: float
+    """When its runner spoke of it last."""
+
+
+class StoredResponses:
+    """At most `limit` responses of `limit_bytes` together, none older than `limit_s`. Where room is
+    needed, the one goes first that was not used for the longest time; none that is running."""
+
+    def __init__(self, limit: int, limit_bytes: int, limit_s: float) -> None:
+        self._limit = limit
+        self._limit_bytes = limit_bytes
+        self._limit_s = limit_s
+        self._final: OrderedDict[str, _Entry] = OrderedDict()
+        """Least recently used first."""
+        self._running: dict[str, _Run] = {}
+        self._unwanted: dict[str, float] = {}
+        """Deleted while running, and when their runners spoke of them last."""
+        self._final_bytes = 0
+        self._running_bytes = 0
+        self._swept_s = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._final) + len(self._running)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._final_bytes + self._running_bytes
+
+    def handle(self, wish: StoreWish, now_s: float) -> StoreReply:
+        """One wish of an ingress, at a monotonic time."""
+        self._sweep(now_s)
+        match wish:
+            case Store(id, kept):
+                return self._store(id, kept, now_s)
+            case Begin(id, kept, runner):
+                return self._begin(id, kept, runner, now_s)
+            case Beat(runner, ids):
+                return self._beat(runner, ids, now_s)
+            case Read(id):
+                return self._find(id)
+            case Cancel(id):
+                if id in self._running:
+                    self._stop(id, Fate.CANCELLED, now_s)
+                return self._find(id)
+            case Delete(id):
+                return self._delete(id, now_s)
+
+    def _store(self, id: str, kept: Kept, now_s: float) -> bool:
+        if self._unwanted.pop(id, None) is not None or id in self._final:
+            return False
+        run = self._running.get(id)
+        if not self._make_room(kept.size_bytes, run):
+            return False
+        if run is not None:
+            del self._running[id]
+            self._running_bytes -= run.kept.size_bytes
+        self._add(id, _Entry(kept, Fate.DONE, now_s))
+        return True
+
+    def _begin(self, id: str, kept: Kept, runner: str, now_s: float) -> bool:
+        known = id in self._final or id in self._running or id in self._unwanted
+        if known or not self._make_room(kept.size_bytes):
+            return False
+        self._running[id] = _Run(kept, Fate.RUNNING, now_s, runner, now_s)
+        self._running_bytes += kept.size_bytes
+        return True
+
+    def _beat(self, runner: str, ids: list[str], now_s: float) -> Orders:
+        orders = Orders([], [])
+        for id in ids:
+            run = self._running.get(id)
+            if run is not None and run.runner == runner:
+                run.heard_s = now_s
+            elif id in self._unwanted:
+                self._unwanted[id] = now_s
+                orders.stop.append(id)
+            elif run is not None or id in self._final:
+                orders.stop.append(id)
+            else:
+                orders.unknown.append(id)
+        return orders
+
+    def _find(self, id: str) -> Found | None:
+        entry = self._running.get(id) or self._final.get(id)
+        if entry is None:
+            return None
+        if id in self._final:
+            self._final.move_to_end(id)
+        return Found(entry.kept, entry.fate)
+
+    def _delete(self, id: str, now_s: float) -> Found | None:
+        found = self._find(id)
+        if id in self._running:
+            self._stop(id, Fate.CANCELLED, now_s)
+            self._unwanted[id] = now_s
+        if found is not None:
+            self._drop(id)
+        return found
+
+    # ---------------------------------------------------------------- room
+
+    def _make_room(self, size_bytes: int, run: _Run | None = None) -> bool:
+        """Drop what must go for one more, which may take the place of `run`; nothing, where what
+        runs leaves too little."""
+        count = self._limit + (run is not None)
+        room_bytes = self._limit_bytes - size_bytes + (run.kept.size_bytes if run else 0)
+        if len(self._running) >= count or self._running_bytes > room_bytes:
+            return False
+        while len(self) >= count or self.size_bytes > room_bytes:
+            self._drop(next(iter(self._final)))
+        return True
+
+    def _add(self, id: str, entry: _Entry) -> None:
+        self._final[id] = entry
+        self._final_bytes += entry.kept.size_bytes
+
+    def _drop(self, id: str) -> None:
+        self._final_bytes -= self._final.pop(id).kept.size_bytes
+
+    def _stop(self, id: str, fate: Fate, now_s: float) -> None:
+        """It runs no longer, whatever its runner says."""
+        run = self._running.pop(id)
+        self._running_bytes -= run.kept.size_bytes
+        self._add(id, _Entry(run.kept, fate, now_s))
+
+    def _sweep(self, now_s: float) -> None:
+        """What runners have left, and what is too old: for which all are looked at, so not too
+        often."""
+        for id, run in list(self._running.items()):
+            if now_s - run.heard_s > LEASE_S:
+                self._stop(id, Fate.LOST, now_s)
+        if now_s - self._swept_s < BEAT_S:
+            return
+        self._swept_s = now_s
+        for id, entry in list(self._final.items()):
+            if now_s - entry.stored_s > self._limit_s:
+                self._drop(id)
+        for id, heard_s in list(self._unwanted.items()):
+            if now_s - heard_s > LEASE_S:
+                del self._unwanted[id]

@@ -1,0 +1,135 @@
+"""A conversation to the text that the model reads, as a chat template writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from swell.cluster.openai.messages import ChatMessage, MessageToolCall, ToolDefinition
+from swell.cluster.params import BadRequest, shown
+
+_OURS = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
+"""Names that `chat_template_kwargs` may not set."""
+
+
+class TemplateOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a conversation is written."""
+
+    tools: Sequence[ToolDefinition] = ()
+    add_generation_prompt: bool = True
+    """End with what begins an answer of the assistant."""
+    continue_final_message: bool = False
+    """End within the last message, which the answer continues."""
+    template: str | None = None
+    """Instead of the model's."""
+    variables: Mapping[str, Any] = {}
+    """For the template's own use, as `enable_thinking`."""
+
+
+class ChatTemplate:
+    """The template of one model; `own` is used instead of the tokenizer's where it is given."""
+
+    def __init__(self, tokenizer: Any, model_name: str, own: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._own = own
+
+    @property
+    def text(self) -> str:
+        """Of the template; empty where there is none. Of several named ones, that of tools."""
+        template = self._own or self._tokenizer.chat_template or ""
+        if isinstance(template, dict):
+            template = template.get("tool_use") or template.get("default") or ""
+        return str(template)
+
+    def render(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
+        """Raises `BadRequest` with what the template says against the messages."""
+        if not self.text and options.template is None:
+            raise BadRequest(
+                f"the model {self._model_name!r} has no chat template: use /v1/completions, or add "
+                "a chat_template to the model's tokenizer_config.json",
+                "messages",
+                "no_chat_template",
+            )
+        taken = sorted(_OURS & options.variables.keys())
+        if taken:
+            raise BadRequest(
+                f"chat_template_kwargs may not set {shown(taken[0])}; send it as a field of the "
+                "request",
+                "chat_template_kwargs",
+            )
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    self._plain(messages, options),
+                    tools=[plain_tool(tool) for tool in options.tools] or None,
+                    chat_template=options.template or self._own,
+                    tokenize=False,
+                    add_generation_prompt=options.add_generation_prompt,
+                    continue_final_message=options.continue_final_message,
+                    **options.variables,
+                )
+            )
+        except Exception as error:  # a template may raise anything: it is a program
+            reason = str(error).strip() or type(error).__name__
+            whose = "this request's" if options.template else "the model's"
+            raise BadRequest(
+                f"{whose} chat template refuses these messages: {reason}",
+                "chat_template" if options.template else "messages",
+                "chat_template_error",
+            ) from None
+
+    def _plain(
+        self, messages: Sequence[ChatMessage], options: TemplateOptions
+    ) -> list[dict[str, Any]]:
+        """Most templates know `system` and not its newer name `developer`."""
+        knows_developer = "developer" in (options.template or self.text)
+        plain = []
+        for message in messages:
+            rename = message.role == "developer" and not knows_developer
+            one: dict[str, Any] = {"role": "system" if rename else message.role}
+            one["content"] = message.text
+            for name in ("name", "tool_call_id", "reasoning_content"):
+                if getattr(message, name) is not None:
+                    one[name] = getattr(message, name)
+            if message.tool_calls:
+                one["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+            plain.append(one)
+        return plain
+
+
+def _plain_call(call: MessageToolCall) -> dict[str, Any]:
+    """Templates write the arguments as an object."""
+    arguments = msgspec.json.decode(call.function.arguments or "{}")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def plain_tool(tool: ToolDefinition) -> dict[str, Any]:
+    """A tool as templates know it."""
+    function = tool.function
+    assert function is not None, "tools were checked"
+    return {
+        "type": "function",
+        "function": {
+            "name": function.name,
+            "description": function.description or "",
+            "parameters": function.parameters or {"type": "object", "properties": {}},
+        },
+    }

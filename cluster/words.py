@@ -1,0 +1,48 @@
+"""Bad words as the token sequences that an engine is told never to complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swell.cluster.params import BadRequest, shown
+
+
+def bad_word_tokens(tokenizer: Any, words: list[str]) -> list[list[int]]:
+    """The sequences that write the words, each once; `tokenizer` is transformers'.
+
+    As vLLM does it (`SamplingParams.update_from_tokenizer`): a word is tokenized as at the
+    beginning of a text and as behind a space, whatever spaces it brings in front. The second form
+    counts if it begins with another token and is as long; a longer one is mostly a space and the
+    first form. A word that a space makes shorter ("ban", "ana" but " banana") is thus not found
+    behind spaces.
+
+    Raises `BadRequest` for a word that is no text or has no token.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        plain = _encode(tokenizer, word.lstrip(), index)
+        if not plain:
+            raise BadRequest(
+                f"bad_words[{index}]={shown(word)} has no token: spaces and line ends in front "
+                "are left out; a token that is nothing else can be named in logit_bias",
+                f"bad_words[{index}]",
+            )
+        found[tuple(plain)] = None
+        spaced = _encode(tokenizer, " " + word.lstrip(), index)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found[tuple(spaced)] = None
+    return [list(tokens) for tokens in found]
+
+
+def _encode(tokenizer: Any, text: str, index: int) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRequest(
+            f"bad_words[{index}] holds a lone surrogate, which is no text", f"bad_words[{index}]"
+        ) from None
+    # The backend may be called from several threads, transformers' own method not.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    return list(backend.encode(text, add_special_tokens=False).ids)

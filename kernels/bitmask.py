@@ -1,0 +1,18 @@
+"""Tokens that may be drawn, one bit each."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from swell.kernels import columns
+
+
+def apply_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor, value: float) -> None:
+    """logits[rows[i], t] = value where token t has no bit in bitmask[i]; in place.
+
+    logits [S, V] float32; bitmask [M, ceil(V / 32)] int32, token t is bit t % 32 of word t // 32,
+    as llguidance and xgrammar pack it, and bits behind V mean nothing; rows [M] int64, different
+    ones; `value` may be -inf, or finite where something may still have to be drawn.
+    Columns: reference.
+    """
+    columns.pick("bitmask", logits.device.type).apply_bitmask(logits, bitmask, rows, value)

@@ -1,0 +1,35 @@
+"""Penalties on tokens that a request has seen before."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from swell.kernels import columns
+
+
+def apply_penalties(
+    logits: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    output_counts: Tensor,
+    in_prompt: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    """Change the logits l of M rows in place, each by what its slot has seen.
+
+    logits [S, V] float32; rows [M] int64, different ones, index its rows; slots [M] int64 index
+    the tables output_counts [max_rows, V] int32 and in_prompt [max_rows, V] bool; repetition,
+    frequency, presence [M] float32, where 1, 0 and 0 change nothing.
+
+        1. if the token is in prompt or output:  l = l / repetition if l > 0 else l * repetition
+        2. l = l - (frequency * count + presence * [count > 0]), with its count in the output
+
+    1 is Keskar et al. 2019, arXiv 1909.05858, with the sign rule of transformers'
+    `RepetitionPenaltyLogitsProcessor`; 2 is OpenAI's ("Frequency and presence penalties" in
+    https://platform.openai.com/docs/api-reference). Columns: reference.
+    """
+    columns.pick("penalties", logits.device.type).apply_penalties(
+        logits, rows, slots, output_counts, in_prompt, repetition, frequency, presence
+    )

@@ -1,0 +1,103 @@
+"""Answers for every format: near-markers, broken calls, whole calls; and how to read them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+from hypothesis import strategies as st
+
+from swell.cluster.parsers import PARSERS, REASONING, make_parser
+from swell.cluster.parsers.base import Parser
+from swell.cluster.parsers.parts import Arguments, Content, Part, Reasoning, ToolCall, merge
+
+Names = tuple[str | None, str | None]
+"""Of a tool format and of a reasoning format."""
+
+ALL = [*itertools.product([None, *PARSERS], [None, *REASONING])]
+
+MARKERS = {
+    "hermes": ["<tool_call>", "</tool_call>"],
+    "llama3": ["<|python_tag|>"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
+    "think": ["<think>", "</think>"],
+    "think-open": ["<think>", "</think>"],
+}
+
+CALLS = {
+    "hermes": [
+        '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call> } é \\" 😀"}}\n</tool_call>',
+        '<tool_call>{"id": [1, "]"], "arguments": "{\\"b\\": \\"\\ud83d\\ude00\\"}", "name": "g"}',
+    ],
+    "llama3": [
+        '{"name": "f", "parameters": {"a": "<|python_tag|>{}; \\\\"}}',
+        '<|python_tag|>{"type": "function", "name": "g", "arguments": {"b": [{}, null]}}',
+        '{"parameters": {}, "name": "\\u0066"}',
+    ],
+    "mistral": [
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "[TOOL_CALLS]"}}, '
+        '{"arguments": {}, "name": "g"}]',
+        '[TOOL_CALLS]f[ARGS]{"a": "]"}',
+        '[TOOL_CALLS]g-2[CALL_ID]aB3dE6gH9[ARGS]"{\\"a\\": 1}"',
+        '[TOOL_CALLS]h{"a": [1.5]}',
+    ],
+    "think": ["<think>\nso it is 4.\n</think>\n\n"],
+    "think-open": ["so it is 4.\n</think>\n\n"],
+}
+
+_COMMON = [
+    *["\n", " ", "\n\n", "x", "é", "😀", "<", "[", "{", "}", "]", '"', "\\", ";", ",", ":", "1"],
+    *[
+        '{"name"',
+        '{"name": "f"',
+        '"arguments": ',
+        '"parameters": {',
+        '{"a": ',
+        '"\\ud83d',
+        "\\u00e",
+    ],
+    *['{"name": "f", "arguments": {"a": 1}}', '{"name": "", "arguments": {}}', '{"x": 1}'],
+]
+
+
+def fragments(names: Names) -> list[str]:
+    found = list(_COMMON)
+    for name in filter(None, names):
+        found += [marker[:size] for marker in MARKERS[name] for size in (3, len(marker) - 1)]
+        found += MARKERS[name] * 3 + CALLS[name] * 2
+        found += [call[: len(call) // 2] for call in CALLS[name]]
+    return found
+
+
+def texts(names: Names, max_pieces: int = 8) -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from(fragments(names)), max_size=max_pieces).map("".join)
+
+
+def parser(names: Names) -> Parser:
+    """With ids that tell only how many there were before."""
+    count = itertools.count()
+    return make_parser(*names, lambda: f"id{next(count)}")
+
+
+def read(names: Names, pieces: list[str]) -> list[Part]:
+    """The fewest parts of an answer that comes in `pieces`."""
+    one = parser(names)
+    return merge([part for piece in pieces for part in one.push(piece)] + one.flush())
+
+
+def symbols(parts: list[Part]) -> list[tuple[object, ...]]:
+    """Parts, character by character."""
+    found: list[tuple[object, ...]] = []
+    for part in parts:
+        match part:
+            case ToolCall():
+                found.append(("call", part))
+            case Content(text) | Reasoning(text):
+                found += [(type(part).__name__, char) for char in text]
+            case Arguments(index, text):
+                found += [("arguments", index, char) for char in text]
+    return found
+
+
+def dumped(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

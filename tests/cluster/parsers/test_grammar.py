@@ -1,0 +1,180 @@
+"""What a grammar allows, the parser reads as calls that are valid: walked at random."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from swell.cluster.parsers import PARSERS, tool_format
+from swell.cluster.parsers.parts import Content, Tool, ToolCall, collect
+from tests.cluster.parsers.answers import MARKERS, read
+
+TOOLS = [
+    Tool(
+        "get",
+        parameters={
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "n": {"type": "integer", "minimum": 0}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    ),
+    Tool(
+        "get_flags",
+        parameters={
+            "$defs": {"Flags": {"type": "array", "items": {"type": "boolean"}}},
+            "properties": {"flags": {"$ref": "#/$defs/Flags"}},
+            "required": ["flags"],
+            "additionalProperties": False,
+        },
+    ),
+    Tool("no-op"),
+]
+
+EOS = 256
+SPECIAL_TEXTS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"]
+SPECIAL = {text: EOS + 1 + index for index, text in enumerate(SPECIAL_TEXTS)}
+SPANNING = ["}}", '"}', '"}}', "<tool", "_call>\n", '", "', "}; {", '{"', "[TOOL", "<|python"]
+"""Tokens across the places where a grammar goes from literal text to JSON and back."""
+
+_OPTIONS = [
+    pytest.param(name, special, id=f"{name}-{'special' if special else 'text'}")
+    for name in PARSERS
+    for special in ({}, SPECIAL)
+]
+
+
+class ByteTokenizer:
+    """What llguidance asks of a tokenizer: bytes, an end, special tokens, longer tokens."""
+
+    eos_token_id = EOS
+    bos_token_id = None
+    tokens = [
+        *(bytes([byte]) for byte in range(256)),
+        b"<|eos|>",
+        *(text.encode() for text in SPECIAL_TEXTS + SPANNING),
+    ]
+    special_token_ids = [EOS, *SPECIAL.values()]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+_PLAIN = [EOS, *range(32, 127), 10, *range(EOS + 1, len(ByteTokenizer.tokens))]
+_CLOSING = [*b'"}]', *range(EOS + 1, len(ByteTokenizer.tokens))]
+
+
+@pytest.fixture(scope="module")
+def llg() -> Any:
+    return pytest.importorskip("llguidance")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llg: Any) -> Any:
+    return llg.LLTokenizer(llg.TokenizerWrapper(ByteTokenizer()))
+
+
+def walk(matcher: Any, rng: random.Random, opening: str) -> str | None:
+    """A random sentence that begins with `opening`; None if it does not come to an end."""
+    ids = list(opening.encode())
+    assert matcher.consume_tokens(ids), matcher.get_error()
+    for step in range(500):
+        mask = matcher.compute_bitmask()
+        allowed = [i for i in _PLAIN if mask[i // 8] >> (i % 8) & 1]
+        assert allowed, b"".join(ByteTokenizer.tokens[i] for i in ids)
+        closing = [i for i in allowed if i in _CLOSING]
+        if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+            return b"".join(ByteTokenizer.tokens[i] for i in ids).decode()
+        choices = closing if closing and rng.random() < min(0.9, 0.2 + step / 100) else allowed
+        marks = [i for i in allowed if i in SPECIAL.values()]
+        if marks and rng.random() < 0.3:
+            choices = marks
+        token = rng.choice([i for i in choices if i != EOS] or choices)
+        assert matcher.consume_token(token), matcher.get_error()
+        ids.append(token)
+    return None
+
+
+def openings(name: str, required: bool, special: dict[str, int]) -> list[str]:
+    """Random text hardly ever begins a call: some sentences are led to one."""
+    if required:
+        return [""]
+    begun = {"hermes": "Hm {\n<tool_call", "llama3": '{"name": "', "mistral": "Hm [TOOL_CALLS"}
+    return ["", "Hm.\n"] if special and name != "llama3" else ["", "Hm.\n", begun[name]]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize(("name", "special"), _OPTIONS)
+def test_every_sentence_is_read_as_valid_calls(
+    llg: Any, tokenizer: Any, name: str, special: dict[str, int], required: bool, parallel: bool
+) -> None:
+    grammar = tool_format(name).grammar(
+        TOOLS, required=required, parallel=parallel, special=special
+    )
+    assert llg.LLMatcher.validate_grammar(grammar, tokenizer) == ""
+    rng = random.Random(0)
+    counts = set()
+    for opening in openings(name, required, special) * 12:
+        text = walk(llg.LLMatcher(tokenizer, grammar), rng, opening)
+        if text is None:
+            continue
+        parts = read((name, None), [text])
+        message = collect(parts)
+        for call in message.tool_calls:
+            tool = next(tool for tool in TOOLS if tool.name == call.name)
+            nothing = {"type": "object", "maxProperties": 0}
+            jsonschema.validate(json.loads(call.arguments), tool.parameters or nothing)
+        first = next((i for i, part in enumerate(parts) if isinstance(part, ToolCall)), len(parts))
+        assert not any(isinstance(part, Content) for part in parts[first:]), text
+        assert message.content is None or not required, text
+        if not message.tool_calls:
+            assert (message.content or "") == text
+        counts.add(len(message.tool_calls))
+    assert min(counts) >= required
+    assert max(counts) >= 1 and (max(counts) == 1 or parallel)
+    assert max(counts) > 1 or not (parallel and required)
+
+
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize(("name", "special"), _OPTIONS)
+def test_text_is_free_unless_calls_are_required(
+    llg: Any, tokenizer: Any, name: str, special: dict[str, int], required: bool
+) -> None:
+    grammar = tool_format(name).grammar(TOOLS, required=required, parallel=True, special=special)
+    text = list("The answer, without any call: é {}.".encode())
+    matcher = llg.LLMatcher(tokenizer, grammar)
+    assert (matcher.try_consume_tokens(text) == len(text)) != required
+    if not required:
+        assert matcher.is_accepting()
+        marker = list(MARKERS[name][0].encode())
+        evil = [*marker, *b'\n{"name": "evil", "arguments": {}}']
+        assert matcher.try_consume_tokens(evil) < len(evil)
+
+
+# ------------------------------------------------------------------------- without llguidance
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_markers_are_special_tokens_where_the_tokenizer_has_them(name: str) -> None:
+    marker = MARKERS[name][0]
+    both = [
+        tool_format(name).grammar(TOOLS, required=True, parallel=True, special=special)
+        for special in ({}, SPECIAL)
+    ]
+    assert json.dumps(marker) in both[0] and f"<[{SPECIAL[marker]}]>" not in both[0]
+    assert json.dumps(marker) not in both[1] and f"<[{SPECIAL[marker]}]>" in both[1]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_tools_without_a_call_are_refused(name: str) -> None:
+    grammar = tool_format(name).grammar
+    with pytest.raises(ValueError, match="at least one tool"):
+        grammar([], required=True, parallel=True, special={})
+    tool = Tool("f", parameters={"type": "string"})
+    with pytest.raises(ValueError, match=r"tool 'f' have the type 'string'.*an object"):
+        grammar([tool], required=True, parallel=True, special={})

@@ -1,0 +1,247 @@
+"""The laws of `Parser`, for every format, on answers that are whole, broken and nearly marked."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from functools import cache
+from types import FrameType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swell.cluster.parsers.parts import Content, Reasoning, ToolCall
+from tests.cluster.parsers.answers import (
+    ALL,
+    CALLS,
+    MARKERS,
+    Names,
+    fragments,
+    parser,
+    read,
+    symbols,
+    texts,
+)
+
+every_format = pytest.mark.parametrize("names", ALL, ids=str)
+alone = pytest.mark.parametrize(
+    "names", [*(names for names in ALL if None in names), ("hermes", "think")], ids=str
+)
+"""Each format without others, and one pair."""
+
+
+# ---------------------------------------------------------------------------------------- cuts
+
+
+@every_format
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_parts_do_not_depend_on_how_the_text_is_cut(names: Names, data: st.DataObject) -> None:
+    text = data.draw(texts(names))
+    whole = read(names, [text])
+    assert read(names, list(text)) == whole
+    for cut in range(len(text) + 1):
+        assert read(names, [text[:cut], text[cut:]]) == whole
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    assert read(names, pieces) == whole
+
+
+@every_format
+def test_every_cut_of_a_real_answer_gives_the_same_parts(names: Names) -> None:
+    """All 32 cuts of five characters at a time, along the whole answer."""
+    calls = [CALLS[name] for name in filter(None, reversed(names))]
+    text = "\n".join(["Hm." if not calls else "", *itertools.chain(*calls)]).lstrip()
+    whole = read(names, [text])
+    window = 5
+    for start in range(0, len(text), window):
+        for cuts in itertools.product([False, True], repeat=window):
+            ends = [start + i for i, cut in enumerate(cuts) if cut and start + i < len(text)]
+            pieces = [text[a:b] for a, b in itertools.pairwise([0, *ends, len(text)])]
+            assert read(names, pieces) == whole
+
+
+# ---------------------------------------------------------------------------- what is held back
+
+_ENDS = ["", 'x"', '"', 'x"]', "]", 'x"}', "}", 'x"}]', "}]", 'x"]}', "]}", 'x"}}', "}}"]
+"""They end a value in which the text stopped."""
+
+_CALL_ENDS = [
+    *['{}, "name": "g"}', '"g", "arguments": {}}', '1, "name": "g", "arguments": {}}'],
+    *['1, "name": "g"}', '1, "arguments": {}}', "{}}", '"g"}'],
+]
+"""They end a call that stopped before a value."""
+
+
+@cache
+def _continuations(names: Names) -> list[str]:
+    """Wherever a parser may hold text, one of these makes a call or a tag of it."""
+    ends = [*_CALL_ENDS, *(f": {end}" for end in _CALL_ENDS), ", " * bool(names[0])]
+    for key in ("name", "arguments", "parameters", "type", "id", "x"):
+        whole = [f'{{"{key}": {end}' for end in _CALL_ENDS]
+        ends += [one[at:] for one in whole for at in range(len(key) + 3)]
+        ends += [f', "{key}": {end}' for end in _CALL_ENDS]
+    ends += ["n", "e9", "9", "\\ude00", "x", "g[ARGS]{}", "[ARGS]{}"]
+    ends += ["9" * size + "[ARGS]{}" for size in range(10)]
+    found = [end + tail for end in _ENDS for tail in ends]
+    for marker in [marker for name in filter(None, names) for marker in MARKERS[name]]:
+        tails = ['{"name": "g", "arguments": {}}', "g[ARGS]{}", "{}", "9" * 9 + "[ARGS]{}"]
+        found += [marker[at:] + tail for at in range(len(marker)) for tail in tails]
+    return found
+
+
+@alone
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_what_is_out_is_what_every_continuation_brings_out(
+    names: Names, data: st.DataObject
+) -> None:
+    """Nothing is taken back, and whatever is held could still become something else."""
+    text = data.draw(texts(names, max_pieces=4))[:80]
+    one, parts, found = parser(names), [], ""
+    for end, char in enumerate(text, 1):
+        parts += one.push(char)
+        out = symbols(parts)
+        ended = symbols(read(names, [text[:end]]))
+        assert ended[: len(out)] == out
+        if len(ended) == len(out):
+            continue
+        for continuation in [found[1:], *_continuations(names)]:
+            future = symbols(read(names, [text[:end] + continuation]))
+            assert future[: len(out)] == out, (text[:end], continuation)
+            if future[len(out) : len(out) + 1] != [ended[len(out)]]:
+                found = continuation
+                break
+        else:
+            raise AssertionError(f"{ended[len(out) :]} held for nothing behind {text[:end]!r}")
+
+
+# ------------------------------------------------------------------------------- nothing is lost
+
+
+@every_format
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_without_calls_all_text_comes_out(names: Names, data: st.DataObject) -> None:
+    """With reasoning, all but its tags and the newlines around them."""
+    text = data.draw(texts(names))
+    parts = read(names, [text])
+    if any(isinstance(part, ToolCall) for part in parts):
+        return
+    shown = "".join(part.text for part in parts if isinstance(part, Content | Reasoning))
+    if names[1] is None:
+        assert shown == text
+        return
+    for tag in ("<think>", "</think>"):
+        if shown.count(tag) < text.count(tag):
+            text = text.replace(tag, "", 1)
+    assert shown.replace("\n", "").lstrip() == text.replace("\n", "").lstrip()
+
+
+@every_format
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_parts_are_pieces_of_the_text_in_its_order(names: Names, data: st.DataObject) -> None:
+    """Whatever a parser drops, it invents and moves nothing (escapes apart, which it decodes)."""
+    text = data.draw(texts(names)).replace("\\", "")
+    rest = iter(text)
+    ordered = True
+    for part in read(names, [text]):
+        if isinstance(part, ToolCall):
+            ordered = False  # Arguments may stand before the name.
+        elif ordered:
+            assert all(char in rest for char in part.text), (text, part)
+
+
+# ------------------------------------------------------------------------------ linear in length
+
+
+MAX_STEPS_PER_CHAR = 100
+"""About twice what the dearest character costs, far below the length of the answers."""
+
+
+def _events(names: Names, pieces: list[str]) -> int:
+    """Calls of Python and C functions while an answer is read."""
+    count = 0
+
+    def tick(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    one = parser(names)
+    sys.setprofile(tick)
+    try:
+        for piece in pieces:
+            one.push(piece)
+        one.flush()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def _strings(value: object, depth: int = 5) -> list[str]:
+    """Strings that an object holds, but not those in its lists, which are joined once."""
+    if isinstance(value, str):
+        return [value]
+    if depth == 0 or not hasattr(value, "__dict__"):
+        return []
+    return [text for held in vars(value).values() for text in _strings(held, depth - 1)]
+
+
+_ADVERSARIES = [
+    "a",
+    "\n",
+    " ",
+    "[",
+    "<",
+    "\\",
+    '{"',
+    '{"x":{',
+    "<tool_call>",
+    '<tool_call>{"x":[',
+    '<tool_call>{"x":"',
+    '<tool_call>{"name":"f","arguments":{"',
+    '<tool_call>\n{"arguments":"\\',
+    "<tool_call>\n\n",
+    "<tool_",
+    "</tool_call>",
+    "</think>\n",
+    "</thin",
+    "[TOOL_CALLS]",
+    "[TOOL_CALLS]f[ARGS]",
+    '[TOOL_CALLS][{"name":"f","arguments":{}},',
+    "[TOOL_CALLS]aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+    "[CALL_ID]",
+    '<|python_tag|>{"a":',
+    "<|python_tag|>",
+    '{"name":"f","parameters":{}};',
+    '{"parameters":[',
+    '{"name":"',
+    '{"type":"',
+]
+
+
+@alone
+@pytest.mark.parametrize("unit", _ADVERSARIES)
+def test_work_grows_with_the_length_of_the_answer_alone(names: Names, unit: str) -> None:
+    """A character costs so many steps at most, in one piece and alone, and no step copies text
+    that is already held: what is held lies in lists."""
+    for opening in ("", "[TOOL_CALLS]", '<tool_call>{"arguments":{"a":"', '{"type":"'):
+        text = opening + unit * (1000 // len(unit))
+        assert _events(names, list(text)) < MAX_STEPS_PER_CHAR * len(text) + 100
+        assert _events(names, [text]) < MAX_STEPS_PER_CHAR * len(text) + 100
+        one = parser(names)
+        for count, char in enumerate(text):
+            one.push(char)
+            if count % 50 == 0:
+                assert max(map(len, _strings(one)), default=0) <= 300, (unit, opening)
+
+
+def test_fragments_reach_calls_of_every_format() -> None:
+    """The generated answers are not all broken."""
+    for names in ALL:
+        if names[0] is not None:
+            calls = [f for f in fragments((names[0], None)) if read((names[0], None), [f])]
+            found = {type(p) for f in calls for p in read((names[0], None), [f])}
+            assert ToolCall in found and Content in found

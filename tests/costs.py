@@ -1,0 +1,138 @@
+"""`python -m tests.costs`: what each wish about tokens costs a step, and what it costs not
+to have it.
+
+One engine in this process, a random llama of 12.9 M parameters (vocabulary 32 000), 64 rows that
+decode. Each wish runs in turn with the plain answers, so that what else the machine does meets
+both; the ratio of two neighbours is kept, and the median of all is told. `no stages` is the plain
+answers against a sampler without any stage: what unused features cost.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from swell.cluster.local import LLM, SamplingParams
+from swell.cluster.params import StructuredOutputs
+from swell.worker.sample.sampler import Sampler
+
+ROWS, PROMPT_TOKENS, STEPS, PAIRS = 64, 32, 48, 5
+NANO = Path(__file__).parents[1] / "configs" / "models" / "nano"
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 400}
+
+WISHES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "top_k": {"top_k": 50},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.05},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "logit_bias (300 tokens)": {"logit_bias": dict.fromkeys(range(1000, 1300), -5.0)},
+    "bad_words (50)": {"bad_words": [f"word{i}" for i in range(50)]},
+    "allowed_token_ids (1000)": {"allowed_token_ids": list(range(1000))},
+    "min_tokens": {"min_tokens": STEPS, "ignore_eos": False},
+    "logprobs (0)": {"logprobs": 0},
+    "logprobs (5)": {"logprobs": 5},
+    "json_schema (vocabulary of 320)": {"structured_outputs": StructuredOutputs(json=SCHEMA)},
+}
+
+
+def plain(**wish: Any) -> SamplingParams:
+    fields = {"temperature": 0.8, "seed": 1, "max_tokens": STEPS, "ignore_eos": True, **wish}
+    return SamplingParams(**fields)
+
+
+def step_ms(llm: LLM, params: SamplingParams) -> float:
+    """Mean time of a step, the prefill's among them."""
+    prompts = [[3 + (row * 7 + i) % 300 for i in range(PROMPT_TOKENS)] for row in range(ROWS)]
+    started = time.perf_counter()
+    llm.generate(prompts, params)
+    return (time.perf_counter() - started) / STEPS * 1e3
+
+
+def compare(one: Callable[[], float], other: Callable[[], float]) -> tuple[float, float, float]:
+    """Medians of both, and of the ratio of neighbours, `other` over `one`."""
+    pairs = [(one(), other()) for _ in range(PAIRS)]
+    return (
+        statistics.median(a for a, _ in pairs),
+        statistics.median(b for _, b in pairs),
+        statistics.median(b / a for a, b in pairs),
+    )
+
+
+@contextmanager
+def without_stages() -> Iterator[None]:
+    """The sampler of this process draws and does nothing else."""
+    (sampler,) = (thing for thing in gc.get_objects() if isinstance(thing, Sampler))
+    stages, sampler._stages = sampler._stages, []
+    try:
+        yield
+    finally:
+        sampler._stages = stages
+
+
+def bare_ms(llm: LLM) -> float:
+    with without_stages():
+        return step_ms(llm, plain())
+
+
+def main() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="swell-costs-"))
+    try:
+        for file in NANO.glob("tokenizer*"):
+            shutil.copy(file, folder)
+        (folder / "config.json").write_text(json.dumps(MODEL))
+        overrides = {
+            "model.load_format": "dummy",
+            "model.dtype": "float32",
+            "cache.prefix_caching": False,
+            "cache.memory_bytes": 400_000_000,
+        }
+        with LLM(str(folder), **overrides) as llm:
+            step_ms(llm, plain())
+            show(llm)
+    finally:
+        shutil.rmtree(folder)
+
+
+def show(llm: LLM) -> None:
+    table = Table("64 rows", "plain, ms a step", "with it, ms", "ratio")
+    bare, used, ratio = compare(lambda: bare_ms(llm), lambda: step_ms(llm, plain()))
+    table.add_row("no stages -> all stages, unused", f"{bare:.2f}", f"{used:.2f}", f"{ratio:.3f}")
+    for name, wish in WISHES.items():
+        params = plain(**wish)
+        step_ms(llm, params)  # tables are made at first use
+        base, used, ratio = compare(
+            lambda: step_ms(llm, plain()),
+            lambda params=params: step_ms(llm, params),
+        )
+        table.add_row(name, f"{base:.2f}", f"{used:.2f}", f"{ratio:.3f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

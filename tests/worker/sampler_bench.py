@@ -1,0 +1,67 @@
+"""A sampler between its states and logits that a test chooses."""
+
+from __future__ import annotations
+
+import torch
+
+from swell.worker.block_tables import BlockTables
+from swell.worker.input_batch import InputBatch, build_batch
+from swell.worker.request_states import RequestStates
+from swell.worker.sample.sampler import Sampler
+from swell.worker.sample.wire import SamplerParams
+from swell.worker.wire import SchedulerOutput
+from tests.worker.plain_sampler import PlainRow
+
+CPU = torch.device("cpu")
+ROWS, LENGTH, VOCAB = 5, 40, 37
+
+NOTHING = SamplerParams(temperature=1.0, seed=4)
+EVERYTHING = SamplerParams(
+    temperature=1.0,
+    seed=3,
+    repetition_penalty=1.4,
+    frequency_penalty=0.7,
+    presence_penalty=0.3,
+    logit_bias={1: 2.0, 2: -1.5},
+    bad_words=[[3], [4, 5], [1, 2, 6]],
+    allowed_token_ids=list(range(12)),
+)
+
+
+class Bench:
+    """Rows in slots; what is drawn for them is appended to them."""
+
+    def __init__(self, max_rows: int = ROWS) -> None:
+        self.states = RequestStates(max_rows, LENGTH, CPU)
+        self.blocks = BlockTables(max_rows, LENGTH, 16, CPU)
+        self.sampler = Sampler(self.states)
+        self.rows: dict[int, PlainRow] = {}
+
+    def take(self, rows: dict[int, PlainRow]) -> None:
+        """Requests take slots, as in a step."""
+        for slot, row in rows.items():
+            new = row.new_row(slot)
+            self.states.stage(new)
+            self.sampler.take_slot(new)
+        self.states.apply()
+        self.rows.update(rows)
+
+    def batch(self, slots: list[int]) -> InputBatch:
+        """The last known token of each row is computed, and each samples."""
+        plan = SchedulerOutput(
+            0,
+            slots=slots,
+            starts=[len(self.rows[slot].known) - 1 for slot in slots],
+            num_tokens=[1] * len(slots),
+            samples=[True] * len(slots),
+        )
+        return build_batch(plan, self.states, self.blocks)
+
+    def step(self, slots: list[int], logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """The logits that were drawn from, and the tokens."""
+        batch, logits = self.batch(slots), logits.clone()
+        tokens = self.sampler(logits, batch).tokens
+        self.states.write_sampled(batch.sample_slots, batch.sample_positions, tokens)
+        for slot, token in zip(slots, tokens.tolist(), strict=True):
+            self.rows[slot].outputs.append(token)
+        return logits, tokens.tolist()

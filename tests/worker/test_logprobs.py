@@ -1,0 +1,236 @@
+"""Log probabilities against plain arithmetic, one row and one position at a time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swell.worker.block_tables import BlockTables
+from swell.worker.input_batch import InputBatch, build_batch
+from swell.worker.request_states import RequestStates
+from swell.worker.sample import logprobs as module
+from swell.worker.sample.logprobs import DrawnLogprobs, PromptReader, rank_tokens
+from swell.worker.sample.sampler import Drawn
+from swell.worker.sample.wire import Extra, PromptLogprobs, SamplerParams, TokenLogprobs
+from swell.worker.wire import ModelRunnerOutput, NewRow, SchedulerOutput
+
+CPU = torch.device("cpu")
+SLOTS, LENGTH, VOCAB = 6, 40, 23
+
+
+def plain(logits: list[float], token_id: int, top: int) -> tuple[list[float], int, list[float]]:
+    """The token's log probability and those of the most likely ones, and its rank."""
+    total = math.log(sum(math.exp(x) for x in logits))
+    best = sorted(logits, reverse=True)[:top]
+    rank = 1 + sum(x > logits[token_id] for x in logits)
+    return [logits[token_id] - total, *(x - total for x in best)], rank, best
+
+
+def check(logits: torch.Tensor, token_id: int, top: int, told: TokenLogprobs) -> None:
+    wanted, rank, best = plain(logits.double().tolist(), token_id, top)
+    assert told.token_ids[0] == token_id
+    assert told.logprobs == pytest.approx(wanted, abs=1e-5)
+    assert told.rank == rank
+    assert logits[told.token_ids[1:]].double().tolist() == best
+
+
+def extras(drawn: Drawn) -> dict[int, list[Extra]]:
+    return drawn.fill(ModelRunnerOutput(0), drawn.tensors()).extras
+
+
+def params(asked: int | None, prompt: int | None) -> SamplerParams:
+    return SamplerParams(logprobs=asked, prompt_logprobs=prompt)
+
+
+ASKED = st.one_of(st.none(), st.integers(0, 30))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 30), st.randoms(use_true_random=False))
+def test_ranks_and_logprobs(rows: int, top: int, rng) -> None:
+    """Equal logits share a rank; a vocabulary smaller than `top` is told whole."""
+    logits = torch.tensor(
+        [[rng.choice([-3.5, -1.0, 0.0, 0.25, 2.0, 9.0]) for _ in range(VOCAB)] for _ in range(rows)]
+    )
+    token_ids = torch.tensor([rng.randrange(VOCAB) for _ in range(rows)])
+    indices, values = rank_tokens(logits, token_ids, top)
+    assert indices.shape == (rows, 2 + min(top, VOCAB))
+    for row in range(rows):
+        rank, *ids = indices[row].tolist()
+        told = TokenLogprobs(ids, values[row].tolist(), rank)
+        check(logits[row], int(token_ids[row]), top, told)
+
+
+def test_what_is_impossible_has_no_logarithm() -> None:
+    logits = torch.tensor([[0.0, -math.inf, 0.0]])
+    indices, values = rank_tokens(logits, torch.tensor([1]), 2)
+    assert indices[0, 0] == 3
+    assert values[0].tolist() == pytest.approx([-math.inf, math.log(0.5), math.log(0.5)])
+
+
+def test_a_nearly_certain_token_keeps_its_digits() -> None:
+    """Its logarithm is far below the rounding of its logit."""
+    logits = torch.tensor([[1000.0, 984.0, 984.0]])
+    _, values = rank_tokens(logits, torch.tensor([0]), 0)
+    assert values.item() == pytest.approx(-math.log1p(2 * math.exp(-16)), rel=0.1)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[NewRow], SchedulerOutput]:
+    """Rows in slots, computed from anywhere to anywhere; some are prompts, some have outputs."""
+    slots = draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True))
+    rng = draw(st.randoms(use_true_random=False))
+    rows, starts, counts, samples = [], [], [], []
+    for slot in slots:
+        length = draw(st.integers(1, LENGTH))
+        start = draw(st.integers(0, length - 1))
+        to_the_end = draw(st.booleans())
+        counts.append(length - start if to_the_end else draw(st.integers(1, length - start)))
+        starts.append(start)
+        samples.append(start + counts[-1] == length)
+        ids = [rng.randrange(VOCAB) for _ in range(length)]
+        wishes = params(draw(ASKED), draw(ASKED))
+        rows.append(NewRow(slot, ids, draw(st.integers(1, length)), [], wishes))
+    return rows, SchedulerOutput(0, slots=slots, starts=starts, num_tokens=counts, samples=samples)
+
+
+def begin(rows: list[NewRow], plan: SchedulerOutput) -> tuple[RequestStates, InputBatch]:
+    states, blocks = RequestStates(SLOTS, LENGTH, CPU), BlockTables(SLOTS, LENGTH, 4, CPU)
+    for row in rows:
+        states.stage(row)
+        blocks.stage_set(row.slot, list(range(LENGTH // 4)))
+    states.apply()
+    blocks.apply()
+    return states, build_batch(plan, states, blocks)
+
+
+class Head:
+    """A model whose hidden states are its logits, and which knows how many rows it was asked for
+    at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.asked.append(len(hidden))
+        return hidden
+
+
+@settings(max_examples=80, deadline=None)
+@given(steps(), st.integers(1, 50))
+def test_each_computed_position_tells_of_the_prompt_token_behind_it(step, at_once: int) -> None:
+    rows, plan = step
+    states, batch = begin(rows, plan)
+    head, hidden = Head(), torch.randn(batch.num_tokens, VOCAB)
+    reader = PromptReader(head, states)
+    for row in rows:
+        # Whoever had the slot before asked for everything.
+        reader.take_slot(NewRow(row.slot, [1] * LENGTH, LENGTH, [], params(None, 20)))
+        reader.take_slot(row)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SLICE_POSITIONS", at_once)
+        drawn = Drawn(batch.sample_slots[:0], reader(hidden, batch, plan))
+    given_out = extras(drawn)
+    first = total = 0
+    for place, row in enumerate(rows):
+        start, count = plan.starts[place], plan.num_tokens[place]
+        behind = range(start + 1, min(start + count, row.prompt_tokens - 1) + 1)
+        top = row.sampler.prompt_logprobs
+        if top is None or not behind:
+            assert place not in given_out
+        else:
+            (told,) = given_out[place]
+            assert isinstance(told, PromptLogprobs)
+            assert (told.start, len(told.ranks)) == (behind.start, len(behind))
+            columns = zip(told.token_ids, told.logprobs, told.ranks, strict=True)
+            for offset, (position, of_one) in enumerate(zip(behind, columns, strict=True)):
+                one = TokenLogprobs(*of_one)
+                check(hidden[first + offset], row.token_ids[position], top, one)
+            total += len(behind)
+        first += count
+    assert sum(head.asked) == total
+    assert max(head.asked, default=0) <= at_once
+    assert len(head.asked) == -(-total // at_once)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_drawn_tokens_are_told_with_the_logits_that_were_kept(step) -> None:
+    rows, plan = step
+    states, batch = begin(rows, plan)
+    of_drawn = DrawnLogprobs(states)
+    for row in rows:
+        of_drawn.take_slot(NewRow(row.slot, [1], 1, [], params(20, None)))
+        of_drawn.take_slot(row)
+    logits = torch.randn(batch.num_samples, VOCAB)
+    own, tokens = logits.clone(), torch.randint(VOCAB, (batch.num_samples,))
+    kept = of_drawn.keep(logits, batch)
+    logits.fill_(-1e30)  # as stages do
+    given_out = extras(Drawn(tokens, [some.note(tokens) for some in kept]))
+    asking = 0
+    for sample, place in enumerate(batch.sample_rows_np.tolist()):
+        top = rows[place].sampler.logprobs
+        if top is None:
+            assert place not in given_out
+            continue
+        asking += 1
+        (told,) = given_out[place]
+        assert isinstance(told, TokenLogprobs)
+        check(own[sample], int(tokens[sample]), top, told)
+    assert len(given_out) == asking
+    assert sum(len(some.logits) for some in kept) == asking, "only these rows are copied"
+
+
+def test_nothing_is_computed_for_rows_that_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_args: object) -> None:
+        raise AssertionError("not needed by this batch")
+
+    monkeypatch.setattr(module, "rank_tokens", never)
+    monkeypatch.setattr(module, "to_device", never)
+    prompt = list(range(10))
+    # The second asks of its prompt, which was computed before this step.
+    rows = [
+        NewRow(2, prompt, 10, [], params(None, None)),
+        NewRow(0, prompt, 8, [], params(None, 3)),
+    ]
+    plan = SchedulerOutput(0, slots=[2, 0], starts=[0, 7], num_tokens=[10, 3], samples=[True, True])
+    states, batch = begin(rows, plan)
+    head = Head()
+    reader, of_drawn = PromptReader(head, states), DrawnLogprobs(states)
+    for row in rows:
+        reader.take_slot(row)
+        of_drawn.take_slot(row)
+    assert reader(torch.randn(13, VOCAB), batch, plan) == []
+    assert of_drawn.keep(torch.randn(2, VOCAB), batch) == []
+    assert not head.asked
+
+
+def test_both_kinds_of_one_row_leave_together() -> None:
+    """Prompt and first token in one step, and a chunk that draws nothing."""
+    rows = [NewRow(1, [3, 4, 5], 3, [], params(1, 0)), NewRow(4, [6] * 9, 9, [], params(1, 0))]
+    plan = SchedulerOutput(0, slots=[1, 4], starts=[0, 2], num_tokens=[3, 4], samples=[True, False])
+    states, batch = begin(rows, plan)
+    reader, of_drawn = PromptReader(Head(), states), DrawnLogprobs(states)
+    for row in rows:
+        reader.take_slot(row)
+        of_drawn.take_slot(row)
+    hidden = torch.randn(7, VOCAB)
+    kept = of_drawn.keep(hidden[batch.logits_indices], batch)
+    tokens = torch.tensor([7])
+    notes = [*reader(hidden, batch, plan), *(some.note(tokens) for some in kept)]
+    output = (drawn := Drawn(tokens, notes)).fill(ModelRunnerOutput(0), drawn.tensors())
+    assert output.sampled_token_ids == [7]
+    assert {row: [type(extra) for extra in told] for row, told in output.extras.items()} == {
+        0: [PromptLogprobs, TokenLogprobs],
+        1: [PromptLogprobs],
+    }
+    assert [(told[0].start, len(told[0].ranks)) for told in output.extras.values()] == [
+        (1, 2),
+        (3, 4),
+    ]
+    assert np.array_equal(batch.sample_rows_np, [0])

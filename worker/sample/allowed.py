@@ -1,0 +1,71 @@
+"""`allowed_token_ids`: nothing else is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swell.kernels.bitmask import apply_bitmask
+from swell.worker.input_batch import InputBatch
+from swell.worker.request_states import RequestStates
+from swell.worker.sample.stage import FORBIDDEN, Stage
+from swell.worker.staging import to_device
+from swell.worker.wire import NewRow
+
+NOT_ALLOWED = 1e6 * FORBIDDEN
+"""The logit of all others. Far below any sum of bans, so that where every allowed token is banned
+one of them is drawn, and not one of the others; finite for the reason that FORBIDDEN is."""
+
+
+class AllowedTokens(Stage):
+    """Keeps a bitmask for each slot, ceil(V / 32) * 4 bytes (19 KB of 152k tokens), on the device.
+
+    The table is made for the first row that asks and samples.
+    """
+
+    def __init__(self, states: RequestStates) -> None:
+        self._max_rows = states.max_rows
+        # [max_rows]
+        self._used_np = np.zeros(states.max_rows, dtype=bool)
+        # slot -> token ids of rows that are not in the table yet
+        self._staged: dict[int, Sequence[int]] = {}
+        # [max_rows, ceil(V / 32)] int32
+        self._bitmask: Tensor | None = None
+
+    def take_slot(self, row: NewRow) -> None:
+        allowed = row.sampler.allowed_token_ids
+        self._used_np[row.slot] = bool(allowed)
+        self._staged.pop(row.slot, None)
+        if allowed:
+            self._staged[row.slot] = allowed
+
+    def apply(self, logits: Tensor, batch: InputBatch) -> None:
+        rows_np = np.flatnonzero(self._used_np[batch.sample_slots_np])
+        if not len(rows_np):
+            return
+        rows = to_device(rows_np, logits.device)
+        bitmask = self._table(logits)[batch.sample_slots[rows]]
+        apply_bitmask(logits, bitmask, rows, NOT_ALLOWED)
+
+    def _table(self, logits: Tensor) -> Tensor:
+        """The table, with all rows that have taken slots."""
+        vocab, device = logits.shape[1], logits.device
+        if self._bitmask is None:
+            shape = (self._max_rows, -(-vocab // 32))
+            self._bitmask = torch.zeros(shape, dtype=torch.int32, device=device)
+        if self._staged:
+            slots = np.array(list(self._staged), dtype=np.int64)
+            masks = np.stack([packed_bits(ids, vocab) for ids in self._staged.values()])
+            self._staged.clear()
+            self._bitmask.index_copy_(0, to_device(slots, device), to_device(masks, device))
+        return self._bitmask
+
+
+def packed_bits(token_ids: Sequence[int], vocab: int) -> np.ndarray:
+    """[ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is set for each token t."""
+    bits = np.zeros(-(-vocab // 32) * 32, dtype=bool)
+    bits[np.asarray(token_ids, dtype=np.int64)] = True
+    return np.packbits(bits, bitorder="little").view("<i4")

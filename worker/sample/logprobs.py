@@ -1,0 +1,200 @@
+"""Log probabilities of drawn tokens and of prompts, under the model's own logits.
+
+    logprob(t) = logit(t) - log(sum(exp(logits)))        rank(t) = 1 + number of larger logits
+
+What no row asks for is not computed, and how many of the most likely tokens a row is told is cut on
+the host: the device finds as many as the row that asks for most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swell.worker.input_batch import InputBatch
+from swell.worker.request_states import RequestStates
+from swell.worker.sample.stage import Note, Reader
+from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
+from swell.worker.staging import to_device
+from swell.worker.wire import NewRow, SchedulerOutput
+
+SLICE_POSITIONS = 256
+"""Prompt positions whose logits exist at the same time: 150 MiB for 150 000 tokens."""
+
+
+def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """logits [N, V] float32, token_ids [N] int64 -> (indices [N, 2 + top] int64, logprobs
+    [N, 1 + top] float32).
+
+    A row of `indices` is the token's rank, the token, and the `top` most likely ones, best first;
+    `logprobs` are those of the tokens.
+    """
+    token_ids = token_ids[:, None]
+    rank = 1 + (logits > logits.gather(1, token_ids)).sum(1, keepdim=True)
+    best = logits.topk(min(top, logits.shape[1]), dim=1).indices
+    told = torch.cat([token_ids, best], 1)
+    return torch.cat([rank, told], 1), logits.log_softmax(1).gather(1, told)
+
+
+@dataclass(slots=True)
+class DrawnNote(Note):
+    """Of a step's drawn tokens."""
+
+    tensors: list[Tensor]
+    """As `rank_tokens` gives them, a row for each of `rows`."""
+    rows: list[int]
+    """Of the step."""
+    tops: list[int]
+
+    def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra]]:
+        columns = zip(self.rows, self.tops, *(tensor.tolist() for tensor in host), strict=True)
+        for row, top, indices, logprobs in columns:
+            yield row, TokenLogprobs(indices[1 : 2 + top], logprobs[: 1 + top], indices[0])
+
+
+@dataclass(slots=True)
+class KeptLogits:
+    """Rows of logits as the model gave them, until their tokens are drawn."""
+
+    # [M, V] float32
+    logits: Tensor
+    # [M] int64, which of the rows that sample these are
+    samples: Tensor
+    rows: list[int]
+    """The same among all rows of the step."""
+    tops: list[int]
+
+    def note(self, tokens: Tensor) -> Note:
+        """tokens [S] int64 were drawn."""
+        ranked = rank_tokens(self.logits, tokens[self.samples], max(self.tops))
+        return DrawnNote(list(ranked), self.rows, self.tops)
+
+
+class _Tops:
+    """How many of the most likely tokens the request of each slot is to be told, if anything."""
+
+    def __init__(self, max_rows: int) -> None:
+        # [max_rows] each
+        self.asks_np = np.zeros(max_rows, dtype=bool)
+        self.count_np = np.zeros(max_rows, dtype=np.int64)
+
+    def set(self, slot: int, top: int | None) -> None:
+        self.asks_np[slot] = top is not None
+        self.count_np[slot] = top or 0
+
+
+class DrawnLogprobs:
+    """Of drawn tokens. `keep` comes before any stage changes the logits."""
+
+    def __init__(self, states: RequestStates) -> None:
+        self._tops = _Tops(states.max_rows)
+
+    def take_slot(self, row: NewRow) -> None:
+        self._tops.set(row.slot, row.sampler.logprobs)
+
+    def keep(self, logits: Tensor, batch: InputBatch) -> list[KeptLogits]:
+        """Copies of the rows of logits [S, V] float32 that are to be told of; empty: none is."""
+        slots = batch.sample_slots_np
+        samples = np.flatnonzero(self._tops.asks_np[slots])
+        if not len(samples):
+            return []
+        index = to_device(samples, logits.device)
+        tops = self._tops.count_np[slots[samples]].tolist()
+        rows = batch.sample_rows_np[samples].tolist()
+        return [KeptLogits(logits[index], index, rows, tops)]
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Consecutive prompt positions of one row."""
+
+    row: int
+    start: int
+    count: int
+    top: int
+
+
+@dataclass(slots=True)
+class PromptNote(Note):
+    """Of the prompt positions whose predecessors a step computed."""
+
+    tensors: list[Tensor]
+    """As `rank_tokens` gives them, the stretches one behind the other."""
+    stretches: list[_Stretch]
+
+    def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra]]:
+        indices, logprobs = (tensor.tolist() for tensor in host)
+        end = 0
+        for part in self.stretches:
+            begin, end = end, end + part.count
+            yield (
+                part.row,
+                PromptLogprobs(
+                    start=part.start,
+                    token_ids=[of_one[1 : 2 + part.top] for of_one in indices[begin:end]],
+                    logprobs=[of_one[: 1 + part.top] for of_one in logprobs[begin:end]],
+                    ranks=[of_one[0] for of_one in indices[begin:end]],
+                ),
+            )
+
+
+class PromptReader(Reader):
+    """Of prompts: the hidden state of a position tells of the token behind it.
+
+        computed     start ................. start + n - 1
+        told of           start + 1 .............. start + n      (within the prompt)
+
+    A request that takes a slot again is computed again, and told of again: positions say of what.
+    """
+
+    def __init__(self, model: Any, states: RequestStates) -> None:
+        self._model = model
+        self._states = states
+        self._tops = _Tops(states.max_rows)
+        # [max_rows]
+        self._prompt_tokens_np = np.zeros(states.max_rows, dtype=np.int64)
+
+    def take_slot(self, row: NewRow) -> None:
+        self._tops.set(row.slot, row.sampler.prompt_logprobs)
+        self._prompt_tokens_np[row.slot] = row.prompt_tokens
+
+    def __call__(self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput) -> list[Note]:
+        stretches, indices = self._find(plan)
+        if not stretches:
+            return []
+        # [3, P] int64: index into T of the position before, slot, position
+        packed = to_device(indices, hidden.device)
+        targets = self._states.token_ids[packed[1], packed[2]].long()
+        top = max(part.top for part in stretches)
+        slices = []
+        # The plan alone says how many slices there are, so all tensor ranks make the same calls.
+        for start in range(0, packed.shape[1], SLICE_POSITIONS):
+            here = slice(start, start + SLICE_POSITIONS)
+            logits = self._model.compute_logits(hidden[packed[0, here]])
+            slices.append(rank_tokens(logits, targets[here], top))
+        return [PromptNote([torch.cat(column) for column in zip(*slices, strict=True)], stretches)]
+
+    def _find(self, plan: SchedulerOutput) -> tuple[list[_Stretch], np.ndarray]:
+        """What the step tells of; with [3, P] int64, see `__call__`."""
+        slots = np.array(plan.slots, dtype=np.int64)
+        starts = np.array(plan.starts, dtype=np.int64)
+        counts = np.array(plan.num_tokens, dtype=np.int64)
+        firsts = np.cumsum(counts) - counts
+        told = np.minimum(counts, self._prompt_tokens_np[slots] - 1 - starts)
+        stretches, indices = [], [np.zeros((3, 0), dtype=np.int64)]
+        for row in np.flatnonzero(self._tops.asks_np[slots] & (told > 0)).tolist():
+            slot, start, count = slots[row], starts[row] + 1, told[row]
+            stretches.append(_Stretch(row, int(start), int(count), int(self._tops.count_np[slot])))
+            steps = np.arange(count)
+            indices.append(np.stack([firsts[row] + steps, np.full(count, slot), start + steps]))
+        return stretches, np.concatenate(indices, axis=1)
+
+
+def make_readers(model: Any, states: RequestStates) -> list[Reader]:
+    """What reads hidden states beside the sampler."""
+    return [PromptReader(model, states)]

@@ -1,0 +1,60 @@
+"""What may happen to logits before a token is drawn, and what is told of a step beside tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from swell.worker.input_batch import InputBatch
+from swell.worker.sample.wire import Extra
+from swell.worker.wire import NewRow, SchedulerOutput
+
+FORBIDDEN = -1e30
+"""Added to the logit of a token that must not be drawn. Finite: where everything else is ruled out
+(a grammar leaves one token, and a ban names it), the last one left is drawn, and never NaN."""
+
+
+class Stage(ABC):
+    """One wish about tokens, for all rows that have it.
+
+    What no row of the batch asks for is not computed, and the host knows that without a look at
+    the device. A row's result must not depend on the other rows.
+    """
+
+    @abstractmethod
+    def take_slot(self, row: NewRow) -> None:
+        """A request takes its slot, with the outputs that it has; what stood there is gone."""
+
+    @abstractmethod
+    def apply(self, logits: Tensor, batch: InputBatch) -> None:
+        """Change logits [S, V] float32 in place."""
+
+    def drawn(self, tokens: Tensor, batch: InputBatch) -> None:
+        """tokens [S] int64 were drawn, on the device."""
+        return
+
+
+class Note(ABC):
+    """Something to tell of a step, on its way from the device."""
+
+    tensors: list[Tensor]
+    """What is copied to the host."""
+
+    @abstractmethod
+    def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra]]:
+        """Row of the step -> what is told of it; `host` are the tensors there."""
+
+
+class Reader(ABC):
+    """Tells of a step from its hidden states, before anything is drawn. What no row asks for costs
+    nothing, and all tensor ranks of the last stage compute the same."""
+
+    @abstractmethod
+    def take_slot(self, row: NewRow) -> None:
+        """A request takes its slot; what stood there is gone."""
+
+    @abstractmethod
+    def __call__(self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput) -> list[Note]:
+        """hidden [T, hidden], of the last stage."""
