@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 
@@ -42,15 +43,20 @@ def serve_forever(config: Config, address: str | None) -> None:
     check(config)
     config = claim_port(config)
     stop = threading.Event()
+    _on_signals(lambda *_: stop.set())
+    with _ray(address):
+        _on_signals(lambda *_: stop.set())  # Ray has set its own
+        with _application(config, own_ray=address is None) as url:
+            if _wait_until_ready(url, stop):
+                print(f"ready: {url}", flush=True)
+                stop.wait()
+            _on_signals(signal.SIG_IGN)
+            print("stopping: streams may finish", flush=True)
+
+
+def _on_signals(handler: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    with _ray(address), _application(config, own_ray=address is None) as url:
-        if _wait_until_ready(url, stop):
-            print(f"ready: {url}", flush=True)
-            stop.wait()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        print("stopping: streams may finish", flush=True)
+        signal.signal(number, handler)
 
 
 @contextlib.contextmanager

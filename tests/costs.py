@@ -20,9 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from swell.cluster.local import LLM, SamplingParams
 from swell.cluster.params import StructuredOutputs
 from swell.worker.sample.sampler import Sampler
@@ -120,18 +117,17 @@ def main() -> None:
 
 
 def show(llm: LLM) -> None:
-    table = Table("64 rows", "plain, ms a step", "with it, ms", "ratio")
-    bare, used, ratio = compare(lambda: bare_ms(llm), lambda: step_ms(llm, plain()))
-    table.add_row("no stages -> all stages, unused", f"{bare:.2f}", f"{used:.2f}", f"{ratio:.3f}")
+    print(f"{'64 rows':36} {'without, ms a step':>18} {'with, ms':>9} {'ratio':>6}")
+    tell("no stages -> all stages, unused", lambda: bare_ms(llm), lambda: step_ms(llm, plain()))
     for name, wish in WISHES.items():
         params = plain(**wish)
         step_ms(llm, params)  # tables are made at first use
-        base, used, ratio = compare(
-            lambda: step_ms(llm, plain()),
-            lambda params=params: step_ms(llm, params),
-        )
-        table.add_row(name, f"{base:.2f}", f"{used:.2f}", f"{ratio:.3f}")
-    Console().print(table)
+        tell(name, lambda: step_ms(llm, plain()), lambda params=params: step_ms(llm, params))
+
+
+def tell(name: str, one: Callable[[], float], other: Callable[[], float]) -> None:
+    base, used, ratio = compare(one, other)
+    print(f"{name:36} {base:18.2f} {used:9.2f} {ratio:6.3f}", flush=True)
 
 
 if __name__ == "__main__":

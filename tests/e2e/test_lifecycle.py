@@ -192,13 +192,15 @@ def wait_for_engines(cluster: Cluster, count: int) -> dict:
     raise AssertionError(f"never {count} engines: {state}")
 
 
-def test_ctrl_c_lets_streams_finish():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_end_lets_streams_finish(number):
     results: list[list[int]] = []
     with Cluster(NANO, "model.dtype=float32") as running:
         reader = stream(running, 1900, results)
         time.sleep(0.5)
-        running.process.send_signal(signal.SIGINT)
+        running.process.send_signal(number)
         reader.join()
+        assert running.process.wait(60) == 0
     assert [len(ids) for ids in results] == [1900]
 
 
