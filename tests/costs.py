@@ -3,8 +3,7 @@ to have it.
 
 One engine in this process, a random llama of 12.9 M parameters (vocabulary 32 000), 64 rows that
 decode. Each wish runs in turn with the plain answers, so that what else the machine does meets
-both; the ratio of two neighbours is kept, and the median of all is told. `no stages` is the plain
-answers against a sampler without any stage: what unused features cost.
+both; the ratio of two neighbours is kept, and the median of all is told.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.cluster.params import StructuredOutputs
 from swell.worker.sample.sampler import Sampler
+from swell.worker.sample.stage import Stage
 
-ROWS, PROMPT_TOKENS, STEPS, PAIRS = 64, 32, 48, 5
+ROWS, PROMPT_TOKENS, STEPS, PAIRS = 64, 32, 48, 3
 NANO = Path(__file__).parents[1] / "configs" / "models" / "nano"
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -81,20 +80,31 @@ def compare(one: Callable[[], float], other: Callable[[], float]) -> tuple[float
     )
 
 
-@contextmanager
-def without_stages() -> Iterator[None]:
-    """The sampler of this process draws and does nothing else."""
+class Timed:
+    """A stage and the time that it takes."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            started = time.perf_counter()
+            getattr(self._stage, name)(*args)
+            self.seconds += time.perf_counter() - started
+
+        return call
+
+
+def unused(llm: LLM) -> None:
+    """What the stages take of a step of answers that ask for none of them."""
     (sampler,) = (thing for thing in gc.get_objects() if isinstance(thing, Sampler))
-    stages, sampler._stages = sampler._stages, []
-    try:
-        yield
-    finally:
-        sampler._stages = stages
-
-
-def bare_ms(llm: LLM) -> float:
-    with without_stages():
-        return step_ms(llm, plain())
+    stages = sampler._stages
+    sampler._stages = timed = [Timed(stage) for stage in stages]
+    step = step_ms(llm, plain())
+    sampler._stages = stages
+    taken = sum(stage.seconds for stage in timed) / STEPS * 1e3
+    print(f"stages that nobody uses: {taken:.3f} of {step:.2f} ms a step, {taken / step:.2%}")
 
 
 def main() -> None:
@@ -117,8 +127,8 @@ def main() -> None:
 
 
 def show(llm: LLM) -> None:
+    unused(llm)
     print(f"{'64 rows':36} {'without, ms a step':>18} {'with, ms':>9} {'ratio':>6}")
-    tell("no stages -> all stages, unused", lambda: bare_ms(llm), lambda: step_ms(llm, plain()))
     for name, wish in WISHES.items():
         params = plain(**wish)
         step_ms(llm, params)  # tables are made at first use

@@ -1,0 +1,239 @@
+"""Every feature of an answer gives the same over every way to stream, split, schedule, cache,
+interrupt and move the work.
+
+The oracle is the same wish alone on an engine that computes one step at a time (`Plain`). Ids,
+text, ranks, counts and reasons are compared exactly, log probabilities within float32's rounding.
+Drawn tokens may be compared exactly too: rounding moves a logit by some 1e-5, so one draw in some
+10 000 could turn out otherwise; what is drawn here (fixed seeds, derandomized examples) does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from swell.cluster.local import LLM
+from swell.cluster.outputs import RequestOutputKind
+from swell.cluster.params import SamplingParams
+from tests.engine.desk import DELTA, Answer, Desk, Plain, assert_same, engine
+from tests.engine.features import FEATURES, STEADY, Wish, wishes
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One way to do the work."""
+
+    overrides: dict[str, Any] = field(default_factory=dict)
+    engines: int = 1
+    desk: dict[str, int] = field(default_factory=dict)
+    is_scarce: bool = False
+    """Requests push each other out of the cache."""
+    is_warm: bool = False
+    """Everything was asked before."""
+
+
+SCARCE = {"cache__block_tokens": 2, "cache__memory_bytes": 4096 * 50}
+AXES = {
+    "one step in flight": Axis({"scheduler__steps_in_flight": 1}),
+    "two steps in flight": Axis({"scheduler__steps_in_flight": 2}),
+    "three steps in flight": Axis({"scheduler__steps_in_flight": 3}),
+    "read rarely": Axis(desk={"patience": 5}),
+    "told every four tokens": Axis(desk={"stream_interval": 4}),
+    "a budget of 7 tokens": Axis({"scheduler__max_tokens_per_step": 7}),
+    "chunks of 5, three steps": Axis(
+        {"scheduler__max_chunk_tokens": 5, "scheduler__steps_in_flight": 3}
+    ),
+    "scarce blocks": Axis(SCARCE, is_scarce=True),
+    "scarce blocks, nothing cached, three steps": Axis(
+        {**SCARCE, "cache__prefix_caching": False, "scheduler__steps_in_flight": 3}, is_scarce=True
+    ),
+    "mended every 4 steps": Axis(desk={"mended_every": 4}, is_scarce=True),
+    # Blocks of one token: whole prompts are found, and their last token is computed all the same.
+    "a warm cache": Axis({"cache__block_tokens": 1}, is_warm=True),
+    "tensor 2": Axis({"parallel__tensor": 2}),
+    "pipeline 2, chunks of 9": Axis({"parallel__pipeline": 2, "scheduler__max_chunk_tokens": 9}),
+    "two engines": Axis(engines=2),
+}
+
+
+class Site:
+    """Engines that work along an axis."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.engines = [engine(**axis.overrides) for _ in range(axis.engines)]
+
+    def answer(self, asked: Sequence[tuple[Wish, RequestOutputKind]]) -> list[Answer]:
+        """All at once, so that every one has others beside it."""
+        desk = Desk(self.engines, **self.axis.desk)
+        for at, (wish, kind) in enumerate(asked):
+            desk.ask(wish, kind, at=at)
+        return desk.run()
+
+    @cached_property
+    def features(self) -> dict[str, dict[RequestOutputKind, Answer]]:
+        """Every feature in every kind, all in one crowd."""
+        asked = [(name, kind) for name in FEATURES for kind in RequestOutputKind]
+        crowd = [(FEATURES[name], kind) for name, kind in asked]
+        if self.axis.is_warm:
+            self.answer(crowd)
+        found_tokens = self.num_hit_tokens
+        answers: dict[str, dict[RequestOutputKind, Answer]] = {}
+        for (name, kind), answer in zip(asked, self.answer(crowd), strict=True):
+            answers.setdefault(name, {})[kind] = answer
+        if self.axis.is_warm:
+            assert self.num_hit_tokens - found_tokens > 1000
+        return answers
+
+    @property
+    def num_hit_tokens(self) -> int:
+        return sum(llm._core.scheduler.kv.num_hit_tokens for llm in self.engines)
+
+    def close(self) -> None:
+        for llm in self.engines:
+            llm.close()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Plain]:
+    oracle = Plain()
+    yield oracle
+    oracle.close()
+
+
+@pytest.fixture(scope="module", params=AXES)
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    site = Site(AXES[request.param])
+    yield site
+    site.close()
+
+
+# ---------------------------------------------------------------- the features are there
+
+TRACELESS = {("a stop that almost comes", "stop")}
+"""Held back and let go; what it asks for is that nothing happens."""
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_makes_its_answer(name: str, plain: Plain) -> None:
+    """Without any of its fields the answer is another one, so that no test here compares
+    answers that a lost field could not change."""
+    wish, default = FEATURES[name], SamplingParams()
+    assert plain(wish).is_firm, "rounding may decide a token of it: choose another seed"
+    for field_name in SamplingParams.__struct_fields__:
+        is_shape = field_name in ("seed", "max_tokens") or (name, field_name) in TRACELESS
+        is_greedy = field_name == "temperature" and not wish.params.temperature
+        if is_shape or is_greedy:
+            continue
+        usual = getattr(default, field_name)
+        if getattr(wish.params, field_name) != usual:
+            params = msgspec.structs.replace(wish.params, **{field_name: usual})
+            assert plain(Wish(wish.prompt, params)) != plain(wish), field_name
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("greedy", "Grüß dich, Orozecud! 🍀"),
+        ("stop", "3, 4, "),
+        ("a stop within characters", "Gr"),
+        ("a stop that almost comes", "ABCDEFGH"),
+        ("a stop that is shown", "3, 4, 5, 6"),
+        ("stop_token_ids", "3, 4, 5, "),
+    ],
+)
+def test_the_oracle_is_right(name: str, text: str, plain: Plain) -> None:
+    """What the model was trained to say, up to where it is to end."""
+    assert plain(FEATURES[name]).parts[0].text == text
+
+
+def test_seeds_matter(plain: Plain) -> None:
+    wish = FEATURES["temperature and seed"]
+    texts = [
+        plain(Wish(wish.prompt, msgspec.structs.replace(wish.params, seed=seed))).parts[0].text
+        for seed in (11, 12, 13)
+    ]
+    assert len(set(texts)) == 3
+
+
+# ---------------------------------------------------------------- over the axes
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_over_an_axis(name: str, site: Site, plain: Plain) -> None:
+    want = plain(FEATURES[name])
+    answers = site.features[name]
+    for answer in answers.values():
+        assert_same(answer, want)
+    ranked = FEATURES[name].params.best_of is not None
+    if not site.axis.desk and not ranked:
+        tokens = sum(part.num_output_tokens for part in want.parts.values())
+        assert answers[DELTA].num_outputs >= tokens - 1, "it streams"
+
+
+def test_requests_lose_their_places_where_room_is_scarce(site: Site) -> None:
+    """Most features in one of the kinds at least; what ends within a few tokens may not."""
+    preempted = {
+        name
+        for name, answers in site.features.items()
+        if any(answer.preemptions for answer in answers.values())
+    }
+    if site.axis.is_scarce:
+        assert len(preempted) > 0.7 * len(FEATURES), preempted
+    else:
+        assert not preempted
+
+
+@settings(STEADY, max_examples=8)
+@given(
+    asked=st.lists(st.tuples(wishes(), st.sampled_from(RequestOutputKind)), min_size=1, max_size=4)
+)
+def test_features_together_over_an_axis(
+    asked: list[tuple[Wish, RequestOutputKind]], site: Site, plain: Plain
+) -> None:
+    assume(all(plain(wish).is_firm for wish, _ in asked))
+    for (wish, _), answer in zip(asked, site.answer(asked), strict=True):
+        assert_same(answer, plain(wish))
+
+
+# ---------------------------------------------------------------- resumption
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[LLM, LLM]]:
+    """Two engines that do not work alike. Both compute prompts in pieces, so that a request can
+    move within its prompt."""
+    here = engine(scheduler__max_rows=32, scheduler__max_chunk_tokens=7)
+    there = engine(
+        scheduler__max_rows=32,
+        scheduler__max_chunk_tokens=9,
+        scheduler__steps_in_flight=1,
+        cache__block_tokens=4,
+    )
+    yield here, there
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_an_answer_goes_on_from_every_place(name: str, pair: tuple[LLM, LLM], plain: Plain) -> None:
+    """Cut behind each output that an engine gave, also where that told of the prompt alone."""
+    wish = FEATURES[name]
+    want = plain(wish)
+    desk, longest = Desk(pair), max(part.num_output_tokens for part in want.parts.values())
+    kinds = list(RequestOutputKind)
+    cuts = range(1, longest + 8)
+    for cut in cuts:
+        desk.ask(wish, kinds[cut % 3], cuts=[cut])
+    for answer in desk.run():
+        assert_same(answer, want)
+    assert desk.num_moves >= (longest - 1) * len(want.parts), "each move took place"
