@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+JUDGES := .venv-judges
 
-.PHONY: setup demo test test-fast test-gpu fault-matrix lint typecheck clean
+.PHONY: setup demo test test-fast test-gpu judges fault-matrix lint typecheck clean
 
 setup: $(STAMP)
 
@@ -28,6 +29,17 @@ test-gpu:
 	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
 	PYTHONPATH=build/gpu:. $(PYTHON) -m pytest tests/gpu -m gpu
 
+# What others' clients and checkers say: some ten minutes, and half a gigabyte of their packages.
+judges: setup $(JUDGES)/.installed
+	SWELL_JUDGES=1 SWELL_FUZZ_CASES=2000 $(BIN)/python -m pytest --timeout 1800 tests/judges
+	$(JUDGES)/bin/python -m pytest --confcutdir tests/judges/outside tests/judges/outside
+
+$(JUDGES)/.installed: tests/judges/requirements.txt
+	$(PYTHON) -m venv $(JUDGES)
+	$(JUDGES)/bin/pip install --quiet --upgrade pip
+	$(JUDGES)/bin/pip install --quiet --requirement tests/judges/requirements.txt
+	touch $(JUDGES)/.installed
+
 # Every fault in every moment, under load: about an hour on two cores; rewrites the tables of the page.
 fault-matrix: setup
 	$(BIN)/python -m swell.cluster.faults --markdown docs/reliability.md
@@ -42,4 +54,4 @@ typecheck: setup
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(JUDGES) build dist *.egg-info

@@ -117,9 +117,7 @@ class AsyncLLM:
             raise NoEngine("no engine is ready yet")
         ticket = Ticket(request, kind)
         self._tickets[request.request_id] = ticket
-        self._processor.add_request(
-            request, params, kind=kind, queue=ticket.collector, index=index
-        )
+        self._processor.add_request(request, params, kind=kind, queue=ticket.collector, index=index)
         self._place(ticket)
         return ticket
 

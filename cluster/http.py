@@ -16,7 +16,7 @@ import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from swell.cluster.anthropic import errors as anthropic
@@ -46,11 +46,13 @@ class HTTPError(Exception):
         message: str,
         code: str | None = None,
         kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.kind = kind
+        self.headers = headers or {}
 
 
 class ClientGone(Exception):
@@ -82,7 +84,9 @@ def failure_of(error: Exception) -> Failure:
             status = 404 if error.code == "model_not_found" else 400
             return Failure(status, error.message, param=error.param, code=error.code)
         case HTTPError():
-            return Failure(error.status, str(error), error.kind, code=error.code)
+            return Failure(
+                error.status, str(error), error.kind, code=error.code, headers=error.headers
+            )
         case NoEngine():
             return Failure(503, str(error), "server_error", code="no_engine", headers=_RETRY_AFTER)
         case EngineGone():
@@ -150,12 +154,30 @@ def route(path: str, handler: Handler, *methods: str) -> Route:
     return Route(path, guarded(handler), methods=list(methods))
 
 
-async def no_such_route(request: Request, error: Exception) -> Response:
-    """A path or a method that is not ours; Starlette knows which."""
-    status = getattr(error, "status_code", 404)
-    what = "is not allowed" if status == 405 else "does not exist"
-    message = f"{request.method} {request.url.path} {what}; see /openapi.json"
-    return error_response(HTTPError(status, message, "not_found"), request)
+async def no_such_route(request: Request, error: Exception) -> Any:
+    """A path or a method that is not ours; Starlette knows which. It tells the methods of the
+    first route of a path only, and HTTP wants all of them."""
+
+    async def refuse(request: Request) -> Any:
+        path = f"{request.method} {request.url.path}"
+        if getattr(error, "status_code", 404) != 405:
+            raise HTTPError(404, f"{path} does not exist; see /openapi.json", "not_found")
+        raise HTTPError(
+            405,
+            f"{path} is not allowed; see /openapi.json",
+            "not_found",
+            headers={"allow": ", ".join(_methods_at(request))},
+        )
+
+    return await guarded(refuse)(request)
+
+
+def _methods_at(request: Request) -> list[str]:
+    methods: set[str] = set()
+    for one in request.app.routes:
+        if isinstance(one, Route) and one.matches(request.scope)[0] is not Match.NONE:
+            methods |= one.methods or set()
+    return sorted(methods)
 
 
 async def read_json_body(request: Request, limit_bytes: int) -> bytes:

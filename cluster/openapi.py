@@ -27,6 +27,7 @@ from swell.cluster.openai import (
 )
 from swell.cluster.openai.base import ErrorBody, RequestBody
 from swell.cluster.openai.messages import ChatMessage
+from swell.cluster.openapi_limits import GENERATION_LIMITS, state_limits
 
 _SCHEMAS = "#/components/schemas/{name}"
 _JSON = "application/json"
@@ -70,6 +71,8 @@ class Operation(NamedTuple):
         "With `stream: true`: events `data: JSON`, each a chunk or, after a failure, an error; the "
         "last one is `data: [DONE]`."
     )
+    named_events: bool = False
+    """Whether an event's type stands beside its data; such streams have no `[DONE]`."""
 
     @property
     def keyed(self) -> bool:
@@ -111,6 +114,7 @@ OPERATIONS = (
         (*_BODY_ERRORS, 404, 500, 503),
         events="With `stream: true`: events `event: TYPE` and `data: JSON`; the last one is "
         "`response.completed`, `response.incomplete` or `response.failed`.",
+        named_events=True,
     ),
     Operation(
         "get",
@@ -151,6 +155,7 @@ OPERATIONS = (
         error=MessagesError,
         events="With `stream: true`: events `event: TYPE` and `data: JSON`; after a failure the "
         "last one is an error.",
+        named_events=True,
     ),
     Operation(
         "post",
@@ -243,6 +248,8 @@ def openapi_document() -> dict[str, Any]:
         anthropic.Tool,
     ):
         _mark_unsupported(kind, schemas[kind.__name__])
+    for kind in (completions.CompletionRequest, chat.ChatCompletionRequest):
+        state_limits(schemas[kind.__name__], GENERATION_LIMITS)
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schema_of)
@@ -311,11 +318,23 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
 
 
 def _event_schema(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    return {
+    """One event of a stream, as an object of its fields: OpenAPI 3.1 does not say what the schema
+    of an event stream describes, and readers of 3.1 take it for this."""
+    data: dict[str, Any] = {
         "type": "string",
-        "description": operation.events,
         "contentMediaType": _JSON,
-        "contentSchema": {"oneOf": [schema_of[operation.chunk], schema_of[operation.error]]},
+        "contentSchema": {"anyOf": [schema_of[operation.chunk], schema_of[operation.error]]},
+    }
+    properties = {"data": data}
+    if operation.named_events:
+        properties["event"] = {"type": "string"}
+    else:
+        properties["data"] = {"anyOf": [{"const": "[DONE]"}, data]}
+    return {
+        "type": "object",
+        "description": operation.events,
+        "properties": properties,
+        "required": sorted(properties),
     }
 
 

@@ -25,6 +25,8 @@ class Rest(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
     logprobs: ChatLogprobs | CompletionLogprobs | None = None
     token_ids: list[int] | None = None
+    usage: Usage | None = None
+    """Of the choice so far."""
 
 
 PLAIN = Rest()
@@ -67,7 +69,7 @@ class _Stream:
             _encode(rest.finish_reason),
             _encode(rest.stop_reason),
             ids,
-            self._end,
+            self._end if rest.usage is None else b'}],"usage":%b}\n\n' % _encode(rest.usage),
         )
 
 

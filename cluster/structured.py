@@ -188,7 +188,7 @@ def _choice(value: list[str], param: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text as Lark writes it; DEL is the one character that must be escaped there, not in JSON."""
+    """A text as Lark writes it: JSON does not escape DEL, and Lark must."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\x7f")
 
 

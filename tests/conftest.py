@@ -9,7 +9,7 @@ from swell.configs.process import sleep_at_barriers
 sleep_at_barriers()
 
 SLOW = (
-    *("/e2e/", "/worker/", "/kernels/", "test_token_exact", "test_local", "test_cli"),
+    *("/e2e/", "/worker/", "/kernels/", "/judges/", "test_token_exact", "test_local", "test_cli"),
     *(
         "test_ray_executor",
         "test_inproc_groups",

@@ -102,6 +102,11 @@ def usage_of(outputs: Iterable[RequestOutput], completion_tokens: int) -> Usage:
     )
 
 
+def choice_usage(output: RequestOutput) -> Usage:
+    """Of one choice of a stream so far."""
+    return usage_of([output], output.outputs[0].num_output_tokens)
+
+
 def stream_usage(last: dict[int, RequestOutput], n: int) -> Usage:
     """`last`: the last output of each choice."""
     drawn = sum(output.outputs[0].num_output_tokens for output in last.values())

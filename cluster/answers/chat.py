@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 from msgspec import UNSET
 
-from swell.cluster.answers.base import Answer
+from swell.cluster.answers.base import Answer, choice_usage
 from swell.cluster.logprobs import chat_logprobs, prompt_logprobs_body
 from swell.cluster.openai.base import Usage
 from swell.cluster.openai.chat import (
@@ -91,7 +91,7 @@ class ChatAnswer(Answer):
             said += parser.flush()
         if any(isinstance(one, parts.ToolCall) for one in said):
             self._called.add(choice)
-        rest = self._rest(choice, part)
+        rest = self._rest(choice, output, part)
         for place, one in enumerate(said):
             yield self._event(choice, one, rest if place == len(said) - 1 else PLAIN)
         if not said and rest is not PLAIN:
@@ -110,13 +110,14 @@ class ChatAnswer(Answer):
                 call = ToolCallDelta(index=index, function=FunctionDelta(arguments=text))
         return self._stream.delta(ChatDelta(tool_calls=[call]), choice, rest)
 
-    def _rest(self, choice: int, part: CompletionOutput) -> Rest:
+    def _rest(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Rest:
         """What the last event of an output has beside its text."""
         ids = part.token_ids if self._body.return_token_ids else None
-        if part.finish_reason is None and ids is None and part.logprobs is None:
+        usage = choice_usage(output) if self._body.continuous_usage else None
+        if all(told is None for told in (part.finish_reason, ids, part.logprobs, usage)):
             return PLAIN
         reason = self._reason(part, called=choice in self._called)
-        return Rest(reason, part.stop_reason, self._logprobs(part), ids)
+        return Rest(reason, part.stop_reason, self._logprobs(part), ids, usage)
 
     def _logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
         if part.logprobs is None:

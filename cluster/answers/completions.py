@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 from msgspec import UNSET
 
-from swell.cluster.answers.base import Answer
+from swell.cluster.answers.base import Answer, choice_usage
 from swell.cluster.logprobs import completion_logprobs, prompt_logprobs_body
 from swell.cluster.openai.base import Usage, usage
 from swell.cluster.openai.completions import Completion, CompletionChoice, CompletionRequest
@@ -71,12 +71,14 @@ class CompletionAnswer(Answer):
             prompt = self._text_of(output.prompt_token_ids) if body.echo else ""
             self._echoed_chars[choice] = len(prompt)
         rest = PLAIN
-        if part.finish_reason is not None or body.return_token_ids or body.logprobs is not None:
+        told = body.return_token_ids or body.logprobs is not None or body.continuous_usage
+        if part.finish_reason is not None or told:
             rest = Rest(
                 part.finish_reason,
                 part.stop_reason,
                 self._logprobs(output, part, self._echoed_chars[choice]),
                 part.token_ids if body.return_token_ids else None,
+                self._shown_usage(choice_usage(output)) if body.continuous_usage else None,
             )
         yield self._stream.chunk(prompt + part.text, choice, rest)
 

@@ -90,8 +90,8 @@ class CompletionChunkChoice(Body, kw_only=True):
 
 
 class CompletionChunk(Body, kw_only=True):
-    """One event of a completion stream. `usage` is null in all but the last event of a stream
-    that asked for it, and absent from one that did not."""
+    """One event of a completion stream. `usage` is absent from a stream that did not ask for it;
+    else it is null in all but the last event, unless `continuous_usage_stats` asked for more."""
 
     id: str
     object: str = "text_completion"

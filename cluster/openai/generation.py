@@ -11,6 +11,8 @@ from swell.cluster.params import BadRequest, SamplingParams, StructuredOutputs, 
 
 class StreamOptions(RequestBody, kw_only=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Tell with every output how many tokens its choice has had so far."""
     include_obfuscation: bool | None = None
     """Accepted; the answer is never padded."""
 
@@ -99,10 +101,14 @@ class GenerationRequest(RequestBody, kw_only=True):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
+
     def check(self) -> None:
         self.refuse_unsupported()
-        if self.stream_options is not None and not self.stream:
-            raise BadRequest("stream_options is only allowed with stream=true", "stream_options")
+        self._check_stream()
         if self.stream and self.prompt_logprobs is not None:
             raise BadRequest(
                 f"prompt_logprobs={shown(self.prompt_logprobs)} is not told in a stream; leave out "
@@ -111,6 +117,17 @@ class GenerationRequest(RequestBody, kw_only=True):
             )
         check_routing(self.cache_salt, self.data_parallel_rank, self.priority)
         self.form()
+
+    def _check_stream(self) -> None:
+        if self.stream_options is None:
+            return
+        if not self.stream:
+            raise BadRequest("stream_options is only allowed with stream=true", "stream_options")
+        if self.stream_options.continuous_usage_stats and not self.stream_options.include_usage:
+            raise BadRequest(
+                "stream_options.continuous_usage_stats=true needs include_usage=true beside it",
+                "stream_options.continuous_usage_stats",
+            )
 
     def answer_max_tokens(self) -> int | None:
         """The explicit limit, or the endpoint's default."""

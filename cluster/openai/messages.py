@@ -58,6 +58,8 @@ class ChatMessage(RequestBody, kw_only=True):
 
     refusal: str | None = None
     annotations: list[Any] | None = None
+    provider_specific_fields: Any = None
+    """Accepted; LiteLLM writes it into every answer, which comes back with the conversation."""
     function_call: Any = None
     audio: Any = None
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import requests
 
 from swell.cluster.edge import EdgeServer, free_port
 from swell.cluster.ingress import Ingress
@@ -32,7 +33,7 @@ MAX_BODY_BYTES = 100_000
 DEADLINE_S = 60.0
 SETTINGS = {
     "model.dtype": "float32",
-    "model.max_model_len": 256,
+    "model.max_model_len": 512,
     "parallel.executor": "inproc",
     "cluster.heartbeat_s": 0.2,
     "serve.max_body_bytes": MAX_BODY_BYTES,
@@ -76,6 +77,8 @@ class House:
     def __init__(self, url: str) -> None:
         self.url = url
         self.client = httpx.Client(base_url=url, timeout=DEADLINE_S)
+        self.session = requests.Session()
+        """For judges that speak with it."""
 
     def answers(self) -> None:
         """Raise AssertionError unless a plain request gets the right answer."""
@@ -91,9 +94,19 @@ class House:
         assert told.status_code == 200, told.text
         assert told.json()["choices"][0]["message"]["content"] == "ABC"
 
-    def is_idle(self) -> bool:
-        engines = json.loads(self.client.get("/admin/idle").content)["engines"]
-        return all(engine["idle"] for engine in engines)
+    def wait_idle(self) -> None:
+        """Return once every block and slot is free. Raise AssertionError if one never is."""
+        end = time.monotonic() + DEADLINE_S
+        while True:
+            engines = self.client.get("/admin/idle").json()["engines"]
+            if all(engine["idle"] for engine in engines):
+                return
+            assert time.monotonic() < end, engines
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self.client.close()
+        self.session.close()
 
 
 @contextlib.contextmanager
@@ -117,7 +130,7 @@ def open_house() -> Iterator[House]:
     try:
         yield house
     finally:
-        house.client.close()
+        house.close()
         stop()
         serving.join()
         engine.stop()
