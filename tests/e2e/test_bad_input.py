@@ -27,7 +27,7 @@ FIELDS = [
     (CHAT, {**GOOD, "stop": ["a"] * 17}, 400, "stop", ["17", "16"]),
     (CHAT, {**GOOD, "stop": [""]}, 400, "stop[0]", []),
     (CHAT, {**GOOD, "stop_token_ids": [10**6]}, 400, "stop_token_ids[0]", ["1000000"]),
-    (CHAT, {**GOOD, "n": 2}, 400, "n", ["2"]),
+    (CHAT, {**GOOD, "n": 129}, 400, "n", ["129", "128"]),
     (CHAT, {**GOOD, "best": 1}, 400, "best", ["best"]),
     (CHAT, {**GOOD, "messages": []}, 400, "messages", []),
     (CHAT, {**GOOD, "messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role", []),
