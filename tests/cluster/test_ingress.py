@@ -26,6 +26,7 @@ from swell.coordinator.service import CoordinatorService, Seat
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits
 from swell.engine.server import EngineServer
+from swell.engine.wire import EngineCoreRequest
 from tests.cluster import tokenizers_for_tests
 from tests.engine.fake_worker import FakeExecutor, next_token
 
@@ -269,3 +270,24 @@ def test_keys(folder, tmp_path):
     with building(folder, 1, **files) as house:
         statuses = asyncio.run(ask(house))
     assert statuses == [(401, 401), (200, 401), (200, 401), (401, 401), (401, 200)]
+
+
+def test_what_a_request_says_of_itself_reaches_its_engine(folder):
+    told = {"x-request-id": "mine", "traceparent": "00-ab-cd-01", "tracestate": "k=v"}
+    wish = body([1, 2], 400, stream=True, priority=7, cache_salt="salt", n=2)
+
+    async def ask(house: Building) -> list[EngineCoreRequest]:
+        async with house.serving() as client:
+            stream = client.stream("POST", "/v1/completions", json=wish, headers=told)
+            async with stream as answer:
+                await anext(answer.aiter_lines())
+                assert answer.headers["x-request-id"] == "mine"
+                return [r.core for r in house.engines[0].core.scheduler.requests.values()]
+
+    with building(folder, 1) as house:
+        asked = asyncio.run(ask(house))
+    assert sorted(core.sampler.seed for core in asked) == [3, 4]
+    for core in asked:
+        assert core.external_req_id == "mine"
+        assert core.trace_headers == {"traceparent": "00-ab-cd-01", "tracestate": "k=v"}
+        assert (core.priority, core.cache_salt) == (7, "salt")
