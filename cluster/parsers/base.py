@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import lru_cache
 
 from swell.cluster.parsers.parts import Content, Part, merge
@@ -46,6 +47,28 @@ class ContentParser(Parser):
 
     def flush(self) -> list[Part]:
         return []
+
+
+class StateParser(Parser):
+    """A parser that is in one state at a time: each reads some of a text and says where the next
+    one goes on."""
+
+    def __init__(self, state: Callable[[str, int], int]) -> None:
+        self._state = state
+        self._parts: list[Part] = []
+
+    def push(self, text: str) -> list[Part]:
+        self._read(text)
+        return self._take()
+
+    def _read(self, text: str) -> None:
+        at = 0
+        while at < len(text):
+            at = self._state(text, at)
+
+    def _take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return merge(parts)
 
 
 class Chain(Parser):

@@ -15,10 +15,9 @@ may speak of the tags.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
-from swell.cluster.parsers.base import Matcher, Parser
-from swell.cluster.parsers.parts import Content, Part, Reasoning, merge
+from swell.cluster.parsers.base import Matcher, StateParser
+from swell.cluster.parsers.parts import Content, Part, Reasoning
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -26,23 +25,18 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _NEWLINES = re.compile(r"\n*")
 
 
-class ThinkParser(Parser):
+class ThinkParser(StateParser):
     """The model writes `<think>` itself, or answers without reasoning (Qwen3)."""
 
     markers = (OPEN, CLOSE)
 
     def __init__(self) -> None:
-        self._state: Callable[[str, int], int] = self._before
+        super().__init__(self._before)
         self._matcher = Matcher(OPEN)
-        self._parts: list[Part] = []
         self._space: list[str] = []
         """Whitespace before what may be `<think>`."""
         self._newlines = 0
         """Newlines before what may be `</think>`."""
-
-    def push(self, text: str) -> list[Part]:
-        self._read(text)
-        return self._take()
 
     def flush(self) -> list[Part]:
         if self._state in (self._before, self._opening):
@@ -50,15 +44,6 @@ class ThinkParser(Parser):
         if self._state == self._inside:
             self._parts.append(Reasoning("\n" * self._newlines + self._matcher.flush()))
         return self._take()
-
-    def _read(self, text: str) -> None:
-        at = 0
-        while at < len(text):
-            at = self._state(text, at)
-
-    def _take(self) -> list[Part]:
-        parts, self._parts = self._parts, []
-        return merge(parts)
 
     def _before(self, text: str, at: int) -> int:
         end = _space_end(text, at)

@@ -17,9 +17,9 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 
-from swell.cluster.parsers.base import Matcher, Parser
+from swell.cluster.parsers.base import Matcher, StateParser
 from swell.cluster.parsers.json_stream import CallReader, end_of
-from swell.cluster.parsers.parts import Arguments, Content, Part, Tool, ToolCall, merge
+from swell.cluster.parsers.parts import Arguments, Content, Part, Tool, ToolCall
 
 SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -28,7 +28,7 @@ def random_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-class ToolParser(Parser):
+class ToolParser(StateParser):
     """Content and tool calls. A format says what its markers begin."""
 
     openers: tuple[str, ...]
@@ -37,8 +37,7 @@ class ToolParser(Parser):
     def __init__(self, make_id: Callable[[], str] | None = None) -> None:
         self._make_id = make_id or self.random_id
         self._matcher = Matcher(*self.openers)
-        self._state: Callable[[str, int], int] = self._gap
-        self._parts: list[Part] = []
+        super().__init__(self._gap)
         self._lead: list[str] = []
         self._held: list[str] = []
         """A call that is not announced: content if it turns out to be none."""
@@ -69,10 +68,6 @@ class ToolParser(Parser):
         ValueError for a tool whose parameters are not those of an object, and without tools.
         """
 
-    def push(self, text: str) -> list[Part]:
-        self._read(text)
-        return self._take()
-
     def flush(self) -> list[Part]:
         if self._call is not None and self._announced:
             self._call.flush()
@@ -81,15 +76,6 @@ class ToolParser(Parser):
         if rest or not self._num_calls:
             self._show(rest)
         return self._take()
-
-    def _read(self, text: str) -> None:
-        at = 0
-        while at < len(text):
-            at = self._state(text, at)
-
-    def _take(self) -> list[Part]:
-        parts, self._parts = self._parts, []
-        return merge(parts)
 
     # ------------------------------------------------------------------------------- a format
 
