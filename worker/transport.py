@@ -42,7 +42,8 @@ class PeerWaiter:
 
     def __init__(self) -> None:
         self._works: SimpleQueue[tuple[Any, timedelta, Future[None]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="gloo-peer", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="gloo-peer", daemon=True)
+        self._thread.start()
 
     def wait(self, work: Any, timeout: timedelta) -> Future[None]:
         """Works are waited for one after the other."""
@@ -50,9 +51,15 @@ class PeerWaiter:
         self._works.put((work, timeout, done))
         return done
 
-    def close(self) -> None:
-        """The thread ends once it has nothing left to wait for."""
+    def leave(self) -> None:
+        """The thread ends once it has nothing left to wait for, if ever."""
         self._works.put(None)
+
+    def close(self) -> None:
+        """End the thread, which has nothing left to wait for. It must not outlive the interpreter:
+        the works that it drops let go of the interpreter's lock and could not take it again."""
+        self.leave()
+        self._thread.join()
 
     def _run(self) -> None:
         while (task := self._works.get()) is not None:
@@ -128,12 +135,14 @@ class GlooTransport(Transport):
                     raise RuntimeError("given up: the operation was aborted") from error
 
     def close(self) -> None:
+        if self._stuck:  # to end thread and group would be to wait for the operation
+            self.aborted = True
+            if self._waiter is not None:
+                self._waiter.leave()
+            return
         if self._waiter is not None:
             self._waiter.close()
-        if self._stuck:  # leaving would wait for the operation
-            self.aborted = True
-        else:
-            super().close()
+        super().close()
 
     def abort(self) -> None:
         self.aborted = True
