@@ -24,6 +24,7 @@ OPERATIONS = (
     "attention",
     "bitmask",
     "cache",
+    "linear",
     "moe",
     "norm",
     "penalties",

@@ -16,6 +16,7 @@ from swell.configs.schema import Config
 from swell.kernels import columns
 from swell.worker import kv_cache
 from swell.worker.experts import max_share_bytes, rebalance
+from swell.worker.layers.weighted import pack_weights
 from swell.worker.loader import load_config, load_weights, max_model_len, resolve_dtype
 from swell.worker.mesh import GROUP_TIMEOUT_S, GroupError, Mesh
 from swell.worker.models import build_model
@@ -86,6 +87,7 @@ class Worker:
         self.mesh = Mesh.build(parallel, self.rank, store, epoch, self.device)
         self.model = build_model(model_config, hf_config, self.mesh, self.device, self._dtype)
         weight_bytes = load_weights(self.model, model_config, self._progress)
+        pack_weights(self.model)
         for layer in [*self.model.attention_layers(), *self._moe_layers()]:
             layer.register_forward_hook(self._tick)
         length = max_model_len(model_config, hf_config)

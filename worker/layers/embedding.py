@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
+from swell.kernels.linear import embedding, linear
 from swell.worker.layers.piece import ALL, Piece, empty_parameter
+from swell.worker.layers.weighted import Weighted
 from swell.worker.mesh import Group
 
 
-class _VocabRows(nn.Module):
+class _VocabRows(Weighted):
     """This rank's rows of a [vocab, hidden] matrix."""
 
     def __init__(self, vocab: int, hidden: int, group: Group) -> None:
@@ -38,24 +38,35 @@ class _VocabRows(nn.Module):
 class VocabParallelEmbedding(_VocabRows):
     """Each rank looks up the words it has; the sum over the group is on every rank."""
 
+    def pack(self) -> None:
+        """Rows are looked up as they are, unless a head that shares them packs them."""
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] int, each below `vocab` -> [T, hidden]"""
         if self.group.size == 1:
-            return F.embedding(ids, self.weight)
+            return embedding(ids, self.weight)
         local = ids - self.start
         elsewhere = (local < 0) | (local >= self.rows)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.group.all_reduce(found.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
 class ParallelLMHead(_VocabRows):
     """Each rank computes the logits of its words; all of them are on every rank."""
 
+    _tied: tuple[VocabParallelEmbedding, ...] = ()
+
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's own parameter."""
+        """Use the embedding's own weight."""
         self.weight = embedding.weight
+        self._tied = (embedding,)  # in a tuple: its parameters are not this layer's
+
+    def pack(self) -> None:
+        super().pack()
+        for tied in self._tied:
+            tied.replace(self.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] -> logits [S, vocab] float32"""
-        logits = self.group.all_gather(F.linear(hidden, self.weight), -1)
+        logits = self.group.all_gather(linear(hidden, self.weight), -1)
         return logits[:, : self.vocab].float()

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from swell.kernels.linear import linear
 from swell.worker.layers.piece import ALL, Piece, empty_parameter, share, whole
+from swell.worker.layers.weighted import Weighted
 from swell.worker.mesh import Group
 
 
@@ -34,7 +35,7 @@ class Rows:
         return cls(group.rank * count, count, total)
 
 
-class _FusedColumns(nn.Module):
+class _FusedColumns(Weighted):
     """Rows of several checkpoint matrices, stacked in one parameter: one product for them all."""
 
     bias: nn.Parameter | None
@@ -49,7 +50,7 @@ class _FusedColumns(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., this rank's rows]"""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def pieces(self, *names: str) -> Iterator[Piece]:
         """One name a part, without `.weight`."""
@@ -137,7 +138,7 @@ class QKVParallelLinear(_FusedColumns):
         return q, k, v
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Weighted):
     """Each rank multiplies its part of the inputs; the sum over the group is on every rank.
 
     `split_input` takes the whole input on every rank and cuts this rank's part out of it.
@@ -167,8 +168,8 @@ class RowParallelLinear(nn.Module):
         if self.split_input:
             x = x.narrow(-1, self.columns.start, self.columns.count)
         if self.group.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = self.group.all_reduce(F.linear(x, self.weight))
+            return linear(x, self.weight, self.bias)
+        y = self.group.all_reduce(linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
     def pieces(self, name: str) -> Iterator[Piece]:

@@ -1,0 +1,179 @@
+// y = x W^T + b, with W packed once.
+//
+//     W packed [panels][in][kPanel]:  one k of a panel is kPanel neighbouring outputs
+//     tile:  up to kRows rows of x times a block of one panel, its sums in registers
+//            for k of the block:  sum[m][0 .. kPanel) += x[m][k] * W[panel][k][0 .. kPanel)
+//
+// An output is summed over k in blocks of kBlock, one after the other, whatever the number of rows
+// and threads: a row's result has the same bits whatever stands beside it. With few rows the time
+// is that of reading W once, in order; with many, a panel's block stays in the cache meanwhile.
+#include <omp.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <utility>
+
+#include "vec.h"
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int kLanes = 16, kRows = 12;  // 24 sums of 32 registers
+#else
+constexpr int kLanes = 8, kRows = 6;  // 12 of 16
+#endif
+constexpr int64_t kPanel = 2 * kLanes;
+constexpr int64_t kBlock = 256;
+constexpr int64_t kChunk = 16 * kRows;  // rows that pass over a panel before the next one
+constexpr int64_t kTasks = 4;  // of a thread: they share the work although cores are shared
+
+typedef float lanes __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t lanes_u __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t lanes_h __attribute__((vector_size(kLanes * 2)));
+
+SWELL_INLINE lanes wide(const float* p) {
+  lanes v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+SWELL_INLINE lanes wide(const bf16* p) {
+  lanes_h h;
+  std::memcpy(&h, p, sizeof h);
+  lanes_u bits = __builtin_convertvector(h, lanes_u) << 16;
+  lanes v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+// sums [M][kPanel] += x [M][count], rows x_stride apart, times w [count][kPanel].
+template <typename T, int M>
+void tile(const float* x, int64_t x_stride, const T* w, int64_t count, float* sums) {
+  lanes sum[M][2] = {};
+  for (int64_t k = 0; k < count; k++) {
+    const lanes w0 = wide(w + k * kPanel), w1 = wide(w + k * kPanel + kLanes);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+      const float factor = x[m * x_stride + k];
+      sum[m][0] += factor * w0;
+      sum[m][1] += factor * w1;
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int i = 0; i < 2; i++) {
+      float* to = sums + m * kPanel + i * kLanes;
+      const lanes v = wide(to) + sum[m][i];
+      std::memcpy(to, &v, sizeof v);
+    }
+}
+
+template <typename T>
+using Tile = void (*)(const float*, int64_t, const T*, int64_t, float*);
+
+template <typename T, int... M>
+constexpr std::array<Tile<T>, kRows> tiles(std::integer_sequence<int, M...>) {
+  return {tile<T, M + 1>...};
+}
+template <typename T>
+constexpr auto kTiles = tiles<T>(std::make_integer_sequence<int, kRows>());
+
+// sums [rows][kPanel] = x [rows][size] times a panel [size][kPanel].
+template <typename T>
+void multiply(const float* x, int64_t x_stride, const T* panel, int64_t rows, int64_t size,
+              float* sums) {
+  std::memset(sums, 0, rows * kPanel * sizeof(float));
+  for (int64_t k = 0; k < size; k += kBlock)
+    for (int64_t m = 0; m < rows; m += kRows)
+      kTiles<T>[std::min<int64_t>(kRows, rows - m) - 1](
+          x + m * x_stride + k, x_stride, panel + k * kPanel, std::min(kBlock, size - k),
+          sums + m * kPanel);
+}
+
+// y rows y_stride apart; `width` of kPanel outputs exist.
+template <typename T>
+void finish(const float* sums, const T* bias, T* y, int64_t y_stride, int64_t rows,
+            int64_t width) {
+  for (int64_t m = 0; m < rows; m++)
+    for (int64_t n = 0; n < width; n += 8) {
+      v8 v = load(sums + m * kPanel + n);
+      const int64_t left = width - n;
+      if (bias) v += left >= 8 ? load(bias + n) : load_part(bias + n, left);
+      T* to = y + m * y_stride + n;
+      left >= 8 ? store(to, v) : store_part(to, v, left);
+    }
+}
+
+const float* as_float(const float* x, int64_t, int64_t, int64_t&, std::unique_ptr<float[]>&) {
+  return x;
+}
+// Rows in float32, dense; `stride` becomes theirs.
+const float* as_float(const bf16* x, int64_t rows, int64_t size, int64_t& stride,
+                      std::unique_ptr<float[]>& memory) {
+  const int64_t padded = (size + 7) / 8 * 8;
+  memory.reset(new float[rows * padded]);
+  for (int64_t m = 0; m < rows; m++)
+    for (int64_t k = 0; k < size; k += 8) {
+      const bf16* from = x + m * stride + k;
+      store(memory.get() + m * padded + k, size - k >= 8 ? load(from) : load_part(from, size - k));
+    }
+  stride = padded;
+  return memory.get();
+}
+
+template <typename T>
+void linear(const T* x, const T* w, const T* bias, T* y, int64_t rows, int64_t size, int64_t outs,
+            int64_t x_stride) {
+  if (rows == 0) return;
+  const int64_t panels = (outs + kPanel - 1) / kPanel;
+  const int64_t chunks = (rows + kChunk - 1) / kChunk;
+  // A task is one chunk of rows and some panels.
+  const int64_t wanted = std::max<int64_t>(1, kTasks * omp_get_max_threads() / chunks);
+  const int64_t some = (panels + wanted - 1) / wanted;
+  const int64_t groups = (panels + some - 1) / some;
+#pragma omp parallel for schedule(dynamic) if (rows * size * outs > kParallelWork)
+  for (int64_t task = 0; task < chunks * groups; task++) {
+    alignas(64) float sums[kChunk * kPanel];
+    std::unique_ptr<float[]> memory;
+    const int64_t m = task / groups * kChunk, count = std::min(kChunk, rows - m);
+    int64_t stride = x_stride;
+    const float* from = as_float(x + m * x_stride, count, size, stride, memory);
+    const int64_t first = task % groups * some, last = std::min(first + some, panels);
+    for (int64_t panel = first; panel < last; panel++) {
+      const int64_t n = panel * kPanel;
+      multiply(from, stride, w + n * size, count, size, sums);
+      finish(sums, bias ? bias + n : nullptr, y + m * outs + n, outs, count,
+             std::min(kPanel, outs - n));
+    }
+  }
+}
+
+// One output, a row of W, has its elements kPanel apart.
+template <typename T>
+void embedding(const int64_t* ids, const T* w, T* y, int64_t tokens, int64_t size) {
+#pragma omp parallel for if (tokens * size * 8 > kParallelWork)
+  for (int64_t t = 0; t < tokens; t++) {
+    const T* from = w + ids[t] / kPanel * kPanel * size + ids[t] % kPanel;
+    for (int64_t k = 0; k < size; k++) y[t * size + k] = from[k * kPanel];
+  }
+}
+
+}  // namespace
+
+// Outputs that lie side by side.
+SWELL_API int64_t swell_linear_panel() { return kPanel; }
+
+SWELL_API void swell_linear(const void* x, const void* w, const void* bias, void* y, int64_t rows,
+                            int64_t size, int64_t outs, int64_t x_stride, int is_bf16) {
+  if (is_bf16)
+    linear(static_cast<const bf16*>(x), static_cast<const bf16*>(w),
+           static_cast<const bf16*>(bias), static_cast<bf16*>(y), rows, size, outs, x_stride);
+  else
+    linear(static_cast<const float*>(x), static_cast<const float*>(w),
+           static_cast<const float*>(bias), static_cast<float*>(y), rows, size, outs, x_stride);
+}
+
+SWELL_API void swell_embedding(const int64_t* ids, const void* w, void* y, int64_t tokens,
+                               int64_t size, int is_bf16) {
+  if (is_bf16) embedding(ids, static_cast<const bf16*>(w), static_cast<bf16*>(y), tokens, size);
+  else embedding(ids, static_cast<const float*>(w), static_cast<float*>(y), tokens, size);
+}

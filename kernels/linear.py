@@ -1,0 +1,46 @@
+"""Products with a weight that stays, y = x W^T + b, and looking rows of it up.
+
+A column may keep a weight in an order of its own: `pack` it once, when it is filled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from swell.kernels import columns
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [out, in] in the order of the column that packed it."""
+
+    data: Tensor
+    out_features: int
+    in_features: int
+
+
+Weight = Tensor | Packed
+
+
+def pack(weight: Tensor) -> Weight:
+    """`weight` [out, in] as `linear` takes it fastest: itself, or a copy.
+
+    Columns: reference, cpu.
+    """
+    return columns.pick("linear", weight.device.type).pack(weight)  # type: ignore[no-any-return]
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x [..., in], weight [out, in], bias [out] or none -> new [..., out], all of one type.
+
+    With a packed weight a row's result has the same bits whatever rows stand beside it. Sums are
+    in float32, and rounded once to the type. Columns: reference, cpu.
+    """
+    return columns.pick("linear", x.device.type).linear(x, weight, bias)  # type: ignore[no-any-return]
+
+
+def embedding(ids: Tensor, weight: Weight) -> Tensor:
+    """Rows `ids` [T] int of weight [vocab, hidden] -> new [T, hidden]. Columns: reference, cpu."""
+    return columns.pick("linear", ids.device.type).embedding(ids, weight)  # type: ignore[no-any-return]

@@ -1,0 +1,21 @@
+"""Products in plain torch: a weight stays as it is."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def pack(weight: Tensor) -> Tensor:
+    """See `swell.kernels.linear.pack`."""
+    return weight
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `swell.kernels.linear.linear`."""
+    return F.linear(x, weight, bias)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """See `swell.kernels.linear.embedding`."""
+    return F.embedding(ids, weight)

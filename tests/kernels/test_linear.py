@@ -1,0 +1,106 @@
+"""Products: every column against float64, and a packed row's bits whatever stands beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from swell.kernels import columns
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def column(name: str):
+    module = columns.load(name, "linear")
+    if module is None:
+        pytest.skip(f"the column {name} cannot run here")
+    return module
+
+
+def wanted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "size", "outs"),
+    [
+        (0, 64, 32),
+        (1, 64, 32),
+        (1, 300, 1000),
+        (3, 1, 1),
+        (7, 33, 31),
+        (13, 257, 65),
+        (50, 256, 96),
+    ],
+)
+def test_linear(name, dtype, bias, rows, size, outs):
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, size).to(dtype), torch.randn(outs, size).to(dtype)
+    b = torch.randn(outs).to(dtype) if bias else None
+    module = column(name)
+    y = module.linear(x, module.pack(weight), b)
+    assert y.dtype == dtype and y.shape == (rows, outs)
+    scale = size**0.5
+    assert torch.allclose(
+        y.double(), wanted(x, weight, b), rtol=EPS[dtype], atol=EPS[dtype] * scale
+    )
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_long_sum_over_many_rows(name):
+    """Several blocks of k and several chunks of rows."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(430, 1000), torch.randn(100, 1000)
+    module = column(name)
+    y = module.linear(x, module.pack(weight))
+    assert (y.double() - wanted(x, weight, None)).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_inputs_that_are_views(name, dtype):
+    torch.manual_seed(0)
+    module, weight = column(name), torch.randn(40, 24).to(dtype)
+    packed = module.pack(weight)
+    wide = torch.randn(6, 60).to(dtype)
+    for x in (
+        wide[:, 30:54],
+        wide[::2, :24],
+        wide[:, ::2][:, :24],
+        wide[:, :24].unflatten(0, (2, 3)),
+    ):
+        y, y_dense = module.linear(x, packed), module.linear(x.contiguous(), packed)
+        assert y.shape == (*x.shape[:-1], 40)
+        torch.testing.assert_close(y, y_dense)
+
+
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_packed_row_has_its_bits_alone_and_among_others(dtype, threads):
+    torch.manual_seed(0)
+    module, before = column("cpu"), torch.get_num_threads()
+    x, packed = torch.randn(500, 700).to(dtype), module.pack(torch.randn(333, 700).to(dtype))
+    whole = module.linear(x, packed)
+    torch.set_num_threads(threads)
+    try:
+        for start, stop in [(0, 1), (499, 500), (3, 8), (100, 113), (7, 300)]:
+            assert torch.equal(module.linear(x[start:stop], packed), whole[start:stop])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64])
+def test_embedding(name, dtype, integer):
+    torch.manual_seed(0)
+    module, weight = column(name), torch.randn(71, 40).to(dtype)
+    ids = torch.tensor([0, 70, 33, 33, 64, 31, 32], dtype=integer)
+    assert torch.equal(module.embedding(ids, module.pack(weight)), weight[ids.long()])
+    assert module.embedding(ids[:0], module.pack(weight)).shape == (0, 40)
