@@ -16,6 +16,7 @@ from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.worker.block_tables import BlockTables
 from swell.worker.dispatch import Agreement, make_dispatch
 from swell.worker.feedback import Outbox, make_feedback
+from swell.worker.graphs import make_forward
 from swell.worker.input_batch import InputBatch, build_batch
 from swell.worker.mesh import Mesh
 from swell.worker.request_states import RequestStates
@@ -86,6 +87,7 @@ class ModelRunner:
         self.readers = make_readers(model, self.states)
         self.feedback = make_feedback(mesh, self.states)
         self.dispatch = make_dispatch(model, mesh)
+        self._run_model = make_forward(model, mesh, self.blocks.max_blocks, device)
         # The engine does not plan further ahead than this, so an older send has been received.
         self._outbox = Outbox(scheduler.steps_in_flight)
         self._copy_stream: torch.cuda.Stream | None = None
@@ -142,7 +144,7 @@ class ModelRunner:
             intermediate = self.model.make_empty_intermediate(batch.num_tokens)
             for tensor in intermediate.tensors():
                 group.recv(tensor, stage - 1)
-        result = self.model(batch, intermediate)
+        result = self._run_model(batch, intermediate)
         if self.mesh.is_last_stage:
             assert isinstance(result, Tensor)
             return result

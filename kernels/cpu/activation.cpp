@@ -25,10 +25,17 @@ void silu_and_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
 
 }  // namespace
 
-SWELL_API void swell_silu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t size,
-                                  int is_bf16) {
-  if (is_bf16)
-    silu_and_mul(static_cast<const bf16*>(gate_up), static_cast<bf16*>(out), rows, size);
+struct ActivationArgs {
+  const void* gate_up;
+  void* out;
+  int64_t rows, size, is_bf16;
+};
+
+SWELL_API void swell_silu_and_mul(const ActivationArgs* a) {
+  if (a->is_bf16)
+    silu_and_mul(static_cast<const bf16*>(a->gate_up), static_cast<bf16*>(a->out), a->rows,
+                 a->size);
   else
-    silu_and_mul(static_cast<const float*>(gate_up), static_cast<float*>(out), rows, size);
+    silu_and_mul(static_cast<const float*>(a->gate_up), static_cast<float*>(a->out), a->rows,
+                 a->size);
 }

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from swell.kernels.cpu.build import TYPES, library
+from swell.kernels.cpu.build import TYPES
+from swell.kernels.cpu.graph import INT, POINTER, Function
 from swell.kernels.reference import activation as reference
 
-_call = library().swell_silu_and_mul
-_call.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int]
-_call.restype = None
+_silu = Function(
+    "swell_silu_and_mul",
+    **dict.fromkeys(("gate_up", "out"), POINTER),
+    **dict.fromkeys(("rows", "size", "is_bf16"), INT),
+)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -22,8 +23,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
-    _call(
+    _silu(
         gate_up.data_ptr(), out.data_ptr(), out.numel() // max(1, size), size,
-        gate_up.dtype == torch.bfloat16,
+        gate_up.dtype == torch.bfloat16, used=(gate_up, out),
     )  # fmt: skip
     return out

@@ -24,7 +24,7 @@ struct AttentionArgs {
   const int32_t* context_tokens;
   const int32_t* block_table;
   int64_t rows, heads, kv_heads, head_dim, block_tokens, table_stride, q_stride;
-  int64_t k_block_stride, v_block_stride, window;
+  int64_t k_block_stride, v_block_stride, window, is_bf16;
   float scale, softcap;
 };
 
@@ -37,7 +37,99 @@ struct Item {
   int32_t row, first, count;  // the row's tokens first .. first + count - 1
 };
 
-// DIM is head_dim where it is known when compiling, a multiple of 8; 0: any.
+// The loops below take all they need by value, each in a function of its own: that leaves the
+// compiler enough registers. DIM is head_dim where it is known when compiling, a multiple of 8; 0: any.
+
+template <typename T, int DIM>
+SWELL_INLINE v8 part_of(const T* p, int64_t i, int64_t dim) {
+  if (DIM || 8 * i + 8 <= dim) return load(p + 8 * i);
+  return load_part(p + 8 * i, dim - 8 * i);
+}
+
+// What the processor's own prefetch does not see: that another block comes after this one.
+template <typename T>
+SWELL_INLINE void fetch(const T* from, int64_t elements) {
+  const char* p = reinterpret_cast<const char*>(from);
+  for (int64_t i = 0; i < elements * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i);
+}
+
+// score[m][j] = q[m] . k[j] for MQ query vectors and `count` keys side by side; up to 7 scores more
+// are overwritten.
+template <typename T, int DIM, int MQ>
+__attribute__((noinline)) void score_keys(const float* q, const T* k, int64_t any_dim,
+                                          int64_t count, float* score, int64_t score_stride) {
+  constexpr int NK = 8 / MQ;
+  const int64_t dim = DIM ? DIM : any_dim, vectors = (dim + 7) / 8, padded = vectors * 8;
+  for (int64_t j = 0; j < count; j += NK) {
+    const T* keys[NK];
+    for (int n = 0; n < NK; n++) keys[n] = k + std::min(j + n, count - 1) * dim;
+    v8 s[8] = {};
+    for (int64_t i = 0; i < vectors; i++) {
+      v8 part[NK];
+      for (int n = 0; n < NK; n++) part[n] = part_of<T, DIM>(keys[n], i, dim);
+      for (int m = 0; m < MQ; m++) {
+        const v8 x = load(q + m * padded + 8 * i);
+        for (int n = 0; n < NK; n++) s[m * NK + n] += x * part[n];
+      }
+    }
+    float sums[8];
+    store(sums, hsum8(s));
+    for (int m = 0; m < MQ; m++) std::memcpy(score + m * score_stride + j, sums + m * NK, NK * 4);
+  }
+}
+
+// acc[m] += sum_j weight[m][j] v[j] for MQ query vectors, NV vectors of v and `count` keys.
+template <typename T, int DIM, int MQ, int NV>
+__attribute__((noinline)) void weigh_keys(const float* weight, int64_t weight_stride, const T* v,
+                                          int64_t first, int64_t any_dim, int64_t count,
+                                          float* acc) {
+  const int64_t dim = DIM ? DIM : any_dim, padded = (dim + 7) / 8 * 8;
+  v8 o[MQ][NV];
+  for (int m = 0; m < MQ; m++)
+    for (int i = 0; i < NV; i++) o[m][i] = load(acc + m * padded + 8 * (first + i));
+  for (int64_t j = 0; j < count; j++, v += dim) {
+    v8 part[NV];
+    for (int i = 0; i < NV; i++) part[i] = part_of<T, DIM>(v, first + i, dim);
+    for (int m = 0; m < MQ; m++) {
+      const v8 w = splat(weight[m * weight_stride + j]);
+      for (int i = 0; i < NV; i++) o[m][i] += w * part[i];
+    }
+  }
+  for (int m = 0; m < MQ; m++)
+    for (int i = 0; i < NV; i++) store(acc + m * padded + 8 * (first + i), o[m][i]);
+}
+
+// Scores s[0 .. end) become weights; those outside [low, high) are zero. top and sum follow; returns
+// the factor by which older sums fade.
+SWELL_INLINE float soften(float* s, int64_t begin, int64_t end, int64_t low, int64_t high,
+                          float scale, float softcap, float& top, float& sum) {
+  const i8 lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+  const v8 zero = {};
+  v8 largest = splat(kLowest);
+  for (int64_t j = begin; j < end; j += 8) {
+    const i8 index = lanes + int32_t(j);
+    const i8 seen = (index >= int32_t(low)) & (index < int32_t(high));
+    v8 x = load(s + j) * splat(scale);
+    if (softcap > 0) x = splat(softcap) * vtanh(x / splat(softcap));
+    x = seen ? x : splat(kLowest);
+    store(s + j, x);
+    largest = vmax(largest, x);
+  }
+  const float now = std::max(top, hmax(largest));
+  v8 total = {};
+  for (int64_t j = begin; j < end; j += 8) {
+    const i8 index = lanes + int32_t(j);
+    const i8 seen = (index >= int32_t(low)) & (index < int32_t(high));
+    const v8 w = seen ? vexp(load(s + j) - splat(now)) : zero;
+    store(s + j, w);
+    total += w;
+  }
+  const float fade = vexp(splat(top - now))[0];
+  sum = sum * fade + hsum(total);
+  top = now;
+  return fade;
+}
+
 template <typename T, int DIM>
 struct Attention {
   const AttentionArgs& a;
@@ -53,148 +145,99 @@ struct Attention {
   const int32_t* table = nullptr;
   int64_t kv_head = 0;
   std::vector<float> memory;
-  float *query = nullptr, *acc = nullptr, *score = nullptr;
-  float *top = nullptr, *sum = nullptr, *fade = nullptr;
+  float *query = nullptr, *acc = nullptr, *score = nullptr, *top = nullptr, *sum = nullptr;
 
   explicit Attention(const AttentionArgs& args) : a(args) {}
 
   void reserve(int64_t m) {
-    memory.resize(m * (2 * padded + score_stride + 3));
+    memory.resize(m * (2 * padded + score_stride + 2));
     query = memory.data();
     acc = query + m * padded;
     score = acc + m * padded;
     top = score + m * score_stride;
     sum = top + m;
-    fade = sum + m;
   }
 
-  SWELL_INLINE v8 cached(const T* p, int64_t i) const {
-    if (DIM || 8 * i + 8 <= dim) return load(p + 8 * i);
-    return load_part(p + 8 * i, dim - 8 * i);
-  }
   const T* block(const void* cache, int64_t stride, int64_t index) const {
     return static_cast<const T*>(cache) + table[index] * stride + kv_head * a.block_tokens * dim;
   }
 
-  // MQ query vectors times NK keys, MQ * NK = 8.
-  template <int MQ, int NK>
-  SWELL_INLINE v8 dots(const float* q, const T* const* keys) const {
-    v8 s[8] = {};
-    for (int64_t i = 0; i < vectors; i++) {
-      v8 k[NK];
-      for (int n = 0; n < NK; n++) k[n] = cached(keys[n], i);
-      for (int m = 0; m < MQ; m++) {
-        v8 x = load(q + m * padded + 8 * i);
-        for (int n = 0; n < NK; n++) s[m * NK + n] += x * k[n];
-      }
-    }
-    return hsum8(s);
-  }
-
-  // score[m][j - base] = q[m] . k[j] for the keys j of [from, to), some more overwritten.
-  void scores(int64_t base, int64_t from, int64_t to) {
-    for (int64_t j = from; j < to;) {
-      const int64_t end = std::min((j / a.block_tokens + 1) * a.block_tokens, to);
-      const T* origin = block(a.k_cache, a.k_block_stride, j / a.block_tokens);
-      for (; j < end; j += 8) {
-        const T* keys[8];
-        for (int64_t n = 0; n < 8; n++)
-          keys[n] = origin + std::min(j + n, end - 1) % a.block_tokens * dim;
-        float* to_score = score + (j - base);
-        int64_t m = 0;
-        for (; m + 4 <= m_count; m += 4)
-          for (int n = 0; n < 8; n += 2) {
-            v8 s = dots<4, 2>(query + m * padded, keys + n);
-            for (int i = 0; i < 4; i++)
-              std::memcpy(to_score + (m + i) * score_stride + n, (const float*)&s + 2 * i, 8);
-          }
-        for (; m < m_count; m++)
-          store(to_score + m * score_stride, dots<1, 8>(query + m * padded, keys));
-      }
-      j = end;
+  // work(block, its first key, how many keys) for the blocks that hold the keys [from, to).
+  template <typename Work>
+  SWELL_INLINE void each_block(int64_t from, int64_t to, Work work) const {
+    int64_t index = from / a.block_tokens, at = from % a.block_tokens;
+    for (; from < to; index++, at = 0) {
+      const int64_t count = std::min(a.block_tokens - at, to - from);
+      work(index, at, from, count);
+      from += count;
     }
   }
 
-  // Scores of the keys [from, to) become weights; top, sum and fade (the rescaling) follow.
+  // score[m][j - base] = q[m] . k[j] for the keys j of [from, to); their values are fetched.
+  void scores(int64_t base, int64_t from, int64_t to) const {
+    each_block(from, to, [&](int64_t index, int64_t at, int64_t j, int64_t count) {
+      const T* k = block(a.k_cache, a.k_block_stride, index) + at * dim;
+      fetch(block(a.v_cache, a.v_block_stride, index) + at * dim, count * dim);
+      float* s = score + (j - base);
+      int64_t m = 0;
+      const auto some = [&](auto run, int64_t n) {
+        for (; m + n <= m_count; m += n)
+          run(query + m * padded, k, dim, count, s + m * score_stride, score_stride);
+      };
+      some(score_keys<T, DIM, 4>, 4);
+      some(score_keys<T, DIM, 2>, 2);
+      some(score_keys<T, DIM, 1>, 1);
+    });
+  }
+
   void softmax(int64_t base, int64_t from, int64_t to) {
     const int64_t begin = (from - base) & ~int64_t(7), end = to - base;
-    const i8 lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-    const v8 zero = {};
     for (int64_t m = 0; m < m_count; m++) {
       float* s = score + m * score_stride;
       const int64_t p = position + m / group;
-      int64_t low = a.window > 0 ? std::max(from, p - a.window + 1) : from;
-      low -= base;
-      const int64_t high = std::min(to, p + 1) - base;
-      fade[m] = 1.0f;
+      const int64_t low = a.window > 0 ? std::max(from, p - a.window + 1) : from;
+      const int64_t high = std::min(to, p + 1);
       if (low >= high) {
-        for (int64_t j = begin; j < end; j += 8) store(s + j, zero);
+        for (int64_t j = begin; j < end; j += 8) store(s + j, v8{});
         continue;
       }
-      v8 largest = splat(kLowest);
-      for (int64_t j = begin; j < end; j += 8) {
-        const i8 index = lanes + int32_t(j);
-        const i8 seen = (index >= int32_t(low)) & (index < int32_t(high));
-        v8 x = load(s + j) * splat(a.scale);
-        if (a.softcap > 0) x = splat(a.softcap) * vtanh(x / splat(a.softcap));
-        x = seen ? x : splat(kLowest);
-        store(s + j, x);
-        largest = vmax(largest, x);
-      }
-      const float now = std::max(top[m], hmax(largest));
-      v8 total = {};
-      for (int64_t j = begin; j < end; j += 8) {
-        const i8 index = lanes + int32_t(j);
-        const i8 seen = (index >= int32_t(low)) & (index < int32_t(high));
-        const v8 e = vexp(load(s + j) - splat(now));
-        const v8 w = seen ? e : zero;
-        store(s + j, w);
-        total += w;
-      }
-      fade[m] = vexp(splat(top[m] - now))[0];
-      sum[m] = sum[m] * fade[m] + hsum(total);
-      top[m] = now;
+      const v8 fade = splat(
+          soften(s, begin, end, low - base, high - base, a.scale, a.softcap, top[m], sum[m]));
+      for (int64_t i = 0; i < padded; i += 8)
+        store(acc + m * padded + i, load(acc + m * padded + i) * fade);
     }
   }
 
-  // acc[m] = fade[m] acc[m] + sum_j weight[m][j] v[j], for MQ query vectors and NV vectors of v.
-  template <int MQ, int NV>
-  SWELL_INLINE void weigh_some(int64_t m, int64_t i, int64_t base, int64_t from, int64_t to) {
-    v8 o[MQ][NV];
-    for (int x = 0; x < MQ; x++)
-      for (int y = 0; y < NV; y++)
-        o[x][y] = load(acc + (m + x) * padded + 8 * (i + y)) * splat(fade[m + x]);
-    const float* w = score + m * score_stride - base;
-    for (int64_t j = from; j < to;) {
-      const int64_t end = std::min((j / a.block_tokens + 1) * a.block_tokens, to);
-      const T* v = block(a.v_cache, a.v_block_stride, j / a.block_tokens);
-      v += j % a.block_tokens * dim;
-      for (; j < end; j++, v += dim) {
-        v8 part[NV];
-        for (int y = 0; y < NV; y++) part[y] = cached(v, i + y);
-        for (int x = 0; x < MQ; x++) {
-          const v8 weight = splat(w[x * score_stride + j]);
-          for (int y = 0; y < NV; y++) o[x][y] += weight * part[y];
-        }
+  // acc[m] += sum_j weight[m][j - base] v[j] for the keys j of [from, to).
+  void weigh(int64_t base, int64_t from, int64_t to) const {
+    each_block(from, to, [&](int64_t index, int64_t at, int64_t j, int64_t count) {
+      const T* v = block(a.v_cache, a.v_block_stride, index) + at * dim;
+      const float* w = score + (j - base);
+      int64_t m = 0, i = 0;
+      const auto some = [&](auto run, int64_t nv) {
+        for (; i + nv <= vectors; i += nv)
+          run(w + m * score_stride, score_stride, v, i, dim, count, acc + m * padded);
+      };
+      for (; m + 4 <= m_count; m += 4, i = 0) {
+        some(weigh_keys<T, DIM, 4, 2>, 2);
+        some(weigh_keys<T, DIM, 4, 1>, 1);
       }
-    }
-    for (int x = 0; x < MQ; x++)
-      for (int y = 0; y < NV; y++) store(acc + (m + x) * padded + 8 * (i + y), o[x][y]);
+      for (; m + 2 <= m_count; m += 2, i = 0) {
+        some(weigh_keys<T, DIM, 2, 4>, 4);
+        some(weigh_keys<T, DIM, 2, 1>, 1);
+      }
+      for (; m < m_count; m++, i = 0) {
+        some(weigh_keys<T, DIM, 1, 8>, 8);
+        some(weigh_keys<T, DIM, 1, 4>, 4);
+        some(weigh_keys<T, DIM, 1, 1>, 1);
+      }
+    });
   }
 
-  void weigh(int64_t base, int64_t from, int64_t to) {
-    int64_t m = 0;
-    for (; m + 4 <= m_count; m += 4) {
-      int64_t i = 0;
-      for (; i + 2 <= vectors; i += 2) weigh_some<4, 2>(m, i, base, from, to);
-      for (; i < vectors; i++) weigh_some<4, 1>(m, i, base, from, to);
-    }
-    for (; m < m_count; m++) {
-      int64_t i = 0;
-      for (; i + 8 <= vectors; i += 8) weigh_some<1, 8>(m, i, base, from, to);
-      for (; i + 4 <= vectors; i += 4) weigh_some<1, 4>(m, i, base, from, to);
-      for (; i < vectors; i++) weigh_some<1, 1>(m, i, base, from, to);
-    }
+  void fetch_keys(int64_t from, int64_t to) const {
+    each_block(from, to, [&](int64_t index, int64_t at, int64_t, int64_t count) {
+      fetch(block(a.k_cache, a.k_block_stride, index) + at * dim, count * dim);
+    });
   }
 
   void start(const Item& item, int64_t head) {
@@ -208,7 +251,7 @@ struct Attention {
     for (int64_t m = 0; m < m_count; m++) {
       const T* from = q + m / group * a.q_stride + (kv_head * group + m % group) * dim;
       for (int64_t i = 0; i < vectors; i++) {
-        store(query + m * padded + 8 * i, cached(from, i));
+        store(query + m * padded + 8 * i, part_of<T, DIM>(from, i, dim));
         store(acc + m * padded + 8 * i, v8{});
       }
       top[m] = kLowest;
@@ -237,6 +280,7 @@ struct Attention {
     for (int64_t base = low / tile * tile; base < end; base += tile) {
       const int64_t from = std::max(base, low), to = std::min(base + tile, end);
       scores(base, from, to);
+      fetch_keys(to, std::min(to + tile, end));
       softmax(base, from, to);
       weigh(base, from, to);
     }
@@ -280,7 +324,7 @@ void run_dim(const AttentionArgs& a) {
 
 }  // namespace
 
-SWELL_API void swell_paged_attention(const AttentionArgs* a, int is_bf16) {
-  if (is_bf16) run_dim<bf16>(*a);
+SWELL_API void swell_paged_attention(const AttentionArgs* a) {
+  if (a->is_bf16) run_dim<bf16>(*a);
   else run_dim<float>(*a);
 }

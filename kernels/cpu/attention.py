@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from swell.kernels.attention import AttentionMetadata
-from swell.kernels.cpu.build import TYPES, library
+from swell.kernels.cpu.build import TYPES
+from swell.kernels.cpu.graph import FLOAT, INT, POINTER, Function
 from swell.kernels.reference import attention as reference
 
-
-class _Arguments(ctypes.Structure):
-    """`AttentionArgs` of attention.cpp, field for field."""
-
-    _fields_ = [
-        *[(n, ctypes.c_void_p) for n in ("q", "k_cache", "v_cache", "out")],
-        *[(n, ctypes.c_void_p) for n in ("query_start", "context_tokens", "block_table")],
-        *[(n, ctypes.c_int64) for n in ("rows", "heads", "kv_heads", "head_dim")],
-        *[(n, ctypes.c_int64) for n in ("block_tokens", "table_stride", "q_stride")],
-        *[(n, ctypes.c_int64) for n in ("k_block_stride", "v_block_stride", "window")],
-        *[(n, ctypes.c_float) for n in ("scale", "softcap")],
-    ]
-
-
-_call = library().swell_paged_attention
-_call.argtypes = [ctypes.POINTER(_Arguments), ctypes.c_int]
-_call.restype = None
+_attention = Function(
+    "swell_paged_attention",
+    **dict.fromkeys(("q", "k_cache", "v_cache", "out"), POINTER),
+    **dict.fromkeys(("query_start", "context_tokens", "block_table"), POINTER),
+    **dict.fromkeys(("rows", "heads", "kv_heads", "head_dim"), INT),
+    **dict.fromkeys(("block_tokens", "table_stride", "q_stride"), INT),
+    **dict.fromkeys(("k_block_stride", "v_block_stride", "window", "is_bf16"), INT),
+    **dict.fromkeys(("scale", "softcap"), FLOAT),
+)
 
 
 def paged_attention(
@@ -53,13 +44,13 @@ def paged_attention(
     query_start, context_tokens, block_table = meta[:3]
     assert query_start.dtype == context_tokens.dtype == block_table.dtype == torch.int32
     assert block_table.stride(1) == 1
-    arguments = _Arguments(
+    _attention(
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(),
         query_start.data_ptr(), context_tokens.data_ptr(), block_table.data_ptr(),
         context_tokens.shape[0], heads, k_cache.shape[1], head_dim,
         k_cache.shape[2], block_table.stride(0), q.stride(0),
-        k_cache.stride(0), v_cache.stride(0), window,
+        k_cache.stride(0), v_cache.stride(0), window, q.dtype == torch.bfloat16,
         scale, softcap,
+        used=(q, k_cache, v_cache, out, query_start, context_tokens, block_table),
     )  # fmt: skip
-    _call(arguments, q.dtype == torch.bfloat16)
     return out

@@ -1,19 +1,26 @@
 // K and V of a step's tokens into the paged cache. Sizes and strides are in bytes: any type.
 #include "vec.h"
 
-// k, v: tokens k_stride, v_stride apart, heads dense. caches [blocks, kv_heads, block_tokens, head].
-SWELL_API void swell_write_kv(const char* k, const char* v, char* k_cache, char* v_cache,
-                              const int64_t* slots, int64_t tokens, int64_t kv_heads,
-                              int64_t head_bytes, int64_t block_tokens, int64_t k_stride,
-                              int64_t v_stride, int64_t k_block_stride, int64_t v_block_stride) {
-#pragma omp parallel for if (tokens * kv_heads * head_bytes > 4 * kParallelWork)
-  for (int64_t t = 0; t < tokens; t++) {
-    const int64_t block = slots[t] / block_tokens, offset = slots[t] % block_tokens;
-    char* to_k = k_cache + block * k_block_stride + offset * head_bytes;
-    char* to_v = v_cache + block * v_block_stride + offset * head_bytes;
-    for (int64_t h = 0; h < kv_heads; h++) {
-      std::memcpy(to_k + h * block_tokens * head_bytes, k + t * k_stride + h * head_bytes, head_bytes);
-      std::memcpy(to_v + h * block_tokens * head_bytes, v + t * v_stride + h * head_bytes, head_bytes);
+struct CacheArgs {
+  const char *k, *v;  // tokens k_stride, v_stride apart, heads dense
+  char *k_cache, *v_cache;  // [blocks, kv_heads, block_tokens, head]
+  const int64_t* slots;
+  int64_t tokens, kv_heads, head_bytes, block_tokens;
+  int64_t k_stride, v_stride, k_block_stride, v_block_stride;
+};
+
+SWELL_API void swell_write_kv(const CacheArgs* args) {
+  const CacheArgs a = *args;
+#pragma omp parallel for if (a.tokens * a.kv_heads * a.head_bytes > 4 * kParallelWork)
+  for (int64_t t = 0; t < a.tokens; t++) {
+    const int64_t block = a.slots[t] / a.block_tokens, offset = a.slots[t] % a.block_tokens;
+    char* to_k = a.k_cache + block * a.k_block_stride + offset * a.head_bytes;
+    char* to_v = a.v_cache + block * a.v_block_stride + offset * a.head_bytes;
+    const char *k = a.k + t * a.k_stride, *v = a.v + t * a.v_stride;
+    for (int64_t h = 0; h < a.kv_heads; h++) {
+      const int64_t head = h * a.block_tokens * a.head_bytes;
+      std::memcpy(to_k + head, k + h * a.head_bytes, a.head_bytes);
+      std::memcpy(to_v + head, v + h * a.head_bytes, a.head_bytes);
     }
   }
 }

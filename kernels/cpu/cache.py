@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from swell.kernels.cpu.build import library
+from swell.kernels.cpu.graph import INT, POINTER, Function
 
-_call = library().swell_write_kv
-_call.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 8
-_call.restype = None
+_write = Function(
+    "swell_write_kv",
+    **dict.fromkeys(("k", "v", "k_cache", "v_cache", "slots"), POINTER),
+    **dict.fromkeys(("tokens", "kv_heads", "head_bytes", "block_tokens"), INT),
+    **dict.fromkeys(("k_stride", "v_stride", "k_block_stride", "v_block_stride"), INT),
+)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -22,10 +23,11 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     tokens, kv_heads, head_dim = k.shape
     k, v = _dense_heads(k), _dense_heads(v)
     size = k.element_size()
-    _call(
+    _write(
         k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
         slot_mapping.data_ptr(), tokens, kv_heads, head_dim * size, k_cache.shape[2],
         k.stride(0) * size, v.stride(0) * size, k_cache.stride(0) * size, v_cache.stride(0) * size,
+        used=(k, v, k_cache, v_cache, slot_mapping),
     )  # fmt: skip
 
 

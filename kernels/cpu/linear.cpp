@@ -147,33 +147,49 @@ void linear(const T* x, const T* w, const T* bias, T* y, int64_t rows, int64_t s
   }
 }
 
-// One output, a row of W, has its elements kPanel apart.
+// A row of W has its elements `panel` apart; 1: W is not packed.
 template <typename T>
-void embedding(const int64_t* ids, const T* w, T* y, int64_t tokens, int64_t size) {
+void embedding(const int64_t* ids, const T* w, T* y, int64_t tokens, int64_t size, int64_t panel) {
 #pragma omp parallel for if (tokens * size * 8 > kParallelWork)
   for (int64_t t = 0; t < tokens; t++) {
-    const T* from = w + ids[t] / kPanel * kPanel * size + ids[t] % kPanel;
-    for (int64_t k = 0; k < size; k++) y[t * size + k] = from[k * kPanel];
+    const T* from = w + ids[t] / panel * panel * size + ids[t] % panel;
+    for (int64_t k = 0; k < size; k++) y[t * size + k] = from[k * panel];
   }
 }
 
 }  // namespace
 
+struct LinearArgs {
+  const void *x, *w, *bias;
+  void* y;
+  int64_t rows, size, outs, x_stride, is_bf16;
+};
+
+struct EmbeddingArgs {
+  const int64_t* ids;
+  const void* w;
+  void* y;
+  int64_t tokens, size, panel, is_bf16;
+};
+
 // Outputs that lie side by side.
 SWELL_API int64_t swell_linear_panel() { return kPanel; }
 
-SWELL_API void swell_linear(const void* x, const void* w, const void* bias, void* y, int64_t rows,
-                            int64_t size, int64_t outs, int64_t x_stride, int is_bf16) {
-  if (is_bf16)
-    linear(static_cast<const bf16*>(x), static_cast<const bf16*>(w),
-           static_cast<const bf16*>(bias), static_cast<bf16*>(y), rows, size, outs, x_stride);
-  else
-    linear(static_cast<const float*>(x), static_cast<const float*>(w),
-           static_cast<const float*>(bias), static_cast<float*>(y), rows, size, outs, x_stride);
+SWELL_API void swell_linear(const LinearArgs* a) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    linear(static_cast<const T*>(a->x), static_cast<const T*>(a->w),
+           static_cast<const T*>(a->bias), static_cast<T*>(a->y), a->rows, a->size, a->outs,
+           a->x_stride);
+  };
+  a->is_bf16 ? run(bf16{}) : run(float{});
 }
 
-SWELL_API void swell_embedding(const int64_t* ids, const void* w, void* y, int64_t tokens,
-                               int64_t size, int is_bf16) {
-  if (is_bf16) embedding(ids, static_cast<const bf16*>(w), static_cast<bf16*>(y), tokens, size);
-  else embedding(ids, static_cast<const float*>(w), static_cast<float*>(y), tokens, size);
+SWELL_API void swell_embedding(const EmbeddingArgs* a) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    embedding(a->ids, static_cast<const T*>(a->w), static_cast<T*>(a->y), a->tokens, a->size,
+              a->panel);
+  };
+  a->is_bf16 ? run(bf16{}) : run(float{});
 }

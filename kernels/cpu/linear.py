@@ -8,15 +8,20 @@ import torch
 from torch import Tensor
 
 from swell.kernels.cpu.build import TYPES, library
+from swell.kernels.cpu.graph import INT, POINTER, Function
 from swell.kernels.linear import Packed, Weight
 from swell.kernels.reference import linear as reference
 
-_call = library().swell_linear
-_call.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4 + [ctypes.c_int]
-_call.restype = None
-_embed = library().swell_embedding
-_embed.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_int]
-_embed.restype = None
+_linear = Function(
+    "swell_linear",
+    **dict.fromkeys(("x", "w", "bias", "y"), POINTER),
+    **dict.fromkeys(("rows", "size", "outs", "x_stride", "is_bf16"), INT),
+)
+_embedding = Function(
+    "swell_embedding",
+    **dict.fromkeys(("ids", "w", "y"), POINTER),
+    **dict.fromkeys(("tokens", "size", "panel", "is_bf16"), INT),
+)
 _panel = library().swell_linear_panel
 _panel.restype = ctypes.c_int64
 
@@ -47,23 +52,28 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty((*x.shape[:-1], outs), dtype=x.dtype)
-    _call(
+    _linear(
         x.data_ptr(), data.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
         out.numel() // outs, size, outs, x.stride(0) if x.dim() == 2 else size,
-        x.dtype == torch.bfloat16,
+        x.dtype == torch.bfloat16, used=(x, data, out) if bias is None else (x, data, out, bias),
     )  # fmt: skip
     return out
 
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:
     """See `swell.kernels.linear.embedding`."""
-    if not isinstance(weight, Packed):
-        return reference.embedding(ids, weight)
-    ids = ids.to(torch.int64).contiguous()
-    data, size = weight.data, weight.in_features
+    if isinstance(weight, Packed):
+        data, size, panel = weight.data, weight.in_features, PANEL
+    else:
+        data, size, panel = weight, weight.shape[1], 1
+    if data.dtype not in TYPES:
+        return reference.embedding(ids, data)
+    assert data.is_contiguous()
+    if ids.dtype != torch.int64 or not ids.is_contiguous():
+        ids = ids.to(torch.int64).contiguous()
     out = torch.empty((*ids.shape, size), dtype=data.dtype)
-    _embed(
-        ids.data_ptr(), data.data_ptr(), out.data_ptr(), ids.numel(), size,
-        data.dtype == torch.bfloat16,
+    _embedding(
+        ids.data_ptr(), data.data_ptr(), out.data_ptr(), ids.numel(), size, panel,
+        data.dtype == torch.bfloat16, used=(ids, data, out),
     )  # fmt: skip
     return out

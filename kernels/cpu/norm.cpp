@@ -44,9 +44,15 @@ void dispatch(const void* x, const void* residual, const void* weight, void* out
 
 }  // namespace
 
-SWELL_API void swell_rms_norm(const void* x, const void* residual, const void* weight, void* out,
-                              void* total, int64_t outer, int64_t inner, int64_t x_stride,
-                              int64_t size, float eps, int is_bf16) {
-  auto run = is_bf16 ? dispatch<bf16> : dispatch<float>;
-  run(x, residual, weight, out, total, outer, inner, x_stride, size, eps);
+struct NormArgs {
+  const void *x, *residual, *weight;
+  void *out, *total;
+  int64_t outer, inner, x_stride, size, is_bf16;
+  float eps;
+};
+
+SWELL_API void swell_rms_norm(const NormArgs* a) {
+  auto run = a->is_bf16 ? dispatch<bf16> : dispatch<float>;
+  run(a->x, a->residual, a->weight, a->out, a->total, a->outer, a->inner, a->x_stride, a->size,
+      a->eps);
 }

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from swell.kernels.cpu.build import TYPES, library
+from swell.kernels.cpu.build import TYPES
+from swell.kernels.cpu.graph import FLOAT, INT, POINTER, Function
 from swell.kernels.reference import norm as reference
 
-_call = library().swell_rms_norm
-_call.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 4 + [ctypes.c_float, ctypes.c_int]
-_call.restype = None
+_norm = Function(
+    "swell_rms_norm",
+    **dict.fromkeys(("x", "residual", "weight", "out", "total"), POINTER),
+    **dict.fromkeys(("outer", "inner", "x_stride", "size", "is_bf16"), INT),
+    eps=FLOAT,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -27,10 +29,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         outer, inner, stride = x.numel() // size, 1, size
     out = torch.empty(x.shape, dtype=x.dtype)
-    bf16 = x.dtype == torch.bfloat16
-    _call(
+    _norm(
         x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), None,
-        outer, inner, stride, size, eps, bf16,
+        outer, inner, stride, size, x.dtype == torch.bfloat16, eps,
+        used=(x, weight, out),
     )  # fmt: skip
     return out
 
@@ -42,9 +44,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     assert x.shape == residual.shape
     x, residual = x.contiguous(), residual.contiguous()
     out, total, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
-    bf16 = x.dtype == torch.bfloat16
-    _call(
+    _norm(
         x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
-        x.numel() // size, 1, size, size, eps, bf16,
+        x.numel() // size, 1, size, size, x.dtype == torch.bfloat16, eps,
+        used=(x, residual, weight, out, total),
     )  # fmt: skip
     return out, total

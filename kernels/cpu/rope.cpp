@@ -30,7 +30,7 @@ void rope(T* x, const C* cos, const C* sin, int64_t tokens, int64_t heads, int64
 
 template <typename T>
 void dispatch(void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads,
-              int64_t stride, int64_t head_dim, int64_t half, int cos_bf16) {
+              int64_t stride, int64_t head_dim, int64_t half, int64_t cos_bf16) {
   if (cos_bf16)
     rope(static_cast<T*>(x), static_cast<const bf16*>(cos), static_cast<const bf16*>(sin), tokens,
          heads, stride, head_dim, half);
@@ -41,9 +41,13 @@ void dispatch(void* x, const void* cos, const void* sin, int64_t tokens, int64_t
 
 }  // namespace
 
-SWELL_API void swell_rope(void* x, const void* cos, const void* sin, int64_t tokens,
-                          int64_t heads, int64_t stride, int64_t head_dim, int64_t half,
-                          int is_bf16, int cos_bf16) {
-  auto run = is_bf16 ? dispatch<bf16> : dispatch<float>;
-  run(x, cos, sin, tokens, heads, stride, head_dim, half, cos_bf16);
+struct RopeArgs {
+  void* x;
+  const void *cos, *sin;
+  int64_t tokens, heads, stride, head_dim, half, is_bf16, cos_bf16;
+};
+
+SWELL_API void swell_rope(const RopeArgs* a) {
+  auto run = a->is_bf16 ? dispatch<bf16> : dispatch<float>;
+  run(a->x, a->cos, a->sin, a->tokens, a->heads, a->stride, a->head_dim, a->half, a->cos_bf16);
 }

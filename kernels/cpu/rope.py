@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from swell.kernels.cpu.build import TYPES, library
+from swell.kernels.cpu.build import TYPES
+from swell.kernels.cpu.graph import INT, POINTER, Function
 from swell.kernels.reference import rope as reference
 
-_call = library().swell_rope
-_call.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 5 + [ctypes.c_int] * 2
-_call.restype = None
+_rope = Function(
+    "swell_rope",
+    **dict.fromkeys(("x", "cos", "sin"), POINTER),
+    **dict.fromkeys(("tokens", "heads", "stride", "head_dim", "half"), INT),
+    **dict.fromkeys(("is_bf16", "cos_bf16"), INT),
+)
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,9 +23,10 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
         return reference.apply_rope(q, k, cos, sin)
     cos, sin = cos.contiguous(), sin.contiguous()
     for x in (q, k):
-        _call(
+        _rope(
             x.data_ptr(), cos.data_ptr(), sin.data_ptr(), x.shape[0], x.shape[1], x.stride(0),
             x.shape[2], cos.shape[1], x.dtype == torch.bfloat16, cos.dtype == torch.bfloat16,
+            used=(x, cos, sin),
         )  # fmt: skip
     return q, k
 

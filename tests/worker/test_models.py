@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.kernels.attention import AttentionMetadata
+from swell.worker.layers.weighted import pack_weights
 from swell.worker.loader import load_config, load_weights
 from swell.worker.mesh import Mesh
 from swell.worker.models import build_model
@@ -91,6 +92,7 @@ def run_rank(
     hf = load_config(config)
     model: Any = build_model(config, hf, mesh, "cpu", torch.float32)
     load_weights(model, config)
+    pack_weights(model)
     for layer in model.attention_layers():
         shape = (len(prompts) * MAX_TOKENS // BLOCK_TOKENS, layer.kv_heads, BLOCK_TOKENS)
         layer.bind_cache(*(torch.zeros(*shape, layer.head_dim) for _ in range(2)))

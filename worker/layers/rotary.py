@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from swell.kernels.linear import embedding
+
 Frequencies = tuple[torch.Tensor, float]
 """Inverse frequencies [head_dim / 2] float32, and a factor on cos and sin."""
 
@@ -40,7 +42,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [T] int -> cos, sin [T, head_dim / 2] float32"""
-        return self.cos[positions], self.sin[positions]
+        return embedding(positions, self.cos), embedding(positions, self.sin)
 
 
 def _default(dim: int, rope: Mapping[str, Any]) -> Frequencies:

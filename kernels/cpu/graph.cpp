@@ -1,0 +1,11 @@
+// Many calls in one.
+#include "vec.h"
+
+struct Call {
+  void (*run)(const void* arguments);
+  const void* arguments;
+};
+
+SWELL_API void swell_replay(const Call* calls, int64_t count) {
+  for (int64_t i = 0; i < count; i++) calls[i].run(calls[i].arguments);
+}
