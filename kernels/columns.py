@@ -25,6 +25,7 @@ OPERATIONS = (
     "bitmask",
     "cache",
     "linear",
+    "logprobs",
     "moe",
     "norm",
     "penalties",

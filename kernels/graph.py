@@ -7,12 +7,13 @@ column; `replay` runs them again on the same tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swell.kernels import columns
+
+Result = TypeVar("Result")
 
 
 class NotCapturableError(RuntimeError):
@@ -29,7 +30,7 @@ def can_capture(device: str) -> bool:
     return columns.load(columns.COLUMNS[device][0], "graph") is not None
 
 
-def capture(run: Callable[[], Tensor], device: str) -> tuple[Tensor, Graph]:
+def capture(run: Callable[[], Result], device: str) -> tuple[Result, Graph]:
     """Run a function on tensors that stay; what it returns, and how to compute it again.
 
     Raises `NotCapturableError` if it does more than make, view and pass on tensors between

@@ -12,7 +12,7 @@ def apply_penalties(
     rows: Tensor,
     slots: Tensor,
     output_counts: Tensor,
-    in_prompt: Tensor,
+    seen: Tensor,
     repetition: Tensor,
     frequency: Tensor,
     presence: Tensor,
@@ -20,16 +20,25 @@ def apply_penalties(
     """Change the logits l of M rows in place, each by what its slot has seen.
 
     logits [S, V] float32; rows [M] int64, different ones, index its rows; slots [M] int64 index
-    the tables output_counts [max_rows, V] int32 and in_prompt [max_rows, V] bool; repetition,
-    frequency, presence [M] float32, where 1, 0 and 0 change nothing.
+    the tables output_counts [max_rows, V] int32 and seen [max_rows, V] bool, which holds for every
+    token in the prompt or the output; repetition, frequency, presence [M] float32, where 1, 0 and
+    0 change nothing.
 
         1. if the token is in prompt or output:  l = l / repetition if l > 0 else l * repetition
         2. l = l - (frequency * count + presence * [count > 0]), with its count in the output
 
     1 is Keskar et al. 2019, arXiv 1909.05858, with the sign rule of transformers'
     `RepetitionPenaltyLogitsProcessor`; 2 is OpenAI's ("Frequency and presence penalties" in
-    https://platform.openai.com/docs/api-reference). Columns: reference.
+    https://platform.openai.com/docs/api-reference). Columns: reference, cpu.
     """
     columns.pick("penalties", logits.device.type).apply_penalties(
-        logits, rows, slots, output_counts, in_prompt, repetition, frequency, presence
+        logits, rows, slots, output_counts, seen, repetition, frequency, presence
     )
+
+
+def count_tokens(output_counts: Tensor, seen: Tensor, slots: Tensor, tokens: Tensor) -> None:
+    """Let the tables of `apply_penalties` know that tokens[i] stands in the output of slots[i].
+
+    slots, tokens [N] int64; a pair that comes twice counts twice. Columns: reference, cpu.
+    """
+    columns.pick("penalties", seen.device.type).count_tokens(output_counts, seen, slots, tokens)

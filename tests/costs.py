@@ -87,11 +87,12 @@ class Timed:
         self._stage = stage
         self.seconds = 0.0
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        def call(*args: Any) -> None:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
             started = time.perf_counter()
-            getattr(self._stage, name)(*args)
+            result = getattr(self._stage, name)(*args)
             self.seconds += time.perf_counter() - started
+            return result
 
         return call
 

@@ -1,4 +1,4 @@
-"""The forward of a step with few tokens, captured: its operations run without Python in between.
+"""A step with few tokens, from its ids to its logits, without Python in between.
 
 With one or a few rows the operations of a layer take microseconds each, less than the Python that
 calls them. So for each small number of tokens the first step is captured (see
@@ -7,7 +7,6 @@ calls them. So for each small number of tokens the first step is captured (see
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.attention import AttentionMetadata
-from swell.kernels.graph import Graph, NotCapturableError, can_capture, capture
+from swell.kernels.graph import NotCapturableError, can_capture, capture
 from swell.worker.input_batch import InputBatch
 from swell.worker.mesh import Mesh
 from swell.worker.models.intermediate import IntermediateTensors
@@ -24,45 +23,68 @@ MAX_TOKENS = 16
 """Beyond it a step's products outweigh its Python."""
 
 
-Forward = Callable[[InputBatch, IntermediateTensors | None], Any]
-"""What a model is, for those that run it."""
+class Forward:
+    """Hidden states and logits of a batch, by running the model."""
 
-
-class CapturedForward:
-    """Runs a model that is all of its pipeline; replays steps in which a few rows have one token
-    each."""
-
-    def __init__(self, model: Forward, max_blocks: int) -> None:
-        """`max_blocks`: of the longest sequence."""
+    def __init__(self, model: Any) -> None:
         self._model = model
+
+    def hidden(self, batch: InputBatch, intermediate: IntermediateTensors | None) -> Any:
+        """[T, hidden] on the last stage, else what the next one takes."""
+        return self._model(batch, intermediate)
+
+    def logits(self, hidden: Tensor, batch: InputBatch) -> Tensor:
+        """hidden [T, hidden] of the same batch -> [S, vocab] of its rows that sample"""
+        logits: Tensor = self._model.compute_logits(hidden.index_select(0, batch.logits_indices))
+        return logits
+
+
+class CapturedForward(Forward):
+    """Of a model that is all of its pipeline. What it returns holds until the next call."""
+
+    def __init__(self, model: Any, max_blocks: int) -> None:
+        """`max_blocks`: of the longest sequence."""
+        super().__init__(model)
         self._max_blocks = max_blocks
         self._captured: dict[int, _Captured] = {}
         self._capturable = True
 
-    def __call__(self, batch: InputBatch, intermediate: IntermediateTensors | None) -> Any:
-        """Hidden states [T, hidden]; they hold until the next call."""
-        tokens = batch.num_tokens
-        if not self._capturable or tokens > MAX_TOKENS or batch.attention.max_query_tokens > 1:
-            return self._model(batch, intermediate)
-        captured = self._captured.get(tokens)
+    def hidden(self, batch: InputBatch, intermediate: IntermediateTensors | None) -> Any:
+        if not self._capturable or not _fits(batch):
+            return super().hidden(batch, intermediate)
+        captured = self._captured.get(batch.num_tokens)
         if captured is None:
             return self._capture(batch)
         return captured.run(batch)
+
+    def logits(self, hidden: Tensor, batch: InputBatch) -> Tensor:
+        captured = self._captured.get(batch.num_tokens)
+        if captured is not None and captured.hidden is hidden and captured.logits is not None:
+            return captured.logits
+        return super().logits(hidden, batch)
 
     def _capture(self, batch: InputBatch) -> Any:
         try:
             captured = _Captured(self._model, batch, self._max_blocks)
         except NotCapturableError:
             self._capturable = False
-            return self._model(batch, None)
+            return super().hidden(batch, None)
         self._captured[batch.num_tokens] = captured
         return captured.hidden
+
+
+def _fits(batch: InputBatch) -> bool:
+    """Whether each of a few rows has one token, and draws the next."""
+    return (
+        batch.num_tokens == batch.num_samples <= MAX_TOKENS
+        and batch.attention.max_query_tokens == 1
+    )
 
 
 class _Captured:
     """Of one number of tokens: the inputs that stay, the operations, and where results appear."""
 
-    def __init__(self, model: Forward, batch: InputBatch, max_blocks: int) -> None:
+    def __init__(self, model: Any, batch: InputBatch, max_blocks: int) -> None:
         meta = batch.attention
         table = meta.block_table.new_zeros(batch.num_tokens, max_blocks)
         self._attention = meta._replace(
@@ -78,8 +100,15 @@ class _Captured:
             attention=self._attention,
         )
         self._fill(batch)
-        self._graph: Graph
-        self.hidden, self._graph = capture(lambda: model(self._batch, None), table.device.type)
+        (self.hidden, self.logits), self._graph = capture(
+            lambda: self._compute(model), table.device.type
+        )
+
+    def _compute(self, model: Any) -> tuple[Tensor, Tensor | None]:
+        hidden: Tensor = model(self._batch, None)
+        # Of other types logits are converted, which is no operation of a column.
+        exact = hidden.dtype == torch.float32
+        return hidden, model.compute_logits(hidden) if exact else None
 
     def run(self, batch: InputBatch) -> Tensor:
         self._fill(batch)
@@ -97,9 +126,8 @@ class _Captured:
 
 
 def make_forward(model: Any, mesh: Mesh, max_blocks: int, device: torch.device) -> Forward:
-    """The model, captured where a worker computes without peers."""
+    """Captured where a worker computes without peers."""
     alone = mesh.pipeline.size == mesh.tensor.size == mesh.data.size == 1
     if alone and can_capture(device.type):
         return CapturedForward(model, max_blocks)
-    forward: Forward = model
-    return forward
+    return Forward(model)

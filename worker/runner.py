@@ -87,7 +87,7 @@ class ModelRunner:
         self.readers = make_readers(model, self.states)
         self.feedback = make_feedback(mesh, self.states)
         self.dispatch = make_dispatch(model, mesh)
-        self._run_model = make_forward(model, mesh, self.blocks.max_blocks, device)
+        self._model_step = make_forward(model, mesh, self.blocks.max_blocks, device)
         # The engine does not plan further ahead than this, so an older send has been received.
         self._outbox = Outbox(scheduler.steps_in_flight)
         self._copy_stream: torch.cuda.Stream | None = None
@@ -144,7 +144,7 @@ class ModelRunner:
             intermediate = self.model.make_empty_intermediate(batch.num_tokens)
             for tensor in intermediate.tensors():
                 group.recv(tensor, stage - 1)
-        result = self._run_model(batch, intermediate)
+        result = self._model_step.hidden(batch, intermediate)
         if self.mesh.is_last_stage:
             assert isinstance(result, Tensor)
             return result
@@ -156,7 +156,7 @@ class ModelRunner:
         and there are no notes either."""
         if batch.num_samples == 0:
             return Drawn(batch.sample_slots, notes) if notes else None
-        logits = self.model.compute_logits(hidden[batch.logits_indices])
+        logits = self._model_step.logits(hidden, batch)
         drawn = self.sampler(logits, batch)
         self.states.write_sampled(batch.sample_slots, batch.sample_positions, drawn.tokens)
         self.feedback.after_sampling(drawn.tokens)

@@ -32,6 +32,7 @@ namespace {
 
 constexpr int64_t kQueryVectors = 32;  // of one item, unless one token has more
 constexpr int64_t kTileTokens = 64;
+constexpr int64_t kAhead = 2;  // blocks that are fetched while one is read
 
 struct Item {
   int32_t row, first, count;  // the row's tokens first .. first + count - 1
@@ -46,21 +47,25 @@ SWELL_INLINE v8 part_of(const T* p, int64_t i, int64_t dim) {
   return load_part(p + 8 * i, dim - 8 * i);
 }
 
-// What the processor's own prefetch does not see: that another block comes after this one.
+// Vectors of a block that comes later, one for each vector that is read of this one: what the
+// processor's own prefetch does not see, and a burst of which would fill its queues. From null: none.
 template <typename T>
 SWELL_INLINE void fetch(const T* from, int64_t elements) {
   const char* p = reinterpret_cast<const char*>(from);
-  for (int64_t i = 0; i < elements * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i);
+  if (p)
+    for (int64_t i = 0; i < elements * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i);
 }
 
 // score[m][j] = q[m] . k[j] for MQ query vectors and `count` keys side by side; up to 7 scores more
 // are overwritten.
 template <typename T, int DIM, int MQ>
-__attribute__((noinline)) void score_keys(const float* q, const T* k, int64_t any_dim,
-                                          int64_t count, float* score, int64_t score_stride) {
+__attribute__((noinline)) void score_keys(const float* q, const T* k, const T* later,
+                                          int64_t any_dim, int64_t count, float* score,
+                                          int64_t score_stride) {
   constexpr int NK = 8 / MQ;
   const int64_t dim = DIM ? DIM : any_dim, vectors = (dim + 7) / 8, padded = vectors * 8;
   for (int64_t j = 0; j < count; j += NK) {
+    fetch(later ? later + j * dim : nullptr, NK * dim);
     const T* keys[NK];
     for (int n = 0; n < NK; n++) keys[n] = k + std::min(j + n, count - 1) * dim;
     v8 s[8] = {};
@@ -81,13 +86,14 @@ __attribute__((noinline)) void score_keys(const float* q, const T* k, int64_t an
 // acc[m] += sum_j weight[m][j] v[j] for MQ query vectors, NV vectors of v and `count` keys.
 template <typename T, int DIM, int MQ, int NV>
 __attribute__((noinline)) void weigh_keys(const float* weight, int64_t weight_stride, const T* v,
-                                          int64_t first, int64_t any_dim, int64_t count,
-                                          float* acc) {
+                                          const T* later, int64_t first, int64_t any_dim,
+                                          int64_t count, float* acc) {
   const int64_t dim = DIM ? DIM : any_dim, padded = (dim + 7) / 8 * 8;
   v8 o[MQ][NV];
   for (int m = 0; m < MQ; m++)
     for (int i = 0; i < NV; i++) o[m][i] = load(acc + m * padded + 8 * (first + i));
   for (int64_t j = 0; j < count; j++, v += dim) {
+    fetch(later ? later + j * dim : nullptr, dim);
     v8 part[NV];
     for (int i = 0; i < NV; i++) part[i] = part_of<T, DIM>(v, first + i, dim);
     for (int m = 0; m < MQ; m++) {
@@ -144,6 +150,7 @@ struct Attention {
   int64_t position = 0;  // of the first token
   const int32_t* table = nullptr;
   int64_t kv_head = 0;
+  int64_t last = 0;  // block that it reads
   std::vector<float> memory;
   float *query = nullptr, *acc = nullptr, *score = nullptr, *top = nullptr, *sum = nullptr;
 
@@ -173,16 +180,22 @@ struct Attention {
     }
   }
 
-  // score[m][j - base] = q[m] . k[j] for the keys j of [from, to); their values are fetched.
+  // The block of a cache that is read soon after block `index`; null at the end.
+  const T* later_block(const void* cache, int64_t stride, int64_t index) const {
+    return index + kAhead <= last ? block(cache, stride, index + kAhead) : nullptr;
+  }
+
+  // score[m][j - base] = q[m] . k[j] for the keys j of [from, to).
   void scores(int64_t base, int64_t from, int64_t to) const {
     each_block(from, to, [&](int64_t index, int64_t at, int64_t j, int64_t count) {
       const T* k = block(a.k_cache, a.k_block_stride, index) + at * dim;
-      fetch(block(a.v_cache, a.v_block_stride, index) + at * dim, count * dim);
+      const T* later = later_block(a.k_cache, a.k_block_stride, index);
       float* s = score + (j - base);
       int64_t m = 0;
       const auto some = [&](auto run, int64_t n) {
         for (; m + n <= m_count; m += n)
-          run(query + m * padded, k, dim, count, s + m * score_stride, score_stride);
+          run(query + m * padded, k, m ? nullptr : later, dim, count, s + m * score_stride,
+              score_stride);
       };
       some(score_keys<T, DIM, 4>, 4);
       some(score_keys<T, DIM, 2>, 2);
@@ -212,11 +225,13 @@ struct Attention {
   void weigh(int64_t base, int64_t from, int64_t to) const {
     each_block(from, to, [&](int64_t index, int64_t at, int64_t j, int64_t count) {
       const T* v = block(a.v_cache, a.v_block_stride, index) + at * dim;
+      const T* later = later_block(a.v_cache, a.v_block_stride, index);
       const float* w = score + (j - base);
       int64_t m = 0, i = 0;
       const auto some = [&](auto run, int64_t nv) {
         for (; i + nv <= vectors; i += nv)
-          run(w + m * score_stride, score_stride, v, i, dim, count, acc + m * padded);
+          run(w + m * score_stride, score_stride, v, m + i ? nullptr : later, i, dim, count,
+              acc + m * padded);
       };
       for (; m + 4 <= m_count; m += 4, i = 0) {
         some(weigh_keys<T, DIM, 4, 2>, 2);
@@ -231,12 +246,6 @@ struct Attention {
         some(weigh_keys<T, DIM, 1, 4>, 4);
         some(weigh_keys<T, DIM, 1, 1>, 1);
       }
-    });
-  }
-
-  void fetch_keys(int64_t from, int64_t to) const {
-    each_block(from, to, [&](int64_t index, int64_t at, int64_t, int64_t count) {
-      fetch(block(a.k_cache, a.k_block_stride, index) + at * dim, count * dim);
     });
   }
 
@@ -276,11 +285,11 @@ struct Attention {
   void attend(const Item& item, int64_t head) {
     start(item, head);
     const int64_t end = position + item.count;
+    last = (end - 1) / a.block_tokens;
     const int64_t low = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
     for (int64_t base = low / tile * tile; base < end; base += tile) {
       const int64_t from = std::max(base, low), to = std::min(base + tile, end);
       scores(base, from, to);
-      fetch_keys(to, std::min(to + tile, end));
       softmax(base, from, to);
       weigh(base, from, to);
     }

@@ -1,171 +1,205 @@
-// Drawing tokens, one row at a time; nothing is sorted beyond what top_p needs to see.
-#include <algorithm>
-#include <functional>
-#include <vector>
-
-#include "vec.h"
+// Drawing tokens, one row at a time; nothing is sorted.
+#include "select.h"
 
 namespace {
 
-constexpr int64_t kRun = 256;  // tokens whose weights are summed together, a multiple of 8
 constexpr float kNothing = -87.0f;  // below it, exp is 0 here
 
-struct Sampler {
-  int64_t vocab;
-  std::vector<float> scaled, weight;  // of each token; the weights' tail is 0
-  std::vector<double> runs;
-  std::vector<uint64_t> keys;
+struct Scratch {
+  std::vector<float> weights, sums;  // [runs * kRun], [runs]
+  Selection selection;
+  // What top_k leaves of a row.
+  std::vector<float> logits;
+  std::vector<int64_t> tokens;
 
-  explicit Sampler(int64_t vocab) : vocab(vocab) {
-    const int64_t count = (vocab + kRun - 1) / kRun;
-    scaled.resize(count * kRun);
-    weight.resize(count * kRun);
-    runs.resize(count);
+  void reserve(int64_t runs) {
+    if (int64_t(sums.size()) >= runs) return;
+    sums.resize(runs);
+    weights.resize(runs * kRun);
   }
+};
 
-  // Larger is more likely; among equals the lower token.
-  uint64_t key(int64_t token) const {
-    uint32_t bits;
-    std::memcpy(&bits, &scaled[token], 4);
-    bits = bits >> 31 ? ~bits : bits | 0x80000000u;
-    return uint64_t(bits) << 32 | (0xffffffffu - uint32_t(token));
-  }
-  double weight_of(uint64_t key) const { return weight[0xffffffffu - uint32_t(key)]; }
-
-  void weigh(const float* logits, float top, float temperature, float min_p) {
+// One row of logits and how it is drawn from. A token's weight is exp((logit - top) / temperature),
+// or 0 where min_p leaves it out. Pointers to the scratch memory are kept, for no store can change
+// them.
+class Draw {
+ public:
+  Draw(Scratch& scratch, const float* logits, int64_t vocab, float top, float temperature,
+       float min_p)
+      : logits_(logits), vocab_(vocab), runs_((vocab + kRun - 1) / kRun),
+        top_(splat(top)), temperature_(splat(temperature)) {
     const float least = min_p > 0 ? std::min(0.0f, std::log(min_p)) : kNothing;
-    const v8 floor = splat(std::max(least, kNothing)), zero = {};
-    for (int64_t i = 0; i < vocab; i += 8) {
-      const int64_t n = vocab - i;
-      const v8 x = n >= 8 ? load(logits + i) : load_part(logits + i, n);
-      const v8 s = (x - splat(top)) / splat(temperature);
-      const v8 e = vexp(s);
-      const v8 w = s >= floor ? e : zero;
-      store(&scaled[i], s);
-      if (n >= 8) store(&weight[i], w);
-      else store_part(&weight[i], w, n);
-    }
+    floor_ = splat(std::max(least, kNothing));
+    scratch.reserve(runs_);
+    weights_ = scratch.weights.data();
+    sums_ = scratch.sums.data();
   }
 
-  // The key of the least likely token that top_k, and after it top_p, keep.
-  uint64_t last_kept(int64_t top_k, float top_p) {
-    keys.clear();
-    // All tokens below (1 - top_p) of the average hold less than top_p leaves out together, so
-    // top_p alone never gets to them (half of it, for the sake of rounding).
-    float rare = 0;
-    if (!(top_k > 0) && top_p > 0) rare = 0.5f * (1 - top_p) * float(sum_runs() / double(vocab));
-    for (int64_t i = 0; i < vocab; i++)
-      if (weight[i] > rare) keys.push_back(key(i));
-    const std::greater<uint64_t> more;
-    if (top_k > 0 && top_k < int64_t(keys.size())) {
-      std::nth_element(keys.begin(), keys.begin() + (top_k - 1), keys.end(), more);
-      keys.resize(top_k);
-    }
-    if (!(top_p < 1)) return *std::min_element(keys.begin(), keys.end());
-    double total = 0, held = 0;
-    if (top_k > 0)
-      for (uint64_t k : keys) total += weight_of(k);
-    else
-      total = sum_runs();
-    // Sort the most likely ones only, and more of them as long as they do not hold enough.
-    size_t sorted = 0;
-    for (size_t want = 64; sorted < keys.size(); want *= 8) {
-      const size_t end = std::min(keys.size(), want);
-      std::nth_element(keys.begin() + sorted, keys.begin() + (end - 1), keys.end(), more);
-      std::sort(keys.begin() + sorted, keys.begin() + end, more);
-      for (; sorted < end; sorted++) {
-        held += weight_of(keys[sorted]);
-        if (held >= double(top_p) * total) return keys[sorted];
-      }
-    }
-    return keys.back();
-  }
+  const float* weights() const { return weights_; }
 
+  // The sum of all weights, and that of each run; nothing else is kept.
   double sum_runs() {
     double total = 0;
-    for (size_t r = 0; r < runs.size(); r++) {
+    for (int64_t run = 0; run < runs_; run++) {
       v8 sums[4] = {};
-      for (int64_t i = 0; i < kRun; i += 8) sums[i / 8 % 4] += load(&weight[r * kRun + i]);
-      runs[r] = hsum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-      total += runs[r];
+      for (int64_t i = 0; i < kRun; i += 8) sums[i / 8 % 4] += weigh(run * kRun + i);
+      total += sums_[run] = hsum((sums[0] + sums[1]) + (sums[2] + sums[3]));
     }
     return total;
   }
 
-  // The first token, in token order, at which the sum of weights exceeds u times the total.
-  int64_t invert(double u) {
-    const double target = u * sum_runs();
-    double sum = 0;
-    int64_t last = vocab - 1;  // only NaN logits leave it
-    for (size_t r = 0; r < runs.size(); r++) {
-      const bool here = sum + runs[r] > target;
-      if (runs[r] > 0 && (here || r + 1 == runs.size())) {
-        for (int64_t i = r * kRun; i < int64_t(r + 1) * kRun; i++) {
-          if (weight[i] > 0) last = i;
-          sum += weight[i];
-          if (sum > target) return i;
-        }
-        return last;  // the run's sum was rounded up
+  // The same; the weights are kept.
+  double weigh_all() {
+    double total = 0;
+    for (int64_t run = 0; run < runs_; run++) total += sums_[run] = weigh_run(run);
+    return total;
+  }
+  float weigh_run(int64_t run) {
+    v8 sums[4] = {};
+    for (int64_t i = 0; i < kRun; i += 8) {
+      const v8 weight = weigh(run * kRun + i);
+      store(weights_ + run * kRun + i, weight);
+      sums[i / 8 % 4] += weight;
+    }
+    return hsum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+
+  // The sum of the weights that a cut leaves, and that of each run. Ties that it takes away have
+  // no weight any more; what it takes away beside them is left to `cut_run`.
+  double sum_left(const Cut& cut) {
+    const v8 least = splat(cut.value);
+    double total = 0;
+    int64_t ties = cut.ties;
+    for (int64_t run = 0; run < runs_; run++) {
+      v8 sums[4] = {};
+      for (int64_t i = 0; i < kRun; i += 8) {
+        const int64_t token = run * kRun + i;
+        const v8 x = logits_at(token);
+        const i8 tie = x == least;
+        if (any(tie))
+          for (int j = 0; j < 8; j++)
+            if (tie[j] && --ties < 0) weights_[token + j] = 0;
+        sums[i / 8 % 4] += x >= least ? load(weights_ + token) : v8{};
       }
-      if (runs[r] > 0) last = last_of(r);
-      sum += runs[r];
+      total += sums_[run] = hsum((sums[0] + sums[1]) + (sums[2] + sums[3]));
     }
-    return last;
+    return total;
   }
-  int64_t last_of(int64_t run) const {
-    int64_t i = (run + 1) * kRun - 1;
-    while (!(weight[i] > 0)) i--;
-    return i;
+  void cut_run(const Cut& cut, int64_t run) {
+    for (int64_t i = run * kRun; i < (run + 1) * kRun; i += 8)
+      store(weights_ + i, logits_at(i) >= splat(cut.value) ? load(weights_ + i) : v8{});
   }
 
-  int64_t draw(const float* logits, float temperature, int64_t top_k, float top_p, float min_p,
-               double u) {
-    const int64_t best = most_likely(logits, vocab);
-    if (!(temperature > 0)) return best;
-    weigh(logits, logits[best], temperature, min_p);
-    if ((top_k > 0 && top_k < vocab) || top_p < 1) {
-      if (!(weight[best] > 0)) return vocab - 1;  // NaN, or every token is forbidden
-      const uint64_t least = last_kept(top_k, top_p);
-      for (int64_t i = 0; i < vocab; i++)
-        if (key(i) < least) weight[i] = 0;
+  // The first token, in token order, at which the sum of weights exceeds the target. `bring` sees
+  // to it that the weights of a run are there.
+  template <typename Bring>
+  int64_t invert(double target, Bring bring) {
+    double before = 0, sum = 0;
+    int64_t last_run = 0;
+    for (int64_t run = 0; run < runs_ && sum <= target; run++) {
+      if (!(sums_[run] > 0)) continue;
+      last_run = run;
+      before = sum;
+      sum += sums_[run];
     }
-    return invert(u);
+    bring(last_run);
+    int64_t last = 0;
+    for (int64_t i = last_run * kRun; i < (last_run + 1) * kRun; i++) {
+      if (weights_[i] > 0) last = i;
+      before += weights_[i];
+      if (before > target) return i;
+    }
+    return last;  // the run's sum, or the total, was rounded up
   }
 
-  // The first of the largest logits.
-  static int64_t most_likely(const float* logits, int64_t vocab) {
-    v8 largest = splat(-INFINITY);
-    for (int64_t i = 0; i + 8 <= vocab; i += 8) largest = vmax(load(logits + i), largest);
-    float top = hmax(largest);
-    for (int64_t i = vocab & ~int64_t(7); i < vocab; i++) top = std::max(top, logits[i]);
-    const float* found = std::find(logits, logits + vocab, top);
-    return found == logits + vocab ? vocab - 1 : found - logits;
+ private:
+  SWELL_INLINE v8 logits_at(int64_t token) const {
+    return load_first(logits_ + token, vocab_ - token, -INFINITY);
   }
+  SWELL_INLINE v8 weigh(int64_t token) const {
+    const v8 scaled = (logits_at(token) - top_) / temperature_;
+    const v8 weight = vexp(scaled);
+    return scaled >= floor_ ? weight : v8{};
+  }
+
+  const float* const logits_;
+  const int64_t vocab_, runs_;
+  const v8 top_, temperature_;
+  v8 floor_;
+  float *weights_, *sums_;
 };
+
+// A token by all but top_k.
+int64_t draw_weighed(Scratch& scratch, const float* logits, int64_t vocab, float top,
+                     float temperature, float top_p, float min_p, double u) {
+  Draw draw(scratch, logits, vocab, top, temperature, min_p);
+  if (!(top_p < 1)) {
+    const double total = draw.sum_runs();
+    if (!(total > 0)) return vocab - 1;  // NaN, or every token is forbidden
+    return draw.invert(u * total, [&](int64_t run) { draw.weigh_run(run); });
+  }
+  double total = draw.weigh_all();
+  if (!(total > 0)) return vocab - 1;
+  const Cut cut = scratch.selection.heaviest(logits, draw.weights(), vocab, total, top_p);
+  if (!cut.keeps_all()) total = draw.sum_left(cut);
+  return draw.invert(u * total, [&](int64_t run) { draw.cut_run(cut, run); });
+}
+
+// The logits and tokens that top_k leaves, in token order.
+void keep_largest(Scratch& scratch, const float* logits, int64_t vocab, int64_t top_k) {
+  const Cut cut = scratch.selection.largest(logits, vocab, top_k);
+  int64_t ties = cut.ties;
+  scratch.logits.clear();
+  scratch.tokens.clear();
+  for (int64_t begin = 0; begin < vocab; begin += 8) {
+    if (!any(load_first(logits + begin, vocab - begin, NAN) >= splat(cut.value))) continue;
+    for (int64_t token = begin; token < std::min(begin + 8, vocab); token++)
+      if (logits[token] > cut.value || (logits[token] == cut.value && ties-- > 0)) {
+        scratch.logits.push_back(logits[token]);
+        scratch.tokens.push_back(token);
+      }
+  }
+}
+
+int64_t draw(Scratch& scratch, const float* logits, int64_t vocab, float temperature, int64_t top_k,
+             float top_p, float min_p, double u) {
+  const int64_t best = first_largest(logits, vocab);
+  if (!(temperature > 0)) return best;
+  const float top = logits[best];
+  if (top_k > 0 && top_k < vocab) {
+    if (!(top > -INFINITY)) return vocab - 1;
+    keep_largest(scratch, logits, vocab, top_k);
+    const int64_t left = scratch.tokens.size();
+    const float* own = scratch.logits.data();
+    return scratch.tokens[draw_weighed(scratch, own, left, top, temperature, top_p, min_p, u)];
+  }
+  return draw_weighed(scratch, logits, vocab, top, temperature, top_p, min_p, u);
+}
 
 }  // namespace
 
-SWELL_API void swell_greedy(const float* logits, int64_t rows, int64_t vocab, int64_t* out) {
-#pragma omp parallel for if (rows * vocab > kParallelWork)
-  for (int64_t row = 0; row < rows; row++)
-    out[row] = Sampler::most_likely(logits + row * vocab, vocab);
+// logits: rows `stride` apart.
+SWELL_API void swell_greedy(const float* logits, int64_t rows, int64_t vocab, int64_t stride,
+                            int64_t* out) {
+#pragma omp parallel for if (rows * vocab > 2 * kParallelWork)
+  for (int64_t row = 0; row < rows; row++) out[row] = first_largest(logits + row * stride, vocab);
 }
 
+// The columns of a row's wishes lie anywhere: each has a stride, in elements.
 SWELL_API void swell_sample(const float* logits, const float* temperature, const int64_t* top_k,
-                            const float* top_p, const float* min_p, const double* u, int64_t rows,
-                            int64_t vocab, int64_t* out) {
-#pragma omp parallel if (rows * vocab * 8 > kParallelWork)
-  {
-    Sampler sampler(vocab);
-#pragma omp for schedule(dynamic)
-    for (int64_t row = 0; row < rows; row++)
-      out[row] = sampler.draw(logits + row * vocab, temperature[row], top_k[row], top_p[row],
-                              min_p[row], u[row]);
+                            const float* top_p, const float* min_p, const double* u,
+                            const int64_t* strides, int64_t rows, int64_t vocab, int64_t* out) {
+#pragma omp parallel for schedule(dynamic) if (rows > 1 && rows * vocab * 8 > kParallelWork)
+  for (int64_t row = 0; row < rows; row++) {
+    static thread_local Scratch scratch;
+    out[row] = draw(scratch, logits + row * strides[0], vocab, temperature[row * strides[1]],
+                            top_k[row * strides[2]], top_p[row * strides[3]],
+                            min_p[row * strides[4]], u[row * strides[5]]);
   }
 }
 
-SWELL_API void swell_noise(const int64_t* seeds, const int64_t* positions, int64_t count,
-                           double* out) {
+SWELL_API void swell_noise(const int64_t* seeds, const int64_t* positions, int64_t seed_stride,
+                           int64_t position_stride, int64_t count, double* out) {
   const uint64_t golden = 0x9e3779b97f4a7c15u;
   const auto mix = [](uint64_t z) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -173,7 +207,7 @@ SWELL_API void swell_noise(const int64_t* seeds, const int64_t* positions, int64
     return z ^ (z >> 31);
   };
   for (int64_t i = 0; i < count; i++) {
-    const uint64_t z = mix(mix(uint64_t(seeds[i]) + golden) + (uint64_t(positions[i]) + 1) * golden);
-    out[i] = double(z >> 11) * 0x1p-53;
+    const uint64_t seed = seeds[i * seed_stride], position = positions[i * position_stride];
+    out[i] = double(mix(mix(seed + golden) + (position + 1) * golden) >> 11) * 0x1p-53;
   }
 }

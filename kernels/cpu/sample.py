@@ -13,18 +13,22 @@ from swell.kernels.reference import sample as reference
 _greedy, _sample, _noise = (
     getattr(library(), f"swell_{name}") for name in ("greedy", "sample", "noise")
 )
-_greedy.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-_sample.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 2 + [ctypes.c_void_p]
-_noise.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64, ctypes.c_void_p]
+_greedy.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+_sample.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 2, ctypes.c_void_p]
+_noise.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
 _greedy.restype = _sample.restype = _noise.restype = None
+_Strides = ctypes.c_int64 * 6
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
     """See `swell.kernels.sample.uniform_noise`."""
     assert seeds.dtype == positions.dtype == torch.int64 and seeds.shape == positions.shape
-    seeds, positions = seeds.contiguous(), positions.contiguous()
-    out = torch.empty(len(seeds), dtype=torch.float64)
-    _noise(seeds.data_ptr(), positions.data_ptr(), len(seeds), out.data_ptr())
+    count = len(seeds)
+    out = torch.empty(count, dtype=torch.float64)
+    _noise(
+        seeds.data_ptr(), positions.data_ptr(), seeds.stride(0), positions.stride(0), count,
+        out.data_ptr(),
+    )  # fmt: skip
     return out
 
 
@@ -32,9 +36,9 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     """See `swell.kernels.sample.greedy_tokens`."""
     if logits.dtype != torch.float32:
         return reference.greedy_tokens(logits)
-    logits = logits.contiguous()
+    assert logits.stride(1) == 1
     out = torch.empty(len(logits), dtype=torch.int64)
-    _greedy(logits.data_ptr(), *logits.shape, out.data_ptr())
+    _greedy(logits.data_ptr(), *logits.shape, logits.stride(0), out.data_ptr())
     return out
 
 
@@ -51,8 +55,11 @@ def sample_tokens(
 ) -> Tensor:
     """See `swell.kernels.sample.sample_tokens`; each row decides for itself what it needs."""
     assert logits.dtype == temperature.dtype == top_p.dtype == min_p.dtype == torch.float32
-    assert top_k.dtype == torch.int64 and u.dtype == torch.float64
-    columns = [x.contiguous() for x in (logits, temperature, top_k, top_p, min_p, u)]
+    assert top_k.dtype == torch.int64 and u.dtype == torch.float64 and logits.stride(1) == 1
+    columns = (logits, temperature, top_k, top_p, min_p, u)
     out = torch.empty(len(logits), dtype=torch.int64)
-    _sample(*(x.data_ptr() for x in columns), *logits.shape, out.data_ptr())
+    _sample(
+        *(x.data_ptr() for x in columns), _Strides(*(x.stride(0) for x in columns)),
+        *logits.shape, out.data_ptr(),
+    )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ struct bf16 {
 };
 
 // Below this many multiply-adds a second thread costs more than it brings.
-constexpr int64_t kParallelWork = 1 << 17;
+constexpr int64_t kParallelWork = 1 << 15;
 constexpr float kLowest = -3.0e38f;
 
 SWELL_INLINE v8 splat(float x) { return v8{x, x, x, x, x, x, x, x}; }
@@ -115,8 +115,9 @@ SWELL_INLINE v8 vexp(v8 x) {
   y = y * r + splat(1.6666665459e-1f);
   y = y * r + splat(5.0000001201e-1f);
   y = y * (r * r) + (r + splat(1.0f));
-  i8 bits = __builtin_convertvector(n, i8) << 23;
-  i8 y_bits;
+  i8 bits, y_bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits <<= 23;  // all but round(x) is shifted out
   std::memcpy(&y_bits, &y, sizeof y);
   y_bits += bits;
   std::memcpy(&y, &y_bits, sizeof y);

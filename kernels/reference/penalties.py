@@ -11,15 +11,21 @@ def apply_penalties(
     rows: Tensor,
     slots: Tensor,
     output_counts: Tensor,
-    in_prompt: Tensor,
+    seen: Tensor,
     repetition: Tensor,
     frequency: Tensor,
     presence: Tensor,
 ) -> None:
     """See `swell.kernels.penalties.apply_penalties`."""
     counts, before = output_counts[slots], logits[rows]
-    in_output = counts > 0
-    factor = torch.where(in_prompt[slots] | in_output, repetition[:, None], 1.0)
+    factor = torch.where(seen[slots], repetition[:, None], 1.0)
     after = torch.where(before > 0, before / factor, before * factor)
-    after -= frequency[:, None] * counts + presence[:, None] * in_output
+    after -= frequency[:, None] * counts + presence[:, None] * (counts > 0)
     logits[rows] = after
+
+
+def count_tokens(output_counts: Tensor, seen: Tensor, slots: Tensor, tokens: Tensor) -> None:
+    """See `swell.kernels.penalties.count_tokens`."""
+    one = torch.ones((), dtype=output_counts.dtype, device=output_counts.device)
+    output_counts.index_put_((slots, tokens), one, accumulate=True)
+    seen.index_put_((slots, tokens), torch.ones((), dtype=torch.bool, device=seen.device))

@@ -61,7 +61,7 @@ def sample_tokens(
         # p >= min_p * p_max in logarithms; log(0) = -inf keeps all.
         scaled = scaled.masked_fill(scaled < min_p.log().clamp(max=0)[:, None], float("-inf"))
     if any_top:
-        scaled = scaled.masked_fill(~_top(scaled, top_k, top_p), float("-inf"))
+        scaled = scaled.masked_fill(~_top(logits, scaled, top_k, top_p), float("-inf"))
     # float64: in a large vocabulary the float32 sum would swallow rare tokens.
     cumulative = torch.softmax(scaled, dim=-1).double().cumsum(dim=-1)
     total = cumulative[:, -1]
@@ -73,10 +73,12 @@ def sample_tokens(
     return torch.where(greedy, logits.argmax(dim=-1), drawn)
 
 
-def _top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _top(logits: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """[N, V] bool: the tokens that top_k, and after it top_p, keep."""
     vocab = scaled.shape[-1]
-    ranked, token = scaled.sort(dim=-1, descending=True, stable=True)
+    # By the logits themselves: scaling may make equal what differs by a rounding.
+    token = logits.argsort(dim=-1, descending=True, stable=True)
+    ranked = scaled.gather(1, token)
     limit = torch.where(top_k > 0, top_k, vocab)[:, None]
     keep = torch.arange(vocab, device=scaled.device) < limit
     share = torch.softmax(ranked.masked_fill(~keep, float("-inf")), dim=-1).double()

@@ -28,29 +28,29 @@ def test_definition(name, places, seed):
     torch.manual_seed(seed)
     logits = torch.randn(ROWS, VOCAB) * 4
     counts = torch.randint(0, 3, (MAX_ROWS, VOCAB), dtype=torch.int32)
-    in_prompt = torch.rand(MAX_ROWS, VOCAB) < 0.4
+    seen = (counts > 0) | (torch.rand(MAX_ROWS, VOCAB) < 0.4)
     strengths = torch.rand(3, len(places)) * 3 - torch.tensor([0.0, 1.5, 1.5])[:, None] + 1e-3
     wanted = logits.numpy().copy()
     for i, (row, slot) in enumerate(places.items()):
         repetition, frequency, presence = strengths[:, i].numpy()
         for t in range(VOCAB):
             x, count = wanted[row, t], int(counts[slot, t])
-            if in_prompt[slot, t] or count:
+            if seen[slot, t]:
                 x = x / repetition if x > 0 else x * repetition
             off = frequency * np.float32(count) + presence * np.float32(count > 0)
             wanted[row, t] = x - off
-    before = counts.clone(), in_prompt.clone()
+    before = counts.clone(), seen.clone()
     columns.load(name, "penalties").apply_penalties(
         logits,
         torch.tensor(list(places)),
         torch.tensor(list(places.values())),
         counts,
-        in_prompt,
+        seen,
         *strengths,
     )
     assert np.array_equal(logits.numpy(), wanted)
     assert torch.equal(counts, before[0])
-    assert torch.equal(in_prompt, before[1])
+    assert torch.equal(seen, before[1])
 
 
 @pytest.mark.parametrize("name", COLUMNS)
@@ -63,10 +63,10 @@ def test_transformers_repetition_penalty(name, penalty):
     wanted = processor(torch.cat((prompt, output), 1), logits.clone())
     counts = torch.zeros(3, VOCAB, dtype=torch.int32)
     counts.scatter_add_(1, output, torch.ones_like(output, dtype=torch.int32))
-    in_prompt = torch.zeros(3, VOCAB, dtype=torch.bool).scatter_(1, prompt, True)
+    seen = (counts > 0).scatter_(1, prompt, True)
     off, rows = torch.zeros(3), torch.arange(3)
     columns.load(name, "penalties").apply_penalties(
-        logits, rows, rows, counts, in_prompt, torch.full((3,), penalty), off, off
+        logits, rows, rows, counts, seen, torch.full((3,), penalty), off, off
     )
     assert torch.equal(logits, wanted)
 
@@ -87,3 +87,16 @@ def test_what_cannot_be_drawn_stays_so(name):
         one,
     )
     assert logits.tolist() == [[-torch.inf, -2.0, -1.5, -4.0]]
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_counting(name):
+    """Equal pairs count each time; other slots and tokens stay as they are."""
+    counts = torch.zeros(MAX_ROWS, VOCAB, dtype=torch.int32)
+    seen = torch.zeros(MAX_ROWS, VOCAB, dtype=torch.bool)
+    seen[2, 5] = True
+    pairs = [(0, 0), (2, 5), (2, 5), (8, 22), (2, 4)]
+    columns.load(name, "penalties").count_tokens(counts, seen, *torch.tensor(pairs).T.contiguous())
+    assert counts.nonzero().tolist() == seen.nonzero().tolist() == sorted(map(list, set(pairs)))
+    assert counts[2, 5] == 2
+    assert counts.sum() == len(pairs)

@@ -223,3 +223,46 @@ def test_logits_that_are_not_numbers_give_some_token(column):
         u = torch.full((2,), 0.5, dtype=torch.float64)
         got = column.sample_tokens(logits, *tensors([row] * 2), u)
         assert ((got >= 0) & (got < 20)).all()
+
+
+VALUES = [-math.inf, -1e30, -3.0, 0.0, 1.0, math.nextafter(1.0, 2.0), 4.0]
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.integers(1, 700),
+    st.sampled_from(["few values", "flat", "peaked", "one"]),
+    st.sampled_from([1, 2, 3, 50, 699, 10_000, 0]),
+    st.sampled_from([1e-6, 0.3, 0.7, 0.97, 1.0]),
+    st.sampled_from([0.0, 0.01, 1.0]),
+    st.sampled_from([0.01, 1.0, 50.0]),
+    st.integers(0, 10_000),
+)
+def test_what_the_filters_keep(column, vocab, shape, top_k, top_p, min_p, temperature, seed):
+    """What many noises draw are the tokens of the definition, ties included. Where the edge of
+    top_p falls within rounding of a sum, nobody is owed either side of it."""
+    torch.manual_seed(seed)
+    logits = {
+        "few values": torch.tensor(VALUES)[torch.randint(len(VALUES), (vocab,))],
+        "flat": torch.randn(vocab) * 0.1,
+        "peaked": torch.randn(vocab) * 6,
+        "one": torch.full((vocab,), -math.inf),
+    }[shape].float()
+    logits[seed % vocab] = 4.0
+    scaled = (logits - logits.max()) / temperature
+    weight = torch.where(scaled >= max(math.log(min_p or 1e-38), -87), scaled.double().exp(), 0)
+    order = logits.argsort(descending=True, stable=True)[: top_k or vocab]
+    held = weight[order].cumsum(0)
+    edge = (held / held[-1] - torch.tensor(top_p).double()).abs().min()
+    if top_p < 1 and edge < 1e-5:
+        return
+    last = int((held < top_p * held[-1]).sum()) if top_p < 1 else vocab
+    possible = {t for t in order[: last + 1].tolist() if weight[t] > 0}
+    noises = torch.linspace(0, 1 - 2**-53, 64, dtype=torch.float64)
+    rows = [(temperature, top_k, top_p, min_p)] * len(noises)
+    got = column.sample_tokens(logits.repeat(len(noises), 1), *tensors(rows), noises)
+    assert set(got.tolist()) <= possible
+    if len(possible) < 5 and min(weight[t] for t in possible) > 0.1:
+        assert set(got.tolist()) == possible

@@ -36,7 +36,7 @@ def answers(folder, **overrides) -> tuple[list, set[int]]:
             for i in range(4)
         ]
         outputs = [llm.generate(prompts, wishes), llm.generate(prompts[:1], wishes[3])]
-        forward = llm._core.executor._worker.runner._run_model
+        forward = llm._core.executor._worker.runner._model_step
         captured = set(getattr(forward, "_captured", ()))
     parts = [output.outputs[0] for some in outputs for output in some]
     return [(part.token_ids, part.logprobs) for part in parts], captured

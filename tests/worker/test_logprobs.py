@@ -169,7 +169,7 @@ def test_drawn_tokens_are_told_with_the_logits_that_were_kept(step) -> None:
         of_drawn.take_slot(row)
     logits = torch.randn(batch.num_samples, VOCAB)
     own, tokens = logits.clone(), torch.randint(VOCAB, (batch.num_samples,))
-    kept = of_drawn.keep(logits, batch)
+    kept = of_drawn.keep(logits, batch, will_change=True)
     logits.fill_(-1e30)  # as stages do
     given_out = extras(Drawn(tokens, [some.note(tokens) for some in kept]))
     asking = 0
@@ -206,7 +206,7 @@ def test_nothing_is_computed_for_rows_that_do_not_ask(monkeypatch: pytest.Monkey
         reader.take_slot(row)
         of_drawn.take_slot(row)
     assert reader(torch.randn(13, VOCAB), batch, plan) == []
-    assert of_drawn.keep(torch.randn(2, VOCAB), batch) == []
+    assert of_drawn.keep(torch.randn(2, VOCAB), batch, will_change=False) == []
     assert not head.asked
 
 
@@ -220,7 +220,7 @@ def test_both_kinds_of_one_row_leave_together() -> None:
         reader.take_slot(row)
         of_drawn.take_slot(row)
     hidden = torch.randn(7, VOCAB)
-    kept = of_drawn.keep(hidden[batch.logits_indices], batch)
+    kept = of_drawn.keep(hidden[batch.logits_indices], batch, will_change=False)
     tokens = torch.tensor([7])
     notes = [*reader(hidden, batch, plan), *(some.note(tokens) for some in kept)]
     output = (drawn := Drawn(tokens, notes)).fill(ModelRunnerOutput(0), drawn.tensors())

@@ -186,7 +186,7 @@ def test_what_no_row_asks_for_is_not_computed(monkeypatch):
     ends = PlainRow(NOTHING, [1, 2], [3], min_tokens=1, ends=[7])  # the minimum is reached
     bench.take({0: PlainRow(NOTHING, [1]), 1: PlainRow(EVERYTHING, [2]), 2: ends})
     for module, names in (
-        (penalties, ("apply_penalties", "_count", "to_device")),
+        (penalties, ("apply_penalties", "count_tokens", "to_device")),
         (edits, ("to_device",)),
         (allowed, ("apply_bitmask", "to_device", "packed_bits")),
     ):

@@ -69,4 +69,5 @@ class ParallelLMHead(_VocabRows):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] -> logits [S, vocab] float32"""
         logits = self.group.all_gather(linear(hidden, self.weight), -1)
-        return logits[:, : self.vocab].float()
+        logits = logits[:, : self.vocab]
+        return logits if logits.dtype == torch.float32 else logits.float()

@@ -11,7 +11,7 @@ from torch import Tensor
 from swell.kernels.bitmask import apply_bitmask
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.stage import FORBIDDEN, Stage
+from swell.worker.sample.stage import FORBIDDEN, Askers, Stage
 from swell.worker.staging import to_device
 from swell.worker.wire import NewRow
 
@@ -28,8 +28,7 @@ class AllowedTokens(Stage):
 
     def __init__(self, states: RequestStates) -> None:
         self._max_rows = states.max_rows
-        # [max_rows]
-        self._used_np = np.zeros(states.max_rows, dtype=bool)
+        self._askers = Askers(states.max_rows)
         # slot -> token ids of rows that are not in the table yet
         self._staged: dict[int, Sequence[int]] = {}
         # [max_rows, ceil(V / 32)] int32
@@ -37,15 +36,15 @@ class AllowedTokens(Stage):
 
     def take_slot(self, row: NewRow) -> None:
         allowed = row.sampler.allowed_token_ids
-        self._used_np[row.slot] = bool(allowed)
+        self._askers.set(row.slot, bool(allowed))
         self._staged.pop(row.slot, None)
         if allowed:
             self._staged[row.slot] = allowed
 
-    def apply(self, logits: Tensor, batch: InputBatch) -> None:
-        rows_np = np.flatnonzero(self._used_np[batch.sample_slots_np])
-        if not len(rows_np):
-            return
+    def rows(self, batch: InputBatch) -> np.ndarray:
+        return self._askers.among(batch.sample_slots_np)
+
+    def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         rows = to_device(rows_np, logits.device)
         bitmask = self._table(logits)[batch.sample_slots[rows]]
         apply_bitmask(logits, bitmask, rows, NOT_ALLOWED)

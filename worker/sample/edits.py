@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.stage import FORBIDDEN, Stage
+from swell.worker.sample.stage import FORBIDDEN, NO_ROWS, Stage
 from swell.worker.staging import to_device
 from swell.worker.wire import NewRow
 
@@ -77,6 +77,7 @@ class Edits(Stage):
         self._states = states
         # [max_rows]
         self._entries: list[_Entries | None] = [None] * states.max_rows
+        self._slots: set[int] = set()  # those that have entries
         # [max_rows] first position at which the slot's row has nothing to edit any more
         self._until_np = np.zeros(states.max_rows, dtype=np.int64)
 
@@ -84,15 +85,21 @@ class Edits(Stage):
         entries = _Entries.of(row)
         self._entries[row.slot] = entries
         self._until_np[row.slot] = 0 if entries is None else entries.until.max()
+        (self._slots.discard if entries is None else self._slots.add)(row.slot)
 
-    def apply(self, logits: Tensor, batch: InputBatch) -> None:
-        slots_np, positions_np = batch.sample_slots_np, batch.sample_positions_np
-        rows = np.flatnonzero(positions_np < self._until_np[slots_np])
-        if not len(rows):
-            return
-        slots, positions = slots_np[rows], positions_np[rows]
+    def rows(self, batch: InputBatch) -> np.ndarray:
+        if not self._slots:
+            return NO_ROWS
+        until = self._until_np[batch.sample_slots_np]
+        return np.flatnonzero(batch.sample_positions_np < until)
+
+    def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
+        slots, positions = batch.sample_slots_np[rows_np], batch.sample_positions_np[rows_np]
         entries = [self._entries[slot] for slot in slots.tolist()]
-        host = [*_joined_entries(entries, rows, positions), *_conditions(entries, slots, positions)]
+        host = [
+            *_joined_entries(entries, rows_np, positions),
+            *_conditions(entries, slots, positions),
+        ]
         packed = to_device(np.concatenate(host), logits.device)
         row, token, amount, entry, slot, position, wanted = packed.split([len(x) for x in host])
         amounts = amount.view(torch.float64).float()

@@ -22,7 +22,7 @@ from swell.kernels.bitmask import apply_bitmask
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
 from swell.worker.sample.allowed import packed_bits
-from swell.worker.sample.stage import Stage
+from swell.worker.sample.stage import Askers, Stage
 from swell.worker.sample.vocabulary import end_token_ids, load_vocabulary
 from swell.worker.sample.wire import GRAMMAR_LIMITS
 from swell.worker.staging import to_device
@@ -45,24 +45,23 @@ class GrammarMask(Stage):
     def __init__(self, states: RequestStates, model_path: str) -> None:
         self._model_path = model_path
         self._followers: list[Follower | None] = [None] * states.max_rows
-        # [max_rows]
-        self._used_np = np.zeros(states.max_rows, dtype=bool)
+        self._askers = Askers(states.max_rows)
         self._compiled: dict[str, Future[LLMatcher]] = {}
         self._unread: DrawnTokens | None = None
         self._tools: _Tools | None = None
 
     def take_slot(self, row: NewRow) -> None:
         grammar, slot = row.sampler.grammar, row.slot
-        self._used_np[slot] = grammar is not None
+        self._askers.set(slot, grammar is not None)
         self._followers[slot] = None
         if grammar is not None:
             outputs = row.token_ids[row.prompt_tokens :]
             self._followers[slot] = Follower(self._compile(grammar.lark), outputs)
 
-    def apply(self, logits: Tensor, batch: InputBatch) -> None:
-        rows_np = np.flatnonzero(self._used_np[batch.sample_slots_np])
-        if not len(rows_np):
-            return
+    def rows(self, batch: InputBatch) -> np.ndarray:
+        return self._askers.among(batch.sample_slots_np)
+
+    def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         self._read()
         followers = self._following(batch, rows_np)
         bitmask = self._masks(followers, -(-logits.shape[1] // 32))
@@ -72,10 +71,8 @@ class GrammarMask(Stage):
         rows = to_device(rows_np, device)
         apply_bitmask(logits, to_device(bitmask, device), rows, float("-inf"))
 
-    def drawn(self, tokens: Tensor, batch: InputBatch) -> None:
-        rows_np = np.flatnonzero(self._used_np[batch.sample_slots_np])
-        if len(rows_np):
-            self._unread = DrawnTokens(tokens, rows_np, self._following(batch, rows_np))
+    def drawn(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
+        self._unread = DrawnTokens(tokens, rows_np, self._following(batch, rows_np))
 
     def _following(self, batch: InputBatch, rows_np: np.ndarray) -> list[Follower]:
         found = [self._followers[slot] for slot in batch.sample_slots_np[rows_np].tolist()]

@@ -1,7 +1,5 @@
 """Log probabilities of drawn tokens and of prompts, under the model's own logits.
 
-    logprob(t) = logit(t) - log(sum(exp(logits)))        rank(t) = 1 + number of larger logits
-
 What no row asks for is not computed, and how many of the most likely tokens a row is told is cut on
 the host: the device finds as many as the row that asks for most.
 """
@@ -16,29 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swell.kernels.logprobs import rank_tokens
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.stage import Note, Reader
+from swell.worker.sample.stage import Askers, Note, Reader
 from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
 from swell.worker.staging import to_device
 from swell.worker.wire import NewRow, SchedulerOutput
 
 SLICE_POSITIONS = 256
 """Prompt positions whose logits exist at the same time: 150 MiB for 150 000 tokens."""
-
-
-def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """logits [N, V] float32, token_ids [N] int64 -> (indices [N, 2 + top] int64, logprobs
-    [N, 1 + top] float32).
-
-    A row of `indices` is the token's rank, the token, and the `top` most likely ones, best first;
-    `logprobs` are those of the tokens.
-    """
-    token_ids = token_ids[:, None]
-    rank = 1 + (logits > logits.gather(1, token_ids)).sum(1, keepdim=True)
-    best = logits.topk(min(top, logits.shape[1]), dim=1).indices
-    told = torch.cat([token_ids, best], 1)
-    return torch.cat([rank, told], 1), logits.log_softmax(1).gather(1, told)
 
 
 @dataclass(slots=True)
@@ -63,7 +48,7 @@ class KeptLogits:
 
     # [M, V] float32
     logits: Tensor
-    # [M] int64, which of the rows that sample these are
+    # [M] int64, which of the S rows that sample these are
     samples: Tensor
     rows: list[int]
     """The same among all rows of the step."""
@@ -79,12 +64,12 @@ class _Tops:
     """How many of the most likely tokens the request of each slot is to be told, if anything."""
 
     def __init__(self, max_rows: int) -> None:
-        # [max_rows] each
-        self.asks_np = np.zeros(max_rows, dtype=bool)
+        self.askers = Askers(max_rows)
+        # [max_rows]
         self.count_np = np.zeros(max_rows, dtype=np.int64)
 
     def set(self, slot: int, top: int | None) -> None:
-        self.asks_np[slot] = top is not None
+        self.askers.set(slot, top is not None)
         self.count_np[slot] = top or 0
 
 
@@ -97,16 +82,18 @@ class DrawnLogprobs:
     def take_slot(self, row: NewRow) -> None:
         self._tops.set(row.slot, row.sampler.logprobs)
 
-    def keep(self, logits: Tensor, batch: InputBatch) -> list[KeptLogits]:
-        """Copies of the rows of logits [S, V] float32 that are to be told of; empty: none is."""
+    def keep(self, logits: Tensor, batch: InputBatch, will_change: bool) -> list[KeptLogits]:
+        """The rows of logits [S, V] float32 that are to be told of, copied if some stage
+        `will_change` them; empty: none is told of."""
         slots = batch.sample_slots_np
-        samples = np.flatnonzero(self._tops.asks_np[slots])
+        samples = self._tops.askers.among(slots)
         if not len(samples):
             return []
         index = to_device(samples, logits.device)
         tops = self._tops.count_np[slots[samples]].tolist()
         rows = batch.sample_rows_np[samples].tolist()
-        return [KeptLogits(logits[index], index, rows, tops)]
+        all_stay = len(rows) == len(slots) and not will_change
+        return [KeptLogits(logits if all_stay else logits[index], index, rows, tops)]
 
 
 @dataclass(slots=True)
@@ -181,13 +168,16 @@ class PromptReader(Reader):
 
     def _find(self, plan: SchedulerOutput) -> tuple[list[_Stretch], np.ndarray]:
         """What the step tells of; with [3, P] int64, see `__call__`."""
+        stretches, indices = [], [np.zeros((3, 0), dtype=np.int64)]
         slots = np.array(plan.slots, dtype=np.int64)
+        asking = self._tops.askers.among(slots)
+        if not len(asking):
+            return [], indices[0]
         starts = np.array(plan.starts, dtype=np.int64)
         counts = np.array(plan.num_tokens, dtype=np.int64)
         firsts = np.cumsum(counts) - counts
         told = np.minimum(counts, self._prompt_tokens_np[slots] - 1 - starts)
-        stretches, indices = [], [np.zeros((3, 0), dtype=np.int64)]
-        for row in np.flatnonzero(self._tops.asks_np[slots] & (told > 0)).tolist():
+        for row in asking[told[asking] > 0].tolist():
             slot, start, count = slots[row], starts[row] + 1, told[row]
             stretches.append(_Stretch(row, int(start), int(count), int(self._tops.count_np[slot])))
             steps = np.arange(count)

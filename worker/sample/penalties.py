@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swell.kernels.penalties import apply_penalties
+from swell.kernels.penalties import apply_penalties, count_tokens
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.stage import Stage
+from swell.worker.sample.stage import Askers, Stage
 from swell.worker.staging import to_device
 from swell.worker.wire import NewRow
 
@@ -22,8 +22,8 @@ class _Seen:
 
     # [max_rows, V] int32
     output_counts: Tensor
-    # [max_rows, V] bool
-    in_prompt: Tensor
+    # [max_rows, V] bool: in the prompt or the output
+    anywhere: Tensor
 
 
 class Penalties(Stage):
@@ -40,47 +40,46 @@ class Penalties(Stage):
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states
-        # [max_rows]
-        self._used_np = np.zeros(states.max_rows, dtype=bool)
-        # [max_rows, 3]: repetition, frequency, presence
-        self._strengths_np = np.zeros((states.max_rows, 3), dtype=np.float32)
+        self._askers = Askers(states.max_rows)
+        # [3, max_rows]: repetition, frequency, presence
+        self._strengths_np = np.zeros((3, states.max_rows), dtype=np.float32)
         # slot -> (prompt tokens, all known tokens) of rows that are not in the tables yet
         self._staged: dict[int, tuple[int, int]] = {}
         self._seen: _Seen | None = None
-        # [M] int64, the rows of the step that penalize; None: no row does
-        self._rows: Tensor | None = None
+        # [M] int64 each: the rows of the step that penalize, and their slots
+        self._rows = self._slots = torch.zeros(0, dtype=torch.int64)
 
     def take_slot(self, row: NewRow) -> None:
         wish, slot = row.sampler, row.slot
         strengths = (wish.repetition_penalty, wish.frequency_penalty, wish.presence_penalty)
         self._staged.pop(slot, None)
-        self._used_np[slot] = strengths != (1, 0, 0)
-        if self._used_np[slot]:
-            self._strengths_np[slot] = strengths
+        asks = strengths != (1, 0, 0)
+        self._askers.set(slot, asks)
+        if asks:
+            self._strengths_np[:, slot] = strengths
             self._staged[slot] = (row.prompt_tokens, len(row.token_ids))
 
-    def apply(self, logits: Tensor, batch: InputBatch) -> None:
-        self._rows = None
-        rows_np = np.flatnonzero(self._used_np[batch.sample_slots_np])
-        if not len(rows_np):
-            return
+    def rows(self, batch: InputBatch) -> np.ndarray:
+        return self._askers.among(batch.sample_slots_np)
+
+    def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         self._rows = to_device(rows_np, logits.device)
-        strengths = self._strengths_np[batch.sample_slots_np[rows_np]]
+        self._slots = batch.sample_slots[self._rows]
+        strengths = self._strengths_np[:, batch.sample_slots_np[rows_np]]
         seen = self._tables(logits)
         apply_penalties(
             logits,
             self._rows,
-            batch.sample_slots[self._rows],
+            self._slots,
             seen.output_counts,
-            seen.in_prompt,
-            *to_device(strengths, logits.device).unbind(1),
+            seen.anywhere,
+            *to_device(strengths, logits.device),
         )
 
-    def drawn(self, tokens: Tensor, batch: InputBatch) -> None:
-        if self._rows is None:
-            return
+    def drawn(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         assert self._seen is not None
-        _count(self._seen.output_counts, batch.sample_slots[self._rows], tokens[self._rows])
+        seen = self._seen
+        count_tokens(seen.output_counts, seen.anywhere, self._slots, tokens[self._rows])
 
     def _tables(self, logits: Tensor) -> _Seen:
         """The tables, with all rows that have taken slots."""
@@ -104,17 +103,11 @@ class Penalties(Stage):
         counts = np.concatenate((prompts, lengths - prompts))
         slots = np.repeat(np.concatenate((taken, taken)), counts)
         places = np.arange(len(slots)) + np.repeat(starts - np.cumsum(counts) + counts, counts)
-        packed = to_device(np.concatenate((taken, slots, places)), seen.in_prompt.device)
+        packed = to_device(np.concatenate((taken, slots, places)), seen.anywhere.device)
         row, slot, place = packed.split([len(taken), len(slots), len(places)])
         token = self._states.token_ids[slot, place].long()
         outputs = int(prompts.sum())  # where they begin
-        seen.in_prompt.index_fill_(0, row, False)
-        seen.in_prompt[slot[:outputs], token[:outputs]] = True
+        seen.anywhere.index_fill_(0, row, False)
+        seen.anywhere[slot[:outputs], token[:outputs]] = True
         seen.output_counts.index_fill_(0, row, 0)
-        _count(seen.output_counts, slot[outputs:], token[outputs:])
-
-
-def _count(table: Tensor, slots: Tensor, tokens: Tensor) -> None:
-    """table[slots[i], tokens[i]] += 1, for equal pairs too; slots, tokens [N] int64."""
-    one = torch.ones((), dtype=table.dtype, device=table.device)
-    table.index_put_((slots, tokens), one, accumulate=True)
+        count_tokens(seen.output_counts, seen.anywhere, slot[outputs:], token[outputs:])

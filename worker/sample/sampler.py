@@ -73,13 +73,14 @@ class Sampler:
 
     def __call__(self, logits: Tensor, batch: InputBatch) -> Drawn:
         """logits [S, V] float32, which may be changed in place."""
-        kept = self._logprobs.keep(logits, batch)
-        for stage in self._stages:
-            stage.apply(logits, batch)
+        asked = [(stage, rows) for stage in self._stages if len(rows := stage.rows(batch))]
+        kept = self._logprobs.keep(logits, batch, will_change=bool(asked))
+        for stage, rows in asked:
+            stage.apply(logits, batch, rows)
         tokens = self._draw(logits, batch)
-        for stage in self._stages:
-            stage.drawn(tokens, batch)
-        return Drawn(tokens, [rows.note(tokens) for rows in kept])
+        for stage, rows in asked:
+            stage.drawn(tokens, batch, rows)
+        return Drawn(tokens, [some.note(tokens) for some in kept])
 
     def _draw(self, logits: Tensor, batch: InputBatch) -> Tensor:
         """Tokens [S] int64 by temperature, min_p, top_k and top_p."""

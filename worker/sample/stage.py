@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
+import numpy as np
 from torch import Tensor
 
 from swell.worker.input_batch import InputBatch
@@ -14,6 +15,28 @@ from swell.worker.wire import NewRow, SchedulerOutput
 FORBIDDEN = -1e30
 """Added to the logit of a token that must not be drawn. Finite: where everything else is ruled out
 (a grammar leaves one token, and a ban names it), the last one left is drawn, and never NaN."""
+
+
+NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+class Askers:
+    """The slots whose requests ask for something: most of the time there are none, which costs a
+    step nothing."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._slots: set[int] = set()
+        # [max_rows]
+        self._asks_np = np.zeros(max_rows, dtype=bool)
+
+    def set(self, slot: int, asks: bool) -> None:
+        """Whether the request that takes the slot asks."""
+        self._asks_np[slot] = asks
+        (self._slots.add if asks else self._slots.discard)(slot)
+
+    def among(self, slots_np: np.ndarray) -> np.ndarray:
+        """slots_np [N] -> [M] int64: which of them ask."""
+        return np.flatnonzero(self._asks_np[slots_np]) if self._slots else NO_ROWS
 
 
 class Stage(ABC):
@@ -28,10 +51,15 @@ class Stage(ABC):
         """A request takes its slot, with the outputs that it has; what stood there is gone."""
 
     @abstractmethod
-    def apply(self, logits: Tensor, batch: InputBatch) -> None:
-        """Change logits [S, V] float32 in place."""
+    def rows(self, batch: InputBatch) -> np.ndarray:
+        """[M] int64: which of the batch's S rows that sample have the wish. Where there is none,
+        nothing else is asked of the stage in this step."""
 
-    def drawn(self, tokens: Tensor, batch: InputBatch) -> None:
+    @abstractmethod
+    def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
+        """Change logits [S, V] float32 of these rows in place."""
+
+    def drawn(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         """tokens [S] int64 were drawn, on the device."""
         return
 

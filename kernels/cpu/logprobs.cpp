@@ -1,0 +1,71 @@
+// Log probabilities, ranks and the most likely tokens, one row at a time.
+#include "select.h"
+
+namespace {
+
+struct Scratch {
+  Selection selection;
+  std::vector<int64_t> best;
+};
+
+// The `top` most likely tokens, the first of equal ones; 0 where the rest is NaN.
+void find_best(Scratch& scratch, const float* logits, int64_t vocab, int64_t top, int64_t* out) {
+  const Cut cut = scratch.selection.largest(logits, vocab, top);
+  std::vector<int64_t>& best = scratch.best;
+  best.clear();
+  for (int64_t begin = 0; begin < vocab; begin += 8) {
+    if (!any(load_first(logits + begin, vocab - begin, NAN) >= splat(cut.value))) continue;
+    for (int64_t token = begin; token < std::min(begin + 8, vocab); token++)
+      if (logits[token] >= cut.value) best.push_back(token);
+  }
+  const int64_t found = std::min<int64_t>(top, best.size());
+  std::partial_sort(best.begin(), best.begin() + found, best.end(), [&](int64_t a, int64_t b) {
+    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+  });
+  for (int64_t i = 0; i < top; i++) out[i] = i < found ? best[i] : 0;
+}
+
+// The logarithm of sum(exp(logit - top)); and how many logits are larger than `own`.
+double log_sum(const float* logits, int64_t vocab, float top, float own, int64_t& larger) {
+  double total = 0;
+  larger = 0;
+  for (int64_t begin = 0; begin < vocab; begin += kRun) {
+    v8 sums[4] = {};
+    i8 counts = {};
+    const int64_t end = std::min(begin + kRun, vocab);
+    for (int64_t i = begin; i < end; i += 8) {
+      const v8 x = load_first(logits + i, end - i, -INFINITY), lower = x - splat(top);
+      const v8 e = vexp(lower);
+      sums[i / 8 % 4] += lower < splat(-87.0f) ? v8{} : e;
+      counts -= x > splat(own);
+    }
+    for (const v8& sum : sums)
+      for (int j = 0; j < 8; j++) total += double(sum[j]);
+    for (int j = 0; j < 8; j++) larger += counts[j];
+  }
+  return std::log(total);
+}
+
+void rank(Scratch& scratch, const float* logits, int64_t vocab, int64_t token, int64_t top,
+          int64_t* indices, float* logprobs) {
+  const float most = logits[first_largest(logits, vocab)];
+  int64_t larger;
+  const double whole = double(most) + log_sum(logits, vocab, most, logits[token], larger);
+  indices[0] = 1 + larger;
+  indices[1] = token;
+  if (top > 0) find_best(scratch, logits, vocab, top, indices + 2);
+  for (int64_t i = 0; i <= top; i++) logprobs[i] = float(double(logits[indices[1 + i]]) - whole);
+}
+
+}  // namespace
+
+// logits: rows `stride` apart; indices [rows, 2 + top], logprobs [rows, 1 + top].
+SWELL_API void swell_rank(const float* logits, const int64_t* tokens, int64_t rows, int64_t vocab,
+                          int64_t stride, int64_t top, int64_t* indices, float* logprobs) {
+#pragma omp parallel for schedule(dynamic) if (rows > 1 && rows * vocab * 8 > kParallelWork)
+  for (int64_t row = 0; row < rows; row++) {
+    static thread_local Scratch scratch;
+    rank(scratch, logits + row * stride, vocab, tokens[row], top, indices + row * (2 + top),
+         logprobs + row * (1 + top));
+  }
+}

@@ -1,0 +1,186 @@
+// The largest of many floats, found without sorting them.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "vec.h"
+
+constexpr int64_t kRun = 256;  // floats whose sum is a float; runs are summed in double
+
+SWELL_INLINE bool any(i8 mask) {
+  typedef long long l4 __attribute__((vector_size(32)));
+  const l4 wide = (l4)mask;
+#ifdef __AVX__
+  return !__builtin_ia32_ptestz256(wide, wide);
+#else
+  return (wide[0] | wide[1]) | (wide[2] | wide[3]);
+#endif
+}
+
+// Eight floats from p; behind the first n, `rest`.
+SWELL_INLINE v8 load_first(const float* p, int64_t n, float rest) {
+  if (n >= 8) return load(p);
+  float padded[8];
+  for (int64_t i = 0; i < 8; i++) padded[i] = i < n ? p[i] : rest;
+  return load(padded);
+}
+
+// The first of the largest floats; count - 1 if all are NaN.
+inline int64_t first_largest(const float* x, int64_t count) {
+  float top = -INFINITY;
+  int64_t run = 0;
+  for (int64_t begin = 0; begin < count; begin += kRun) {
+    v8 largest[4] = {splat(top), splat(top), splat(top), splat(top)};
+    const int64_t end = std::min(begin + kRun, count);
+    for (int64_t i = begin; i < end; i += 8) {
+      v8& most = largest[i / 8 % 4];
+      most = vmax(load_first(x + i, end - i, -INFINITY), most);
+    }
+    const float most = hmax(vmax(vmax(largest[0], largest[1]), vmax(largest[2], largest[3])));
+    if (most > top) top = most, run = begin;
+  }
+  const float* end = x + std::min(run + kRun, count);
+  const float* found = std::find(x + run, end, top);
+  return found == end ? count - 1 : found - x;
+}
+
+// What the largest values are: all above `value`, and the first `ties` of those that equal it.
+struct Cut {
+  float value = -INFINITY;
+  int64_t ties = INT64_MAX;
+  bool keeps_all() const { return value == -INFINITY; }
+};
+
+// Where the smallest set of largest values ends whose measures together reach a target; the measure
+// of a value is 1, or its weight, which is the same for equal values. A quickselect: a sample of
+// the values gives a pivot, the measures on both sides of it are summed, and the side where the set
+// ends is looked at alone. What is found does not depend on the sample, only how soon.
+class Selection {
+ public:
+  // The `count` largest of n values.
+  Cut largest(const float* values, int64_t n, int64_t count) {
+    return reach<false>({values, nullptr, n}, double(n), double(count));
+  }
+
+  // The largest that hold `share` of `total`, the sum of all weights.
+  Cut heaviest(const float* values, const float* weights, int64_t n, double total, double share) {
+    return reach<true>({values, weights, n}, total, share * total);
+  }
+
+ private:
+  static constexpr int64_t kFew = 32;
+
+  struct List {
+    const float *values, *weights;
+    int64_t n;
+  };
+  struct Token {
+    float value, measure;
+  };
+
+  template <bool kWeighted>
+  static Token token(const List& list, int64_t i) {
+    const float value = list.values[i];
+    return {value >= -INFINITY ? value : -INFINITY, kWeighted ? list.weights[i] : 1.0f};
+  }
+
+  static Cut cut(const Token& last, double missing) {
+    if (last.value == -INFINITY) return {};
+    return {last.value, std::max<int64_t>(1, int64_t(std::ceil(missing / last.measure)))};
+  }
+
+  template <bool kWeighted>
+  Cut reach(List list, double total, double target) {
+    while (list.n > kFew) {
+      const Token pivot = choose_pivot<kWeighted>(list, target / total);
+      double above = 0, at = 0;
+      measure<kWeighted>(list, pivot.value, above, at);
+      if (above >= target) {
+        list = gather<kWeighted>(list, [v = pivot.value](auto x) { return x > v; });
+        total = above;
+      } else if (above + at >= target) {
+        return cut(pivot, target - above);
+      } else {
+        list = gather<kWeighted>(list, [v = pivot.value](auto x) { return x < v; });
+        total -= above + at;
+        target -= above + at;
+      }
+    }
+    take<kWeighted>(list, list.n, 1);
+    for (size_t i = 0; i < tokens_.size();) {
+      const Token& first = tokens_[i];
+      double at = 0;
+      for (; i < tokens_.size() && tokens_[i].value == first.value; i++) at += tokens_[i].measure;
+      if (at >= target) return cut(first, target);
+      target -= at;
+    }
+    return {};  // rounding: all of them together hold less than the target
+  }
+
+  // Every so many of the list's tokens, the largest first.
+  template <bool kWeighted>
+  void take(const List& list, int64_t count, int64_t every) {
+    tokens_.clear();
+    for (int64_t i = 0; i < count; i++) tokens_.push_back(token<kWeighted>(list, i * every));
+    std::sort(tokens_.begin(), tokens_.end(),
+              [](const Token& a, const Token& b) { return a.value > b.value; });
+  }
+
+  // A value near to where the set seems to end, from there towards the middle of the list: far
+  // enough that the end most probably lies on the smaller side.
+  template <bool kWeighted>
+  Token choose_pivot(const List& list, double share) {
+    const int64_t count = std::clamp<int64_t>(std::sqrt(double(list.n)), 16, 256);
+    take<kWeighted>(list, count, list.n / count);
+    double total = 0, held = 0;
+    for (const Token& token : tokens_) total += token.measure;
+    int64_t rank = 0;
+    for (; rank + 1 < count; rank++) {
+      held += tokens_[rank].measure;
+      if (held >= share * total) break;
+    }
+    const int64_t slack = 1 + 2 * std::sqrt(double(rank * (count - rank)) / count);
+    rank += rank < count / 2 ? slack : -slack;
+    return tokens_[std::clamp<int64_t>(rank, 0, count - 1)];
+  }
+
+  template <bool kWeighted>
+  static void measure(const List& list, float pivot, double& above, double& at) {
+    const v8 p = splat(pivot), zero = {}, one = splat(1);
+    for (int64_t begin = 0; begin < list.n; begin += kRun) {
+      const int64_t end = std::min(begin + kRun, list.n);
+      v8 more[2] = {}, same[2] = {};
+      for (int64_t i = begin; i < end; i += 8) {
+        const v8 x = load_first(list.values + i, end - i, NAN);
+        const v8 m = kWeighted ? load_first(list.weights + i, end - i, 0) : one;
+        more[i / 8 % 2] += x > p ? m : zero;
+        same[i / 8 % 2] += x == p ? m : zero;
+      }
+      above += hsum(more[0] + more[1]);
+      at += hsum(same[0] + same[1]);
+    }
+  }
+
+  // The part of a list whose values pass, in its order; it may lie where the list lies.
+  template <bool kWeighted, typename Passes>
+  List gather(const List& list, Passes passes) {
+    if (int64_t(values_.size()) < list.n) values_.resize(list.n), weights_.resize(list.n);
+    float *const values = values_.data(), *const weights = weights_.data();
+    int64_t n = 0;
+    for (int64_t begin = 0; begin < list.n; begin += 8) {
+      const int64_t end = std::min(begin + 8, list.n);
+      if (!any(passes(load_first(list.values + begin, end - begin, NAN)))) continue;
+      for (int64_t i = begin; i < end; i++) {
+        const float value = list.values[i];
+        const bool passed = passes(value);
+        values[n] = value;
+        if (kWeighted) weights[n] = list.weights[i];
+        n += passed;
+      }
+    }
+    return {values, weights, n};
+  }
+
+  std::vector<float> values_, weights_;
+  std::vector<Token> tokens_;
+};

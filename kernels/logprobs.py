@@ -1,0 +1,21 @@
+"""Log probabilities of tokens, and which tokens are the most likely."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from swell.kernels import columns
+
+
+def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """logits [N, V] float32, token_ids [N] int64 -> (indices [N, 2 + top] int64, logprobs
+    [N, 1 + top] float32); a `top` above V counts as V.
+
+    A row of `indices` is the token's rank, the token, and the `top` most likely ones, best first;
+    `logprobs` are those of the tokens.
+
+        logprob(t) = logit(t) - log(sum(exp(logits)))        rank(t) = 1 + number of larger logits
+
+    Among equal logits the column may choose. Columns: reference, cpu.
+    """
+    return columns.pick("logprobs", logits.device.type).rank_tokens(logits, token_ids, top)  # type: ignore[no-any-return]

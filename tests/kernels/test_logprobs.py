@@ -1,0 +1,39 @@
+"""Ranks and log probabilities: every column against arithmetic in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swell.kernels import columns
+
+COLUMNS = [name for name in ("reference", "cpu") if columns.load(name, "logprobs") is not None]
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("vocab", [1, 7, 33, 257, 3000])
+@pytest.mark.parametrize("top", [0, 1, 5, 300, 9999])
+@pytest.mark.parametrize("ties", [False, True])
+def test_definition(name, vocab, top, ties):
+    """Ties and tails, tokens that are impossible, and rows that are a part of wider ones."""
+    torch.manual_seed(vocab)
+    wide = torch.randn(6, vocab + 3) * 4
+    if ties:
+        wide = wide.round()
+    logits = wide[:, :vocab]
+    logits[1, : vocab - 1] = -torch.inf
+    tokens = torch.randint(vocab, (6,))
+    indices, logprobs = columns.load(name, "logprobs").rank_tokens(logits, tokens, top)
+    exact = logits.double().log_softmax(1)
+    assert indices.shape == (6, 2 + min(top, vocab))
+    assert indices[:, 0].tolist() == [
+        1 + int((row > row[token]).sum()) for row, token in zip(logits, tokens, strict=True)
+    ]
+    assert torch.equal(indices[:, 1], tokens)
+    torch.testing.assert_close(
+        logprobs.double(), exact.gather(1, indices[:, 1:]), atol=2e-6, rtol=2e-6
+    )
+    best = indices[:, 2:]
+    assert all(len(set(row)) == len(row) for row in best.tolist())
+    wanted = logits.sort(1, descending=True).values[:, :top]
+    assert torch.equal(logits.gather(1, best), wanted)
