@@ -24,11 +24,12 @@ class EngineCore:
     """Schedule, execute, update.
 
     Steps are submitted before the results of earlier ones are read, up to
-    `scheduler.steps_in_flight`; results are read in the order of submission.
+    `scheduler.steps_in_flight`, where the executor overlaps them; results are read in the order
+    of submission.
     """
 
     def __init__(self, config: Config, executor: Executor, limits: ExecutorLimits) -> None:
-        depth = config.scheduler.steps_in_flight
+        depth = config.scheduler.steps_in_flight if executor.overlaps else 1
         kind = WaveMember if config.parallel.expert else NullMember
         self.member: WaveMember | NullMember = kind(rank=0, incarnation=0, depth=depth)
         """Says when to step; what it has to say is collected in `take_words`."""
@@ -88,13 +89,18 @@ class EngineCore:
         """Keep steps in flight, wait for the oldest, and return what it gave.
 
         `intake` is called between the wait and the update, so that an abort that arrived while
-        the device computed holds for the tokens of that very step.
+        the device computed holds for the tokens of that very step. What the executor raises is
+        raised, and the steps in flight are lost.
         """
-        self._submit()
-        if not self._in_flight:
-            return {}
-        scheduled, future = self._in_flight.popleft()
-        output = future.get_output()
+        try:
+            self._submit()
+            if not self._in_flight:
+                return {}
+            scheduled, future = self._in_flight.popleft()
+            output = future.get_output()
+        except BaseException:  # the user's interrupt too
+            self.lose_steps()
+            raise
         self.num_steps += 1
         self.sync_s += output.sync_s
         intake()
@@ -132,6 +138,7 @@ class EngineCore:
         """Steps in flight and the KV cache are lost: every request starts again from the tokens
         that were read."""
         self._in_flight.clear()
+        self.member.in_flight = 0
         self.scheduler.preempt_all()
 
     def regroup(self, groups: GroupPlan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 from swell.configs.schema import CacheConfig
@@ -54,8 +55,9 @@ class KVCacheManager:
             return False
         self.pool.hold(cached)
         request.block_ids = cached + self.pool.allocate(fresh)
-        request.num_named_blocks = len(cached)
+        request.room_tokens = len(request.block_ids) * self.block_tokens
         request.computed = len(cached) * self.block_tokens
+        self._set_named(request, len(cached))
         self.num_queried_tokens += len(request.token_ids)
         self.num_hit_tokens += request.computed
         self._promise(request)
@@ -87,12 +89,12 @@ class KVCacheManager:
             return None
         blocks = self.pool.allocate(missing)
         request.block_ids += blocks
+        request.room_tokens += missing * self.block_tokens
         return blocks
 
     def name_full_blocks(self, request: Request) -> None:
-        """Make findable what is computed (or in flight) and whose tokens the host knows."""
-        if not self.prefix_caching:
-            return
+        """Make findable what is computed (or in flight) and whose tokens the host knows. There is
+        nothing to do below `request.nameable_tokens`."""
         full = min(request.computed, len(request.token_ids)) // self.block_tokens
         if full <= request.num_named_blocks:
             return
@@ -100,14 +102,14 @@ class KVCacheManager:
         for index in range(request.num_named_blocks, full):
             self.pool.name(request.block_ids[index], request.block_hashes[index])
             self._withdraw(request.block_hashes[index], request)
-        request.num_named_blocks = full
+        self._set_named(request, full)
 
     def release(self, request: Request) -> None:
         for name in request.block_hashes[request.num_named_blocks :]:
             self._withdraw(name, request)
         self.pool.release(request.block_ids)
         request.block_ids = []
-        request.num_named_blocks = 0
+        request.room_tokens = request.num_named_blocks = 0
 
     def forget(self) -> None:
         """Find no prefix that was computed before: its content may be lost. Nobody holds blocks."""
@@ -144,6 +146,11 @@ class KVCacheManager:
         if request.core.skip_prefix_cache:
             return []
         return request.block_hashes[: (len(request.token_ids) - 1) // self.block_tokens]
+
+    def _set_named(self, request: Request, blocks: int) -> None:
+        request.num_named_blocks = blocks
+        next_tokens = (blocks + 1) * self.block_tokens
+        request.nameable_tokens = next_tokens if self.prefix_caching else sys.maxsize
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

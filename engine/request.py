@@ -33,6 +33,7 @@ class Request:
         "client",
         "computed",
         "core",
+        "nameable_tokens",
         "num_cached_tokens",
         "num_named_blocks",
         "num_preemptions",
@@ -41,6 +42,8 @@ class Request:
         "prompt_tokens",
         "queue_s",
         "queued_at",
+        "request_id",
+        "room_tokens",
         "slot",
         "status",
         "token_ids",
@@ -50,6 +53,7 @@ class Request:
         self, core: EngineCoreRequest, client: bytes, order: tuple[int, int], queued_at: float
     ) -> None:
         self.core = core
+        self.request_id = core.request_id
         self.client = client
         """The ingress that asked: outputs go back to it."""
         self.order = order
@@ -61,18 +65,18 @@ class Request:
         self.pending = 0
         self.slot = -1
         self.block_ids: list[int] = []
+        self.room_tokens = 0
+        """How many tokens its blocks can hold."""
         self.block_hashes: list[bytes] = []
         self.num_named_blocks = 0
         """Blocks at the start of `block_ids` that can be found by other requests."""
+        self.nameable_tokens = 0
+        """With so many tokens computed, the next block is full and may be named."""
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.queued_at = queued_at
         self.queue_s = -1.0
         """Seconds from arrival to the first schedule; negative until then."""
-
-    @property
-    def request_id(self) -> str:
-        return self.core.request_id
 
     @property
     def num_outputs(self) -> int:
@@ -85,36 +89,34 @@ class Request:
     @property
     def tokens_to_schedule(self) -> int:
         """Zero once the last token that it may have is drawn or being drawn."""
-        if self.num_outputs + self.pending >= self.core.max_tokens:
+        known = len(self.token_ids) + self.pending
+        if known - self.prompt_tokens >= self.core.max_tokens:
             return 0
-        return self.total_tokens - self.computed
+        return known - self.computed
 
     def append(self, token_id: int, extras: list[Extra]) -> EngineCoreOutput:
         """Take in a drawn token, decide whether it is the last, and say so."""
-        first = self.num_outputs == len(self.core.output_token_ids)
+        core = self.core
         self.token_ids.append(token_id)
         self.pending -= 1
-        reason, stop = self._finish_reason(token_id)
+        num_outputs = len(self.token_ids) - self.prompt_tokens
+        reason = stop = None
+        if num_outputs >= core.min_tokens and token_id in core.eos_token_ids:
+            reason = FinishReason.STOP
+        elif num_outputs >= core.min_tokens and token_id in core.stop_token_ids:
+            reason, stop = FinishReason.STOP, token_id
+        elif num_outputs >= core.max_tokens:
+            reason = FinishReason.LENGTH
         if reason is not None:
             self.status = RequestStatus.FINISHED
+        first = num_outputs == len(core.output_token_ids) + 1
         return EngineCoreOutput(
-            request_id=self.core.request_id,
-            new_token_ids=[token_id],
-            finish_reason=reason,
-            stop_reason=stop,
-            num_cached_tokens=self.num_cached_tokens if first else 0,
-            queue_s=self.queue_s if first else 0.0,
-            num_preemptions=self.num_preemptions,
-            extras=extras,
+            self.request_id,
+            [token_id],
+            reason,
+            stop,
+            self.num_cached_tokens if first else 0,
+            self.queue_s if first else 0.0,
+            self.num_preemptions,
+            extras,
         )
-
-    def _finish_reason(self, token_id: int) -> tuple[FinishReason | None, int | None]:
-        core = self.core
-        if self.num_outputs >= core.min_tokens:
-            if token_id in core.eos_token_ids:
-                return FinishReason.STOP, None
-            if token_id in core.stop_token_ids:
-                return FinishReason.STOP, token_id
-        if self.num_outputs >= core.max_tokens:
-            return FinishReason.LENGTH, None
-        return None, None

@@ -24,6 +24,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.engine.kv_cache_manager import KVCacheManager, Lead
@@ -55,6 +56,10 @@ class _Draft:
     growths: list[BlockGrowth] = field(default_factory=list)
     preempted: bool = False
 
+    def take(self, request: Request, count: int) -> None:
+        self.rows.append((request, count))
+        self.budget_tokens -= count
+
 
 class Scheduler:
     """Requests of one engine. Pure: no process, no tensor, and a clock only for statistics."""
@@ -81,6 +86,7 @@ class Scheduler:
         self._waiting: list[_Waiting] = []
         """Heap in policy order; finished requests are dropped when they surface."""
         self._free_slots = list(range(config.max_rows))
+        self._max_chunk_tokens = config.max_chunk_tokens or config.max_tokens_per_step
         self._arrivals = 0
         self._step = 0
         self._clock = clock
@@ -180,12 +186,13 @@ class Scheduler:
             count = self._chunk(request, draft)
             if count == 0:
                 continue
-            blocks = self._grow_or_preempt(request, request.computed + count, draft)
-            if blocks is None:
-                break
-            if blocks:
+            end = request.computed + count
+            if end > request.room_tokens:
+                blocks = self._grow_or_preempt(request, end, draft)
+                if blocks is None:
+                    break
                 draft.growths.append(BlockGrowth(request.slot, blocks))
-            self._take(request, count, draft)
+            draft.take(request, count)
 
     def _schedule_waiting(self, draft: _Draft) -> None:
         followers: list[_Waiting] = []
@@ -206,7 +213,7 @@ class Scheduler:
             # Each running request may soon want a block.
             elif self.kv.admit(request, spare_blocks=len(self.running) + claimed_blocks):
                 self._enter_slot(request, draft)
-                self._take(request, self._chunk(request, draft), draft)
+                draft.take(request, self._chunk(request, draft))
             else:
                 break
             heapq.heappop(self._waiting)
@@ -236,12 +243,7 @@ class Scheduler:
 
     def _chunk(self, request: Request, draft: _Draft) -> int:
         """Tokens of `request` that fit into this step."""
-        count = min(request.tokens_to_schedule, draft.budget_tokens)
-        return min(count, self.config.max_chunk_tokens or count)
-
-    def _take(self, request: Request, count: int, draft: _Draft) -> None:
-        draft.rows.append((request, count))
-        draft.budget_tokens -= count
+        return min(request.tokens_to_schedule, draft.budget_tokens, self._max_chunk_tokens)
 
     def _grow_or_preempt(
         self, request: Request, num_tokens: int, draft: _Draft
@@ -280,19 +282,25 @@ class Scheduler:
 
     def _plan(self, draft: _Draft) -> ScheduledStep:
         """Write the step down, decode rows first, and advance as if it were done."""
-        draft.rows.sort(key=lambda row: row[1])
+        draft.rows.sort(key=itemgetter(1))
         self._step += 1
-        plan = SchedulerOutput(self._step, new_rows=draft.new_rows, growths=draft.growths)
+        rows = [request for request, _ in draft.rows]
+        plan = SchedulerOutput(
+            self._step,
+            new_rows=draft.new_rows,
+            growths=draft.growths,
+            slots=[request.slot for request in rows],
+            starts=[request.computed for request in rows],
+            num_tokens=[count for _, count in draft.rows],
+        )
         for request, count in draft.rows:
-            plan.slots.append(request.slot)
-            plan.starts.append(request.computed)
-            plan.num_tokens.append(count)
             request.computed += count
             draws = request.computed == request.total_tokens
             plan.samples.append(draws)
-            self.kv.name_full_blocks(request)
             request.pending += draws
-        return ScheduledStep(plan, [request for request, _ in draft.rows])
+            if request.computed >= request.nameable_tokens:
+                self.kv.name_full_blocks(request)
+        return ScheduledStep(plan, rows)
 
     # ---------------------------------------------------------------- update
 
@@ -305,9 +313,9 @@ class Scheduler:
         drawn = iter(output.sampled_token_ids)
         for row, (request, draws) in enumerate(zip(step.rows, step.plan.samples, strict=True)):
             token_id = next(drawn) if draws else None
-            extras = output.extras.get(row, _NO_EXTRAS)
             if request.status is RequestStatus.FINISHED:
                 continue
+            extras = output.extras.get(row, _NO_EXTRAS) if output.extras else _NO_EXTRAS
             if token_id is not None:
                 answer = request.append(token_id, extras)
                 self.num_generated_tokens += 1
@@ -315,7 +323,7 @@ class Scheduler:
                 answer = EngineCoreOutput(request.request_id, [], extras=extras)
             else:
                 continue
-            if answer.finished:
+            if answer.finish_reason is not None:
                 self._finish(request)
             outputs.setdefault(request.client, []).append(answer)
         assert next(drawn, None) is None, f"step {output.step} drew more tokens than were asked for"

@@ -22,8 +22,9 @@ class BlockTables:
         # One position more than the longest sequence, as in `RequestStates.token_ids`.
         self.max_blocks = max_model_len // block_tokens + 1
         self._table = StagedTable(max_rows, self.max_blocks, torch.int32, device)
-        # [max_rows] blocks of each slot, host
+        # Host: [max_rows] blocks of each slot, and [max_rows, max_blocks] the table, as staged
         self.counts_np = np.zeros(max_rows, dtype=np.int64)
+        self._table_np = np.zeros((max_rows, self.max_blocks), dtype=np.int32)
 
     @property
     def tensor(self) -> Tensor:
@@ -44,6 +45,7 @@ class BlockTables:
                 "a sequence of max_model_len tokens takes; the scheduler has lost count"
             )
         self._table.stage(slot, count, block_ids)
+        self._table_np[slot, count : count + len(block_ids)] = block_ids
         self.counts_np[slot] = count + len(block_ids)
 
     def apply(self) -> None:
@@ -55,11 +57,12 @@ class BlockTables:
         blocks = -(-max_context_tokens // self.block_tokens)
         return self.tensor[:, :blocks].index_select(0, slots)
 
-    def slot_mapping(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where in the cache each token's K and V go.
+    def slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where in the cache each token's K and V go: known to the host, and made there.
 
         slots, positions [T] int64 -> [T] int64, block * block_tokens + offset.
         """
-        index = torch.div(positions, self.block_tokens, rounding_mode="floor")
-        block = self.tensor[slots, index].long()
-        return block * self.block_tokens + positions % self.block_tokens
+        index = positions // self.block_tokens
+        # block * block_tokens + (position - index * block_tokens), in fewer passes
+        blocks = self._table_np[slots, index] - index
+        return blocks * self.block_tokens + positions

@@ -8,8 +8,8 @@ One flat batch, and no padding: with rows of 1, 1 and 3 tokens,
     positions        s0    s1    s2 s2+1 s2+2      (s: the row's start)
     logits_indices   0     1           4           (of the rows that sample)
 
-Indices are made on the host with numpy and reach the device in one copy; token ids and blocks
-are looked up on the device, where a token drawn by the previous step already stands.
+Indices are made on the host with numpy and reach the device in one copy; token ids are looked
+up on the device, where a token drawn by the previous step already stands, and so are blocks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from swell.kernels.attention import AttentionMetadata
 from swell.worker.block_tables import BlockTables
 from swell.worker.request_states import RequestStates
-from swell.worker.staging import to_device
+from swell.worker.staging import all_to_device
 from swell.worker.wire import SchedulerOutput
 
 
@@ -76,38 +75,41 @@ class _HostIndices:
 def build_batch(plan: SchedulerOutput, states: RequestStates, blocks: BlockTables) -> InputBatch:
     """The batch of a plan whose new rows and growths have been applied."""
     host = _host_indices(plan)
-    parts = (
-        host.slots,
-        host.token_slots,
-        host.positions,
-        host.logits_indices,
-        host.sample_slots,
-        host.sample_positions,
-        host.context,
-        host.query_start,
-    )
-    packed = to_device(np.concatenate(parts), states.token_ids.device)
     (
         slots,
-        token_slots,
+        places,
         positions,
+        slot_mapping,
         logits_indices,
         sample_slots,
         sample_positions,
         context,
         query_start,
-    ) = torch.split(packed, [len(part) for part in parts])
+    ) = all_to_device(
+        (
+            host.slots,
+            states.places(host.token_slots, host.positions),
+            host.positions,
+            blocks.slot_mapping(host.token_slots, host.positions),
+            host.logits_indices,
+            host.sample_slots,
+            host.sample_positions,
+            host.context,
+            host.query_start,
+        ),
+        states.token_ids.device,
+    )
     max_context = int(host.context.max(initial=0))
     attention = AttentionMetadata(
         query_start=query_start.int(),
         context_tokens=context.int(),
         block_table=blocks.gather(slots, max_context),
-        slot_mapping=blocks.slot_mapping(token_slots, positions),
+        slot_mapping=slot_mapping,
         max_query_tokens=host.max_query_tokens,
         max_context_tokens=max_context,
     )
     return InputBatch(
-        input_ids=states.token_ids[token_slots, positions].long(),
+        input_ids=states.tokens_at(places),
         positions=positions,
         attention=attention,
         logits_indices=logits_indices,
@@ -125,19 +127,19 @@ def _host_indices(plan: SchedulerOutput) -> _HostIndices:
     counts = np.array(plan.num_tokens, dtype=np.int64)
     samples = np.array(plan.samples, dtype=bool)
     query_start = np.zeros(len(slots) + 1, dtype=np.int64)
-    np.cumsum(counts, out=query_start[1:])
+    query_start[1:] = counts.cumsum()
     context = starts + counts
     # Position of a token = its index in the batch, less the row's first index, plus its start.
-    shift = np.repeat(starts - query_start[:-1], counts)
+    shift = (starts - query_start[:-1]).repeat(counts)
     return _HostIndices(
         slots=slots,
         context=context,
         query_start=query_start,
-        token_slots=np.repeat(slots, counts),
+        token_slots=slots.repeat(counts),
         positions=np.arange(len(shift), dtype=np.int64) + shift,
         logits_indices=(query_start[1:] - 1)[samples],
         sample_slots=slots[samples],
         sample_positions=context[samples],
-        sample_rows=np.flatnonzero(samples),
-        max_query_tokens=int(counts.max(initial=0)),
+        sample_rows=samples.nonzero()[0],
+        max_query_tokens=max(plan.num_tokens, default=0),
     )

@@ -22,6 +22,13 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
+    """Arrays of one type as tensors of the device, as `to_device` does it, in one copy."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return to_device(np.concatenate(arrays), device).split([len(array) for array in arrays])
+
+
 class StagedTable:
     """A device tensor [rows, width] with staged writes.
 
@@ -34,23 +41,27 @@ class StagedTable:
         # [rows, width]
         self.tensor = torch.zeros(rows, width, dtype=dtype, device=device)
         self._host_type = np.dtype(str(dtype).removeprefix("torch."))
-        self._index: list[np.ndarray] = []
+        self._first: list[int] = []
+        """Where each of the staged values begins in the flat table."""
         self._values: list[np.ndarray] = []
 
     def stage(self, row: int, start: int, values: Sequence[int | float] | np.ndarray) -> None:
         """Let tensor[row, start : start + len(values)] = values at the next `apply`."""
         rows, width = self.tensor.shape
         assert 0 <= row < rows and start >= 0 and start + len(values) <= width
-        first = row * width + start
-        self._index.append(np.arange(first, first + len(values), dtype=np.int64))
+        self._first.append(row * width + start)
         self._values.append(np.asarray(values, dtype=self._host_type))
 
     def apply(self) -> None:
         """Write what was staged."""
-        if not self._index:
+        if not self._first:
             return
-        index, values = np.concatenate(self._index), np.concatenate(self._values)
-        self._index.clear()
+        counts = np.array([len(values) for values in self._values], dtype=np.int64)
+        # Place of a value = its index among all values, less that of its row's first, plus `first`.
+        shift = np.array(self._first, dtype=np.int64) - counts.cumsum() + counts
+        index = np.arange(counts.sum(), dtype=np.int64) + np.repeat(shift, counts)
+        values = np.concatenate(self._values)
+        self._first.clear()
         self._values.clear()
         device = self.tensor.device
         self.tensor.view(-1)[to_device(index, device)] = to_device(values, device)

@@ -13,6 +13,7 @@ from swell.configs.schema import Config, ConfigError
 from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, SchedulerOutput, WorkerLimits
 
 EXECUTORS = {
+    "inline": "swell.engine.executor.inline:InlineExecutor",
     "inproc": "swell.engine.executor.inproc:InprocExecutor",
     "ray": "swell.engine.executor.ray:RayExecutor",
 }
@@ -70,7 +71,7 @@ class Executor(ABC):
 
     @abstractmethod
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
-        """Hand a plan to every worker and return at once."""
+        """Hand a plan to every worker; `overlaps` says whether this returns at once."""
 
     @abstractmethod
     def regroup(self, groups: GroupPlan) -> None:
@@ -94,6 +95,12 @@ class Executor(ABC):
         """Raise WorkerLost if a worker has died or stopped; called while the engine is idle."""
 
     @property
+    def overlaps(self) -> bool:
+        """Whether `execute` returns before the step is computed. If it does not, a step that is
+        planned ahead gains nothing, and requests that arrive meanwhile wait for it."""
+        return True
+
+    @property
     def store(self) -> tuple[str, int] | None:
         """Where workers of other engines can meet ours; None unless engines share experts."""
         return None
@@ -113,9 +120,12 @@ class Executor(ABC):
 
 def build_executor(config: Config, **shell: Any) -> Executor:
     """The executor that `parallel.executor` names; `shell` goes to its constructor."""
-    name = config.parallel.executor
+    alone = config.parallel.world == 1
+    name: str = config.parallel.executor
     if name == "auto":
-        name = "inproc" if config.parallel.world == 1 else "ray"
+        name = "inproc" if alone else "ray"
+    if name == "inproc" and alone:
+        name = "inline"
     module, _, kind = EXECUTORS[name].partition(":")
     executor: Executor = getattr(importlib.import_module(module), kind)(config, **shell)
     return executor

@@ -124,9 +124,8 @@ class InprocOutput(AsyncModelRunnerOutput):
         self._output_rank = output_rank
 
     def get_output(self) -> ModelRunnerOutput:
-        if len(self._futures) > 1:
-            wait(self._futures, return_when=FIRST_EXCEPTION)
-            raise_first(self._futures)
+        wait(self._futures, return_when=FIRST_EXCEPTION)
+        raise_first(self._futures)
         output: AsyncModelRunnerOutput = self._futures[self._output_rank].result()
         return output.get_output()
 
@@ -165,13 +164,12 @@ class InprocExecutor(Executor):
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
         sleep_at_barriers()
         # Threads that import at the same time can see half of a module.
+        import torch.distributed as dist
+
         import swell.worker.worker  # noqa: F401
 
         parallel = self._config.parallel
-        if parallel.world > 1:
-            import torch.distributed as dist
-
-            self._meeting = dist.HashStore()  # type: ignore[attr-defined]
+        self._meeting = dist.HashStore()  # type: ignore[attr-defined]
         progress("loading weights")
 
         def told(done_bytes: int, total_bytes: int) -> None:

@@ -1,0 +1,140 @@
+"""The one worker of an engine, on the engine's own thread: no queue, nobody to wake.
+
+A CPU computes the step inside `execute`. A GPU is given its kernels there and goes on by itself, so
+that the next step is prepared meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from swell.configs.process import sleep_at_barriers
+from swell.configs.schema import Config, ConfigError
+from swell.engine.executor import (
+    Executor,
+    ExecutorError,
+    ExecutorLimits,
+    GroupBroken,
+    Progress,
+    WorkerInfo,
+    agree_limits,
+    loading,
+)
+from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, ModelRunnerOutput, SchedulerOutput
+
+
+class InlineOutput(AsyncModelRunnerOutput):
+    """A step's result, whose wait may fail as the step itself may."""
+
+    def __init__(self, executor: InlineExecutor, output: AsyncModelRunnerOutput) -> None:
+        self._executor = executor
+        self._output = output
+
+    def get_output(self) -> ModelRunnerOutput:
+        output: ModelRunnerOutput = self._executor.guard(self._output.get_output)
+        return output
+
+
+class InlineExecutor(Executor):
+    """Calls its worker. Not thread-safe, but for `abort` and `ticks`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        workers_per_machine: int = 1,
+        host: str = "127.0.0.1",
+        **_shell: Any,
+    ) -> None:
+        """`host`: where workers of other engines can reach this process."""
+        self._config = config
+        self._host = host
+        self._local_workers = workers_per_machine
+        self._worker: Any = None
+        self._group_error: Any = ()
+        self._store: tuple[str, int] | None = None
+        self._generation = 0
+        self._broken = False
+        self._failure: BaseException | None = None
+
+    def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
+        sleep_at_barriers()
+        from swell.worker.worker import GroupError, Worker  # type: ignore[attr-defined]
+
+        self._group_error = GroupError
+
+        def told(done_bytes: int, total_bytes: int) -> None:
+            progress(loading(done_bytes, total_bytes))
+
+        progress("loading weights")
+        try:
+            self._worker = Worker(self._config, 0, self._local_workers, 0, told)
+            limits = agree_limits(self._config, [self._worker.load()])
+            progress("allocating the KV cache")
+            self._worker.init_cache(limits.num_blocks, limits.max_model_len)
+            if self._config.parallel.expert:
+                self._store = self._worker.open_store(self._host)
+            else:
+                self.regroup(GroupPlan(generation=0))
+        except BaseException as error:
+            self.shutdown()
+            if isinstance(error, ValueError):
+                raise ConfigError(str(error)) from error
+            raise
+        return limits
+
+    @property
+    def overlaps(self) -> bool:
+        return self._worker is not None and self._worker.device.type != "cpu"
+
+    def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
+        if self._broken:
+            raise GroupBroken("the step was planned before its groups had failed")
+        return InlineOutput(self, self.guard(self._worker.execute_model, plan))
+
+    def regroup(self, groups: GroupPlan) -> None:
+        self._generation += 1
+        plan = msgspec.structs.replace(groups, generation=self._generation)
+        self.guard(self._worker.regroup, plan)
+        self._broken = False
+
+    def guard(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call the worker. A group that fails can be mended, what else fails is the end of it."""
+        if self._failure is not None:
+            raise ExecutorError(f"the worker failed before: {self._failure}")
+        try:
+            return call(*args)
+        except self._group_error as error:
+            self._broken = True
+            self._worker.abort()
+            raise GroupBroken(f"worker 0: {error}") from error
+        except Exception as error:
+            self._failure = error
+            self._worker.shutdown()
+            raise
+        except BaseException:  # the user's interrupt: what the step had begun is forgotten
+            self._worker.regroup(GroupPlan(self._generation))
+            raise
+
+    def abort(self) -> None:
+        if self._worker is not None:
+            self._worker.abort(self._generation)
+
+    @property
+    def store(self) -> tuple[str, int] | None:
+        return self._store
+
+    @property
+    def ticks(self) -> int:
+        return self._worker.ticks if self._worker is not None else 0
+
+    def workers(self) -> list[WorkerInfo]:
+        return [WorkerInfo(0, 0, 0, os.getpid())]
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
