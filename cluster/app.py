@@ -8,6 +8,8 @@ one runs, reaches the same routes.
 
 from __future__ import annotations
 
+import gc
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -16,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from swell.cluster.coordinator_handle import CoordinatorHandle
 from swell.cluster.edge import EdgeServer, claim_port, next_free_port, with_port
 from swell.cluster.ingress import Ingress
+from swell.cluster.link import EngineLinks
 from swell.cluster.manager import ClusterManager, ScaleRefused
 from swell.cluster.placement import Placement, resolve_device
 from swell.cluster.stored import StoreReply, StoreWish
@@ -95,12 +98,16 @@ class IngressDeployment:
     ) -> None:
         configure_logging()
         contact = await manager.contact.remote()
-        self._ingress = Ingress(config, contact.address, contact.keys, manager)
+        connect = partial(EngineLinks, contact.address, contact.keys)
+        self._ingress = Ingress(config, connect, manager)
         await self._ingress.start()
         self._edge = EdgeServer(
             self._ingress.app, config.serve.host, config.serve.port, config.cluster.drain_timeout_s
         )
         await self._edge.start()
+        # What was imported stays: to look through it for garbage would hold up every stream.
+        gc.collect()
+        gc.freeze()
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._ingress.app

@@ -6,23 +6,23 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from swell.cluster.detokenizer import Detokenizer
-from swell.cluster.link import EngineId, EngineLinks
+from swell.cluster.link import Connect, EngineId
 from swell.cluster.metrics import PrometheusStats
 from swell.cluster.output_processor import OutputProcessor
-from swell.cluster.outputs import RequestOutput, RequestOutputKind
+from swell.cluster.outputs import RequestOutputKind
 from swell.cluster.params import SamplingParams
 from swell.cluster.readiness import Readiness
 from swell.cluster.routing.router import NoEngine, Router
 from swell.cluster.tickets import EngineGone, Move, Ticket
 from swell.configs.log import FactLogger
 from swell.configs.schema import Config
-from swell.coordinator.channel import CallTable, ChannelAddress, ChannelKeys
+from swell.coordinator.channel import CallTable
 from swell.coordinator.roster import MemberState, Roster
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import (
@@ -59,8 +59,7 @@ class AsyncLLM:
         self,
         detokenizer: Detokenizer,
         config: Config,
-        coordinator: ChannelAddress,
-        keys: ChannelKeys,
+        connect: Connect,
         metrics: PrometheusStats,
         on_limits: Callable[[int, int], None],
     ) -> None:
@@ -82,9 +81,7 @@ class AsyncLLM:
         """Requests that wait for an engine to come, and when they give up."""
         self._first_view = asyncio.Event()
         self._log = FactLogger("cluster.ingress", client=self.client_index)
-        self._links = EngineLinks(
-            coordinator,
-            keys,
+        self._links = connect(
             self.client_index,
             heartbeat_s=config.cluster.heartbeat_s,
             on_view=self._on_view,
@@ -120,14 +117,6 @@ class AsyncLLM:
         self._processor.add_request(request, params, kind=kind, queue=ticket.collector, index=index)
         self._place(ticket)
         return ticket
-
-    async def outputs(self, ticket: Ticket) -> AsyncGenerator[RequestOutput]:
-        """What a request gives. A caller that leaves early aborts it."""
-        try:
-            async for output in ticket.collector:
-                yield output
-        finally:
-            self.abort([ticket.request.request_id])
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Nobody wants these any more; unknown and finished ones are ignored."""
@@ -188,10 +177,18 @@ class AsyncLLM:
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
         if message.utility_output is not None:
             self._calls.answer(message.utility_output.call_id, message.utility_output)
-        # An end that nobody here asked for: an aborted request has no run any more.
-        dropped = [o for o in message.outputs if o.finish_reason is FinishReason.ABORT]
-        self._move([t for o in dropped if (t := self._runs.get(o.request_id))], Move.DROPPED)
-        outputs = [named for output in message.outputs if (named := self._named(output))]
+        outputs: list[EngineCoreOutput] = []
+        dropped: list[Ticket] = []
+        for output in message.outputs:
+            ticket = self._runs.get(output.request_id)
+            if ticket is None:
+                continue  # of an earlier run
+            if output.finish_reason is FinishReason.ABORT:
+                # An end that nobody here asked for: an aborted request has no run any more.
+                dropped.append(ticket)
+            else:
+                outputs.append(_under(ticket.request.request_id, output))
+        self._move(dropped, Move.DROPPED)
         result = self._processor.process_outputs(outputs)
         self._abort_in_engines(result.reqs_to_abort)
         for output in outputs:
@@ -199,16 +196,6 @@ class AsyncLLM:
                 self._forget(output.request_id)
             elif output.new_token_ids:
                 self._router.answered(output.request_id)
-
-    def _named(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """The output under the name that the request has here; None if it is of an earlier run."""
-        ticket = self._runs.get(output.request_id)
-        if ticket is None:
-            return None
-        request_id = ticket.request.request_id
-        if output.request_id == request_id:
-            return output
-        return msgspec.structs.replace(output, request_id=request_id)
 
     # ---------------------------------------------------------------- who is where
 
@@ -315,3 +302,10 @@ class AsyncLLM:
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
             self._runs.pop(ticket.run_id, None)
+
+
+def _under(request_id: str, output: EngineCoreOutput) -> EngineCoreOutput:
+    """The output under the name that its request has here."""
+    if output.request_id == request_id:
+        return output
+    return msgspec.structs.replace(output, request_id=request_id)

@@ -18,7 +18,6 @@ import msgspec
 
 from swell.cluster.client import Client, ServerError
 from swell.cluster.commands.console import print_table
-from swell.cluster.openai.completions import CompletionChunk
 from swell.cluster.openai.models import ModelList, TokenizeResponse
 
 _TEXTS = (
@@ -42,6 +41,17 @@ class Sample(msgspec.Struct):
     ttft_s: float = 0.0
     e2e_s: float = 0.0
     gaps_s: list[float] = []
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _LastEvent(msgspec.Struct):
+    """What is read of a stream's last event: as much as every server sends."""
+
+    usage: _Usage | None = None
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -137,7 +147,7 @@ async def measure(client: Client, body: bytes, expected_tokens: int) -> Sample:
 
 def _read_usage(sample: Sample, event: bytes, expected_tokens: int) -> None:
     try:
-        usage = msgspec.json.decode(event, type=CompletionChunk).usage
+        usage = msgspec.json.decode(event, type=_LastEvent).usage
     except msgspec.DecodeError:
         usage = None
     if not usage:

@@ -14,7 +14,7 @@ from swell.cluster.http import EventStream, json_response, request_id, unless_go
 from swell.cluster.outputs import RequestOutput, RequestOutputKind
 from swell.cluster.parallel import best, children, fold
 from swell.cluster.params import BadRequest, to_core_request
-from swell.cluster.tickets import Ticket, chain, engines_of, merge
+from swell.cluster.tickets import Outputs, Ticket, engines_of
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
@@ -31,22 +31,19 @@ class Generator:
         tickets = self._submit(request, ask)
         try:
             if not ask.stream:
-                outputs = await unless_gone(request, self._gather(tickets))
-                return json_response(self._whole(ask, answer, outputs), headers=_served_by(tickets))
+                whole = await unless_gone(request, self._gather(tickets))
+                return json_response(self._whole(ask, answer, whole), headers=_served_by(tickets))
             # The status line waits for the first token: what fails before it has a status.
-            merged = merge(self._llm.outputs, tickets)
-            first = await unless_gone(request, anext(merged))
-            checked(first[1])
+            outputs = Outputs(tickets)
+            for _, output in await unless_gone(request, outputs.first()):
+                checked(output)
             headers = _served_by(tickets)
             events = answer.events(
-                chain(first, merged),
-                len(tickets),
-                told=headers[ENGINES],
-                engines=lambda: engines_of(tickets),
+                outputs, len(tickets), told=headers[ENGINES], engines=lambda: engines_of(tickets)
             )
-            return EventStream(events, headers)
+            return EventStream(events, headers, on_end=lambda: self._abort(tickets))
         except BaseException:
-            self._llm.abort([ticket.request.request_id for ticket in tickets])
+            self._abort(tickets)
             raise
 
     def _whole(self, ask: Ask, answer: Answer, outputs: list[RequestOutput]) -> Any:
@@ -91,6 +88,10 @@ class Generator:
             for index, params in enumerate(children(ask.params))
         ]
         return [self._llm.submit(core, params, kind, index) for core, params, index in wishes]
+
+    def _abort(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody reads these any more; what has ended is left alone."""
+        self._llm.abort([ticket.request.request_id for ticket in tickets])
 
     async def _gather(self, tickets: Sequence[Ticket]) -> list[RequestOutput]:
         return [await ticket.collector.get() for ticket in tickets]

@@ -228,10 +228,17 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream:
-    """A server-sent event stream over ready-made bytes; ends when the client leaves."""
+    """A server-sent event stream over ready-made bytes; ends when the client leaves. `on_end` is
+    called once, however it ends."""
 
-    def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        headers: Mapping[str, str],
+        on_end: Callable[[], None],
+    ) -> None:
         self._events = events
+        self._on_end = on_end
         self.headers = MutableHeaders(
             {
                 "content-type": "text/event-stream; charset=utf-8",
@@ -249,6 +256,7 @@ class EventStream:
             if writing.done():
                 writing.result()
         finally:
+            self._on_end()
             for future in (writing, leaving):
                 if not future.done():
                     future.cancel()

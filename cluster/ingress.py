@@ -32,6 +32,7 @@ from swell.cluster.http import (
     request_id,
     route,
 )
+from swell.cluster.link import Connect
 from swell.cluster.metrics import PrometheusStats
 from swell.cluster.openai import models as api
 from swell.cluster.openai.admin import Readiness
@@ -45,7 +46,6 @@ from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer,
 from swell.cluster.responses import ResponseRoutes
 from swell.cluster.routing.router import NoEngine
 from swell.configs.schema import Config
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.coordinator.metrics import ViewCollector
 
 _ASK_S = 5.0
@@ -53,16 +53,14 @@ _ASK_S = 5.0
 
 
 class Ingress:
-    """One ingress replica without its shell. `manager` answers the admin routes."""
+    """One ingress replica without its shell. `connect` opens its links to the engines, `manager`
+    answers the admin routes."""
 
-    def __init__(
-        self, config: Config, coordinator: ChannelAddress, keys: ChannelKeys, manager: Any
-    ) -> None:
+    def __init__(self, config: Config, connect: Connect, manager: Any) -> None:
         self._config = config
         self._model = config.model.served_name
         self._manager = manager
-        self._coordinator = coordinator
-        self._keys = keys
+        self._connect = connect
         self._metrics = PrometheusStats()
         self._users = KeyRing(config.serve.api_keys_file, "serve.api_keys_file")
         self._prompts: PromptProcessor
@@ -98,8 +96,7 @@ class Ingress:
         self.llm = AsyncLLM(
             Detokenizer(tokenizer),
             config,
-            self._coordinator,
-            self._keys,
+            self._connect,
             self._metrics,
             self._prompts.set_limits,
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from swell.cluster import ray_settings
 from swell.cluster.edge import claim_port
 from swell.cluster.preflight import check
 from swell.configs.schema import Config
@@ -72,8 +73,7 @@ def _ray(address: str | None) -> Iterator[None]:
         finally:
             ray.shutdown()
         return
-    # A replica that does not answer is not asked to finish first: whoever reaches it waits.
-    os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
+    ray_settings.set_defaults()
     folder = tempfile.mkdtemp(prefix="swell-", dir="/tmp")
     print("starting Ray on this machine", flush=True)
     try:
@@ -85,6 +85,7 @@ def _ray(address: str | None) -> Iterator[None]:
             namespace="swell",
             **quiet,
         )
+        ray_settings.end_idle_daemons()
         yield
     finally:
         with _unheard():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from swell.configs.log import FactLogger
 from swell.coordinator.channel import AsyncOutlet, ChannelAddress, ChannelKeys
 from swell.coordinator.roster import Member
 from swell.coordinator.wire import ClusterView, Watch
 from swell.engine.wire import EngineCoreOutputs, KeepAlive
+
+M = TypeVar("M")
 
 
 class EngineId(NamedTuple):
@@ -44,8 +46,31 @@ OnOutputs = Callable[[EngineCoreOutputs], None]
 OnGap = Callable[[EngineId], None]
 
 
+class Links(Protocol):
+    """An ingress's way to the engines."""
+
+    def send(self, engine: EngineId, message: Any) -> None:
+        """Hand a message to an engine; dropped if the engine has left."""
+
+    def close(self) -> None: ...
+
+
+class Connect(Protocol):
+    """Opens links; what the callbacks mean is said at `EngineLinks`."""
+
+    def __call__(
+        self,
+        client_index: int,
+        *,
+        heartbeat_s: float,
+        on_view: OnView,
+        on_outputs: OnOutputs,
+        on_gap: OnGap,
+    ) -> Links: ...
+
+
 class _Link:
-    """One engine: an outlet and the task that hears it."""
+    """One engine: an outlet, and the count of what comes from there."""
 
     def __init__(
         self, member: Member, keys: ChannelKeys, on_outputs: OnOutputs, on_gap: OnGap
@@ -55,12 +80,10 @@ class _Link:
         self._on_outputs = on_outputs
         self._on_gap = on_gap
         self.outlet: AsyncOutlet[EngineCoreOutputs] = AsyncOutlet(
-            member.address, EngineCoreOutputs, keys
+            member.address, EngineCoreOutputs, keys, _guarded(self._take)
         )
-        self._task = asyncio.create_task(_hear(self.outlet, self._take))
 
     def close(self) -> None:
-        self._task.cancel()
         self.outlet.close()
 
     def _take(self, message: EngineCoreOutputs) -> None:
@@ -100,21 +123,18 @@ class EngineLinks:
         self._on_gap = on_gap
         self._links: dict[EngineId, _Link] = {}
         self._epoch = 0
-        self._outlet: AsyncOutlet[ClusterView] = AsyncOutlet(coordinator, ClusterView, keys)
-        self._tasks = [
-            asyncio.create_task(_hear(self._outlet, self._follow)),
-            asyncio.create_task(self._beat()),
-        ]
+        self._outlet: AsyncOutlet[ClusterView] = AsyncOutlet(
+            coordinator, ClusterView, keys, _guarded(self._follow)
+        )
+        self._beats = asyncio.create_task(self._beat())
 
     def send(self, engine: EngineId, message: Any) -> None:
-        """Hand a message to an engine; dropped if the engine has left."""
         link = self._links.get(engine)
         if link is not None:
             link.outlet.send(message)
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._beats.cancel()
         self._outlet.close()
         for link in self._links.values():
             link.close()
@@ -141,11 +161,14 @@ class EngineLinks:
         self._on_view(view, lost)
 
 
-async def _hear(outlet: AsyncOutlet[Any], take: Callable[[Any], None]) -> None:
-    """Hand over every message; one that cannot be handled is logged and harms no other."""
+def _guarded(take: Callable[[M], None]) -> Callable[[M], None]:
+    """A message that cannot be handled is logged and harms no other."""
     log = FactLogger("cluster.link")
-    while True:
+
+    def run(message: M) -> None:
         try:
-            take(await outlet.next())
+            take(message)
         except Exception as error:
             log.error("message not handled", error=f"{type(error).__name__}: {error}")
+
+    return run

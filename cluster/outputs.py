@@ -155,6 +155,23 @@ class RequestOutput(msgspec.Struct, kw_only=True):
                 self.outputs.append(completion)
 
 
+class Bell:
+    """Wakes the one task that waits for it; a ring that nobody waits for is forgotten."""
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until the next ring. Look for what is waited for first, without a pause between."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+
 class RequestOutputCollector:
     """A single slot between the loop over engine outputs and one waiting task.
 
@@ -165,12 +182,13 @@ class RequestOutputCollector:
 
     def __init__(self, kind: RequestOutputKind, request_id: str = "") -> None:
         self.request_id = request_id
+        self.bell = Bell()
+        """Rung when there is something; collectors that one task reads may share it."""
         self._aggregate = kind == RequestOutputKind.DELTA
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
         self._finished = False
         """The last output has been taken."""
-        self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput | Exception) -> None:
         if isinstance(output, Exception):
@@ -179,15 +197,14 @@ class RequestOutputCollector:
             self._output = output
         else:
             self._output.add(output, aggregate=self._aggregate)
-        self._ready.set()
+        self.bell.ring()
 
     async def get(self) -> RequestOutput:
         """Wait for the next output. Raises a delivered exception."""
         while (output := self.get_nowait()) is None:
             if self._finished:
                 raise RuntimeError(f"request {self.request_id!r} has given its last output")
-            self._ready.clear()
-            await self._ready.wait()
+            await self.bell.wait()
         return output
 
     def get_nowait(self) -> RequestOutput | None:

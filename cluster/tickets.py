@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import enum
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from swell.cluster.link import EngineId
-from swell.cluster.outputs import RequestOutput, RequestOutputCollector, RequestOutputKind
+from swell.cluster.outputs import Bell, RequestOutput, RequestOutputCollector, RequestOutputKind
 from swell.engine.wire import EngineCoreRequest
 
 MAX_STRIKES = 5
 """A request that loses more engines than this, one after the other and without a token from any of
 them, may be what kills them. One that goes on between is not: it is only unlucky."""
 
-Outputs = AsyncGenerator[RequestOutput]
-Numbered = AsyncGenerator[tuple[int, RequestOutput]]
+Batch = list[tuple[int, RequestOutput]]
+"""Outputs, each with the number of its ticket."""
 
 
 class EngineGone(RuntimeError):
@@ -82,43 +80,50 @@ def engines_of(tickets: Sequence[Ticket]) -> str:
     return ",".join(map(str, ranks))
 
 
-async def chain(first: tuple[int, RequestOutput], rest: Numbered) -> Numbered:
-    yield first
-    async with contextlib.aclosing(rest) as outputs:
-        async for item in outputs:
-            yield item
+class Outputs:
+    """What the requests of one answer give, as it comes: an async iterator over batches, each of
+    them all that is there. One task reads it."""
 
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        self._unfinished = dict(enumerate(ticket.collector for ticket in tickets))
+        self._bell = Bell()
+        self._first: Batch | None = None
+        for collector in self._unfinished.values():
+            collector.bell = self._bell
 
-async def merge(read: Callable[[Ticket], Outputs], tickets: Sequence[Ticket]) -> Numbered:
-    """Outputs of all tickets as they come, with the index of their ticket; those that are left
-    are closed when the reader leaves."""
-    if len(tickets) == 1:
-        async with contextlib.aclosing(read(tickets[0])) as outputs:
-            async for output in outputs:
-                yield 0, output
-        return
-    queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(1)
+    async def first(self) -> Batch:
+        """The first batch, which the iterator then gives again. Raises what a request failed
+        with."""
+        self._first = await anext(self)
+        return self._first
 
-    async def forward(index: int, ticket: Ticket) -> None:
-        try:
-            async for output in read(ticket):
-                await queue.put((index, output))
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
+    def __aiter__(self) -> Outputs:
+        return self
 
-    tasks = [asyncio.create_task(forward(i, ticket)) for i, ticket in enumerate(tickets)]
-    try:
-        left = len(tasks)
-        while left:
-            item = await queue.get()
-            if item is None:
-                left -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def __anext__(self) -> Batch:
+        """Raises what a request failed with, after everything that was there before."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        while self._unfinished:
+            batch = self._take()
+            if batch:
+                return batch
+            await self._bell.wait()
+        raise StopAsyncIteration
+
+    def _take(self) -> Batch:
+        batch: Batch = []
+        for number, collector in self._unfinished.items():
+            try:
+                output = collector.get_nowait()
+            except Exception:
+                if not batch:
+                    raise
+                break
+            if output is not None:
+                batch.append((number, output))
+        for number, output in batch:
+            if output.finished:
+                del self._unfinished[number]
+        return batch

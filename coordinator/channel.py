@@ -14,25 +14,25 @@ them cannot complete CURVE's handshake, so it can neither read nor say anything.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 M = TypeVar("M")
 
 _LINGER_MS = 1000
 """How long a closing end tries to deliver what it was given."""
 _MAX_BURST = 4096
-"""Messages that an inbox hands over at a time."""
+"""Messages that are handed over at a time."""
 
 
 class ChannelKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -177,8 +177,6 @@ class Inbox(Generic[M]):
 class Outlet(Generic[M]):
     """Connected end, for a thread. Not thread-safe."""
 
-    context_type: type[zmq.Context[Any]] = zmq.Context
-
     def __init__(
         self,
         address: ChannelAddress,
@@ -186,7 +184,7 @@ class Outlet(Generic[M]):
         keys: ChannelKeys,
         identity: bytes | None = None,
     ) -> None:
-        self._context = self.context_type()
+        self._context = zmq.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         self._socket.linger = _LINGER_MS
         self._socket.sndhwm = self._socket.rcvhwm = 0
@@ -215,23 +213,52 @@ class Outlet(Generic[M]):
 
 
 class AsyncOutlet(Outlet[M]):
-    """Connected end, for an event loop. Neither sending nor closing ever waits: what a dead peer
-    has not taken is dropped."""
+    """Connected end, for the running event loop, which calls `take` with each message. Neither
+    sending nor closing ever waits: what a dead peer has not taken is dropped.
 
-    context_type = zmq.asyncio.Context
+    zmq's file descriptor signals once for all that is there, and any use of the socket may take
+    that signal: so all that is there is taken at once, and after sending it is looked for again.
+    (zmq's own asyncio sockets make a task's wake-up and some futures of each message.)
+    """
+
+    def __init__(
+        self,
+        address: ChannelAddress,
+        message_type: Any,
+        keys: ChannelKeys,
+        take: Callable[[M], None],
+    ) -> None:
+        super().__init__(address, message_type, keys)
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._fd: int = self._socket.getsockopt(zmq.FD)
+        self._loop.add_reader(self._fd, self._drain)
 
     def send(self, message: Any) -> None:
-        # Through the socket's own method: it looks for input afterwards, because sending may
-        # take the wake-up of a message that arrived meanwhile.
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._loop.call_soon(self._drain)
 
     def close(self) -> None:
+        self._loop.remove_reader(self._fd)
         self._socket.close(linger=0)
         self._context.term()
 
-    async def next(self) -> M:
-        message: M = self._decoder.decode(await self._socket.recv())
-        return message
+    def _drain(self) -> None:
+        """Hand over what is there; a frame that does not decode is skipped, as by an inbox."""
+        for _ in range(_MAX_BURST):
+            if self._socket.closed:
+                return
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = self._decoder.decode(frame)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            self._take(message)
+        self._loop.call_soon(self._drain)
 
 
 class CallTable(Generic[M]):

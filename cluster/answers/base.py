@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 import msgspec
 
@@ -12,13 +12,13 @@ from swell.cluster.openai.base import ErrorBody, ErrorDetail, Usage, usage
 from swell.cluster.outputs import CompletionOutput, RequestOutput
 from swell.cluster.routing.router import NoEngine
 from swell.cluster.sse import comment, error_event
-from swell.cluster.tickets import EngineGone
+from swell.cluster.tickets import Batch, EngineGone
 
 ENGINES = "x-swell-engine"
 """The header that names the ranks that served, in order."""
 _CODES = {EngineGone: "engine_failed", NoEngine: "no_engine"}
 
-Numbered = AsyncIterator[tuple[int, RequestOutput]]
+Batches = AsyncIterator[Batch]
 
 
 class Answer(ABC):
@@ -43,7 +43,7 @@ class Answer(ABC):
         return ()
 
     @abstractmethod
-    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterator[bytes]:
+    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
         """Events for what is new of a choice."""
 
     @abstractmethod
@@ -60,28 +60,30 @@ class Answer(ABC):
         return ()
 
     async def events(
-        self, outputs: Numbered, choices: int, *, told: str, engines: Callable[[], str]
+        self, outputs: Batches, choices: int, *, told: str, engines: Callable[[], str]
     ) -> AsyncGenerator[bytes]:
-        """Server-sent events; `outputs` are deltas with the number of their choice. Where
-        `engines` are no longer those that the header `told`, a comment says so at the end."""
-        for event in self.opening(choices):
-            yield event
+        """Server-sent events, as many together as there are at once; `outputs` are deltas with the
+        number of their choice. Where `engines` are no longer those that the header `told`, a
+        comment says so at the end."""
+        said = [*self.opening(choices)]
         last: dict[int, RequestOutput] = {}
         try:
-            async for choice, output in outputs:
-                last[choice] = output
-                for event in self.delta(choice, output, checked(output)):
-                    yield event
+            async for batch in outputs:
+                for choice, output in batch:
+                    last[choice] = output
+                    said += self.delta(choice, output, checked(output))
+                if said:
+                    yield b"".join(said)
+                    said = []
         except (EngineGone, NoEngine) as error:
-            for event in self.failure(error, _CODES[type(error)]):
-                yield event
+            said += self.failure(error, _CODES[type(error)])
         else:
-            for event in self.closing(stream_usage(last, self.n)):
-                yield event
+            said += self.closing(stream_usage(last, self.n))
         if engines() != told:
-            yield comment(f"{ENGINES} {engines()}")
-        for event in self.ending():
-            yield event
+            said.append(comment(f"{ENGINES} {engines()}"))
+        said += self.ending()
+        if said:
+            yield b"".join(said)
 
 
 def checked(output: RequestOutput) -> CompletionOutput:

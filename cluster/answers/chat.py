@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import msgspec
 from msgspec import UNSET
@@ -41,6 +41,8 @@ class ChatAnswer(Answer):
         self._parsers: dict[int, Parser] = {}
         self._called: set[int] = set()
         """Choices with a tool call."""
+        self._tells_more = body.return_token_ids or body.continuous_usage
+        """Every output has more than text."""
         self._stream = ChatStream(self.id, self.created, model, include_usage=body.include_usage)
 
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
@@ -84,18 +86,22 @@ class ChatAnswer(Answer):
             self._parsers[choice] = self._make_parser()
             yield self._stream.role(choice)
 
-    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterator[bytes]:
+    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
         parser = self._parsers[choice]
         said = parser.push(part.text)
         if part.finish_reason is not None:
             said += parser.flush()
-        if any(isinstance(one, parts.ToolCall) for one in said):
-            self._called.add(choice)
+        for one in said:
+            if isinstance(one, parts.ToolCall):
+                self._called.add(choice)
         rest = self._rest(choice, output, part)
-        for place, one in enumerate(said):
-            yield self._event(choice, one, rest if place == len(said) - 1 else PLAIN)
-        if not said and rest is not PLAIN:
-            yield self._stream.chunk("", choice, rest)
+        if not said:
+            return [] if rest is PLAIN else [self._stream.chunk("", choice, rest)]
+        *before, last = said
+        return [
+            *(self._event(choice, one, PLAIN) for one in before),
+            self._event(choice, last, rest),
+        ]
 
     def _event(self, choice: int, said: parts.Part, rest: Rest) -> bytes:
         match said:
@@ -112,10 +118,10 @@ class ChatAnswer(Answer):
 
     def _rest(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Rest:
         """What the last event of an output has beside its text."""
+        if part.finish_reason is None and part.logprobs is None and not self._tells_more:
+            return PLAIN
         ids = part.token_ids if self._body.return_token_ids else None
         usage = choice_usage(output) if self._body.continuous_usage else None
-        if all(told is None for told in (part.finish_reason, ids, part.logprobs, usage)):
-            return PLAIN
         reason = self._reason(part, called=choice in self._called)
         return Rest(reason, part.stop_reason, self._logprobs(part), ids, usage)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import msgspec
 from msgspec import UNSET
@@ -30,6 +30,10 @@ class CompletionAnswer(Answer):
         )
         self._echoed_chars: dict[int, int] = {}
         """Of each choice of a stream that has begun."""
+        self._tells_more = (
+            body.return_token_ids or body.logprobs is not None or body.continuous_usage
+        )
+        """Every chunk has more than its text."""
 
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         choices = [
@@ -63,7 +67,7 @@ class CompletionAnswer(Answer):
             prompt_logprobs=UNSET if told is None else prompt_logprobs_body(told),
         )
 
-    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterator[bytes]:
+    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
         """With `echo` the first chunk begins with the prompt."""
         body, prompt = self._body, ""
         part = self._shown(part)
@@ -71,8 +75,7 @@ class CompletionAnswer(Answer):
             prompt = self._text_of(output.prompt_token_ids) if body.echo else ""
             self._echoed_chars[choice] = len(prompt)
         rest = PLAIN
-        told = body.return_token_ids or body.logprobs is not None or body.continuous_usage
-        if part.finish_reason is not None or told:
+        if part.finish_reason is not None or self._tells_more:
             rest = Rest(
                 part.finish_reason,
                 part.stop_reason,
@@ -80,7 +83,7 @@ class CompletionAnswer(Answer):
                 part.token_ids if body.return_token_ids else None,
                 self._shown_usage(choice_usage(output)) if body.continuous_usage else None,
             )
-        yield self._stream.chunk(prompt + part.text, choice, rest)
+        return [self._stream.chunk(prompt + part.text, choice, rest)]
 
     def _logprobs(
         self, output: RequestOutput, part: CompletionOutput, echoed_chars: int

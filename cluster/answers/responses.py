@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 
-from swell.cluster.answers.base import Answer, Numbered
+from swell.cluster.answers.base import Answer, Batches
 from swell.cluster.answers.output_items import OutputWriter
 from swell.cluster.answers.readers import make_reader
 from swell.cluster.openai import response_events as events
@@ -74,7 +74,7 @@ class ResponsesAnswer(Answer):
     # ---------------------------------------------------------------- as a stream
 
     async def events(
-        self, outputs: Numbered, choices: int, *, told: str, engines: Callable[[], str]
+        self, outputs: Batches, choices: int, *, told: str, engines: Callable[[], str]
     ) -> AsyncGenerator[bytes]:
         """As of every answer; the very last event tells the settled response."""
         answer = super().events(outputs, choices, told=told, engines=engines)

@@ -33,7 +33,7 @@ class ServerProcess:
 
     async def start(self, limit_s: float) -> str:
         """The URL from its `ready:` line. Raises ServerError."""
-        _adopt_orphans()
+        adopt_orphans()
         self._url = asyncio.get_running_loop().create_future()
         # A session of its own: Ctrl-C in a terminal reaches us alone, and we stop it in order.
         self._process = await asyncio.create_subprocess_exec(
@@ -96,7 +96,7 @@ class ServerProcess:
         return left
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
     """Linux: descendants whose parent ends become ours, not those of process 1."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:

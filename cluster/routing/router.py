@@ -228,7 +228,7 @@ class Router:
     def answered(self, request_id: str) -> None:
         """The prompt of a request was computed."""
         placed = self._placed.get(request_id)
-        if placed is not None:
+        if placed is not None and placed.uncomputed_tokens:
             placed.engine.weigh(placed, -placed.uncomputed_tokens, 0, 0)
             placed.uncomputed_tokens = 0
 

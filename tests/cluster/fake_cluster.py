@@ -15,6 +15,7 @@ import queue
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import msgspec
 
 from swell.cluster.edge import EdgeServer
 from swell.cluster.ingress import Ingress
+from swell.cluster.link import EngineLinks
 from swell.configs.schema import Config, load
 from swell.coordinator import roster as rosters
 from swell.coordinator.channel import Inbox, make_keys
@@ -247,9 +249,8 @@ class FakeCluster:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeCluster]:
-        self.ingress = Ingress(
-            self.config, self.coordinator.address, self.coordinator.keys, self.manager
-        )
+        connect = partial(EngineLinks, self.coordinator.address, self.coordinator.keys)
+        self.ingress = Ingress(self.config, connect, self.manager)
         await self.ingress.start()
         edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5)
         await edge.start()

@@ -93,15 +93,15 @@ def answers(draw: st.DrawFn, prompts: int, n: int) -> tuple[list[RequestOutput],
 def stream(answer: Answer, deltas: list[Any], choices: int) -> list[dict[str, Any]]:
     async def numbered() -> AsyncIterator[Any]:
         for delta in deltas:
-            yield delta
+            yield [delta]
 
-    async def read() -> list[bytes]:
+    async def read() -> bytes:
         events = answer.events(numbered(), choices, told="0", engines=lambda: "0")
-        return [event async for event in events]
+        return b"".join([piece async for piece in events])
 
-    events = asyncio.run(read())
-    assert events[-1] == b"data: [DONE]\n\n"
-    return [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
+    *events, done, end = asyncio.run(read()).split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
 
 
 def drawn(outputs: list[RequestOutput]) -> int:

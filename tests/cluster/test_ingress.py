@@ -12,6 +12,7 @@ import json
 import secrets
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ import pytest
 
 from swell.cluster.edge import EdgeServer, free_port
 from swell.cluster.ingress import Ingress
+from swell.cluster.link import EngineLinks
 from swell.configs.schema import load
 from swell.coordinator.channel import make_keys
 from swell.coordinator.service import CoordinatorService, Seat
@@ -83,7 +85,8 @@ class Building:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[httpx.AsyncClient]:
         manager = SimpleNamespace()
-        ingress = Ingress(self.config, self.coordinator.address, self.coordinator.keys, manager)
+        connect = partial(EngineLinks, self.coordinator.address, self.coordinator.keys)
+        ingress = Ingress(self.config, connect, manager)
         await ingress.start()
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
         await edge.start()

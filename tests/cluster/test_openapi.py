@@ -28,7 +28,7 @@ OPERATIONS = [
 
 def served() -> set[tuple[str, str]]:
     """(method, path) of the ingress; the last route catches what does not exist."""
-    ingress = Ingress(load({"model": {"path": "."}}), None, None, None)  # type: ignore[arg-type]
+    ingress = Ingress(load({"model": {"path": "."}}), None, None)  # type: ignore[arg-type]
     routes = [route for route in ingress.app.routes if isinstance(route, Route)]
     return {
         (method.lower(), route.path.replace(":path}", "}"))

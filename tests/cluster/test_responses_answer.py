@@ -94,19 +94,21 @@ def streamed(
 
     async def outputs() -> Any:
         for part in parts:
-            yield 0, output(part)
+            yield [(0, output(part))]
         if error is not None:
             raise error
 
-    async def read() -> list[bytes]:
+    async def read() -> bytes:
         stream = make(top_logprobs).events(outputs(), 1, told="0", engines=lambda: "0")
-        return [event async for event in stream]
+        return b"".join([piece async for piece in stream])
 
     events = []
-    for raw in asyncio.run(read()):
-        name, data, *rest = raw.decode().split("\n")
+    *told, end = asyncio.run(read()).decode().split("\n\n")
+    assert end == ""
+    for one in told:
+        name, data = one.split("\n")
         event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}" and rest == ["", ""]
+        assert name == f"event: {event['type']}"
         EVENTS.validate_python(event, strict=True)
         events.append(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

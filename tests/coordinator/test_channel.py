@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -249,13 +250,14 @@ def test_bytes_that_are_no_zmq_harm_nobody(inbox, outlet) -> None:
 
 def test_an_async_outlet_talks_in_order(inbox, address, keys) -> None:
     async def talk() -> list[str]:
-        outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys)
+        queue: asyncio.Queue[str] = asyncio.Queue()
+        outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys, queue.put_nowait)
         for i in range(100):
             outlet.send(str(i))
         heard = take(inbox, 100)
         for peer, message in heard:
             inbox.send(peer, message)
-        answers = [await asyncio.wait_for(outlet.next(), SOON_S) for _ in range(100)]
+        answers = [await asyncio.wait_for(queue.get(), SOON_S) for _ in range(100)]
         outlet.close()
         return answers
 
@@ -267,11 +269,12 @@ def test_sending_does_not_swallow_the_wake_up_of_a_message(inbox, address, keys)
     must be heard even if the loop sends before it looks."""
 
     async def talk() -> None:
-        outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys)
+        queue: asyncio.Queue[str] = asyncio.Queue()
+        outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys, queue.put_nowait)
         outlet.send("hello")
         ((peer, _),) = take(inbox, 1)
         for i in range(3):
-            waiting = asyncio.create_task(outlet.next())
+            waiting = asyncio.create_task(queue.get())
             await asyncio.sleep(0.01)
             inbox.send(peer, str(i))
             time.sleep(0.05)  # the message arrives while this loop is busy
@@ -280,6 +283,29 @@ def test_sending_does_not_swallow_the_wake_up_of_a_message(inbox, address, keys)
         outlet.close()
 
     asyncio.run(talk())
+
+
+def test_an_outlet_that_is_closed_by_what_it_hears_hands_over_no_more(inbox, address, keys) -> None:
+    async def talk() -> tuple[list[str], list[Any]]:
+        heard: list[str] = []
+        troubles: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: troubles.append(told))
+
+        def close(message: str) -> None:
+            heard.append(message)
+            outlet.close()
+
+        outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys, close)
+        outlet.send("hello")
+        ((peer, _),) = take(inbox, 1)
+        for i in range(3):
+            inbox.send(peer, str(i))
+        while not heard:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(NEVER_S)
+        return heard, troubles
+
+    assert asyncio.run(talk()) == (["0"], [])
 
 
 # -------------------------------------------------------------------------------- calls

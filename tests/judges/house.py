@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import requests
 
 from swell.cluster.edge import EdgeServer, free_port
 from swell.cluster.ingress import Ingress
+from swell.cluster.link import EngineLinks
 from swell.cluster.openai.admin import ClusterState, CoordinatorState, EngineState, RescaleState
 from swell.cluster.stored import StoredResponses
 from swell.configs.schema import Config, load
@@ -142,7 +144,8 @@ async def _serve(
     config: Config, coordinator: CoordinatorService, ready: queue.SimpleQueue[Any]
 ) -> None:
     """Tells its port, and what to call from any thread to end it."""
-    ingress = Ingress(config, coordinator.address, coordinator.keys, Manager())
+    connect = partial(EngineLinks, coordinator.address, coordinator.keys)
+    ingress = Ingress(config, connect, Manager())
     await ingress.start()
     edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
     await edge.start()

@@ -1,0 +1,56 @@
+"""Settings of a Ray that `swell serve` starts: what keeps it from working while it idles.
+
+Ray reads them from the environment of whoever starts it; a value of the user's stays. Ray's own
+defaults suit clusters of many nodes and tasks: our Ray places a handful of actors and watches them.
+How a death is noticed does not change: a process's socket closes, and Serve's health checks stay.
+"""
+
+from __future__ import annotations
+
+import os
+
+_SETTINGS = {
+    # A replica that does not answer is not asked to finish first: whoever reaches it waits.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # How often Serve compares what runs with what should. A start takes a few such times: with
+    # Ray's 0.1 s it is 1.8 s shorter, and an idle cluster takes 1.6 % of a core more.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    # Ray's own statistics, which nobody reads: `/metrics` is ours.
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_event_stats": "0",
+    "RAY_event_stats_print_interval_ms": "0",
+    "RAY_io_context_event_loop_lag_collection_interval_ms": "0",
+    "RAY_io_context_monitor_probe_interval_ms": "10000",
+    "RAY_task_events_report_interval_ms": "0",
+    # How often the node tells what is free on it: its own raylet, which places, knows.
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
+    "RAY_report_worker_backlog_interval_ms": "5000",
+    # Housekeeping of objects, of which we have none.
+    "RAY_object_manager_timer_freq_ms": "10000",
+    "RAY_free_objects_period_milliseconds": "5000",
+    "RAY_raylet_check_gc_period_milliseconds": "5000",
+    "RAY_local_fs_monitor_interval_ms": "5000",
+    "RAY_memory_monitor_refresh_ms": "2000",
+    "RAY_core_worker_internal_heartbeat_ms": "5000",
+}
+
+
+def set_defaults() -> None:
+    """Set what the user has not. Call it before `ray.init`."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+
+
+def end_idle_daemons() -> None:
+    """End three of Ray's processes that `ray.init` starts unasked, and that have nothing to do
+    here: one tails log files for drivers that want them, one scales nodes, one is the server of the
+    dashboard, without its pages. Call it after `ray.init`."""
+    from ray._private import worker
+
+    node = worker._global_node
+    if node is not None:
+        node.kill_log_monitor()
+        node.kill_monitor()
+        node.kill_dashboard()
