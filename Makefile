@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JUDGES := .venv-judges
 
-.PHONY: setup demo test test-fast test-gpu judges fault-matrix lint typecheck clean
+.PHONY: setup demo test test-fast test-gpu judges fault-matrix bench bench-docs lint typecheck clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,20 @@ $(JUDGES)/.installed: tests/judges/requirements.txt
 # Every fault in every moment, under load: about an hour on two cores; rewrites the tables of the page.
 fault-matrix: setup
 	$(BIN)/python -m swell.cluster.faults --markdown docs/reliability.md
+
+# Alone, or beside peers: BENCH="offline-m15 served" PEERS="vllm=PYTHON llamacpp=PYTHON" ARGS="--repeats 5".
+BENCH_TO := build
+bench: $(VENV)/.bench
+	$(BIN)/python -m swell.benchmarks $(BENCH) $(if $(PEERS),--peers $(PEERS)) \
+	  --json $(BENCH_TO)/benchmark.json --plot $(BENCH_TO)/benchmark.svg $(ARGS)
+
+# The same, into the page: cases that do not run keep what is written of them.
+bench-docs:
+	$(MAKE) bench BENCH_TO=docs ARGS="--markdown docs/performance.md $(ARGS)"
+
+$(VENV)/.bench: $(STAMP)
+	$(BIN)/pip install --quiet --editable '.[bench]'
+	touch $(VENV)/.bench
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""Programs that compute when told to: each runs in the interpreter of what it measures."""

@@ -1,0 +1,85 @@
+"""What is measured: figures of ours, beside a reference of the same rounds, and their bounds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Of one number over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One number, a value for each round; beside a reference the ratio counts, round by round."""
+
+    what: str
+    """With its unit: `output tokens/s`."""
+    ours: list[float]
+    against: str = ""
+    """Who the reference is; empty: the number stands alone, and the bounds are on it."""
+    theirs: list[float] = []
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def compared(self) -> Spread:
+        """What the bounds are about: ours over theirs, or ours."""
+        return spread(ratios(self.ours, self.theirs) if self.against else self.ours)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the median is within the bounds; None without bounds."""
+        if self.at_least is None and self.at_most is None:
+            return None
+        value = self.compared.median
+        return (self.at_least is None or value >= self.at_least) and (
+            self.at_most is None or value <= self.at_most
+        )
+
+
+class CaseResult(msgspec.Struct, frozen=True):
+    """All figures of one case, and the circumstances."""
+
+    figures: list[Figure]
+    machine: dict[str, str]
+    versions: dict[str, str]
+    peers: dict[str, str]
+    """Package of each peer that took part -> its version."""
+    date: str
+    commit: str
+    repeats: int
+    seconds: float
+    troubles: list[str] = []
+
+
+Results = dict[str, CaseResult]
+"""Name of a case -> its last result."""
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Of pairs: both were measured in the same round. Raises ValueError if one is missing."""
+    return [our / their for our, their in zip(ours, theirs, strict=True)]
+
+
+def spread(values: Sequence[float]) -> Spread:
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+def read(path: Path) -> Results:
+    """What the file holds; nothing if there is none."""
+    return msgspec.json.decode(path.read_bytes(), type=Results) if path.exists() else {}
+
+
+def write(path: Path, results: Results) -> None:
+    """Put these cases into the file; what it holds of others stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = msgspec.json.format(msgspec.json.encode({**read(path), **results}), indent=1)
+    path.write_bytes(text + b"\n")

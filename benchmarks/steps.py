@@ -1,0 +1,40 @@
+"""The steps of a batch: which there are is what our scheduler decides."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from swell.configs.schema import CacheConfig, SchedulerConfig
+from swell.engine.scheduler import Scheduler
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.sample.wire import SamplerParams
+from swell.worker.wire import ModelRunnerOutput
+
+
+class Step(NamedTuple):
+    """What one step computes, over all its rows."""
+
+    tokens: int
+    drawn: int
+    positions: int
+    """KV positions that it reads or writes."""
+
+
+def steps(rows: int, inputs: int, outputs: int) -> list[Step]:
+    """Those of `rows` requests that come together: `inputs` tokens in, `outputs` out each."""
+    cache = CacheConfig(prefix_caching=False)
+    blocks = rows * (-(-(inputs + outputs) // cache.block_tokens) + 1)
+    scheduler = Scheduler(
+        SchedulerConfig(max_rows=rows), cache, blocks, inputs + outputs, vocab_size=2
+    )
+    for row in range(rows):
+        request = EngineCoreRequest(str(row), [0] * inputs, SamplerParams(), max_tokens=outputs)
+        refused = scheduler.add(request, b"")
+        assert refused is None, refused
+    made = []
+    while (step := scheduler.schedule()) is not None:
+        plan, drawn = step.plan, sum(step.plan.samples)
+        read = sum(start + count for start, count in zip(plan.starts, plan.num_tokens, strict=True))
+        made.append(Step(sum(plan.num_tokens), drawn, read))
+        scheduler.update(step, ModelRunnerOutput(plan.step, [0] * drawn))
+    return made

@@ -1,0 +1,77 @@
+"""What the cluster costs: the whole path against the same engine and routes in one process.
+
+Processor time of a token is that of all processes of the cluster together, with a model that
+computes next to nothing (`dot`), so that what it computes can be taken off without much error.
+"""
+
+from __future__ import annotations
+
+from swell.benchmarks import models, servers
+from swell.benchmarks.case import Case, Measured, Setup
+from swell.benchmarks.results import Figure
+from swell.benchmarks.served import MODEL, SETTINGS, SIZES, rounds_of
+from swell.benchmarks.servers import Client, Server
+from swell.benchmarks.turns import OURS, Numbers, Rounds, Turns
+from swell.benchmarks.worker import Worker
+
+_BARE = "bare"
+_TOKEN_STREAMS, _TOKEN_REQUESTS = 64, 256
+
+
+def throughput(setup: Setup) -> Measured:
+    """The whole path beside the bare one, at 1 and at 64 streams."""
+    model = models.prepare(MODEL, setup.models)
+    contenders = [make(model, setup, *SETTINGS) for make in (servers.swell, servers.bare)]
+    figures: list[Figure] = []
+    with Client(setup.logs) as client, Turns(contenders) as turns:
+        for streams, bounds in ((1, (0.97, 3.0)), (64, (0.97, None))):
+            figures += _compare(streams, rounds_of(client, turns, streams, setup.repeats), bounds)
+    return Measured(figures, turns.troubles)
+
+
+def _compare(
+    streams: int, rounds: Rounds, bounds: tuple[float | None, float | None]
+) -> list[Figure]:
+    at = f"{streams} streams" if streams > 1 else "1 stream"
+    rates = [rounds.series(name, "tokens_per_s") for name in (OURS, _BARE)]
+    first = [rounds.series(name, "ttft_p50_ms") for name in (OURS, _BARE)]
+    more = [our - their for our, their in zip(*first, strict=True)]
+    return [
+        Figure(f"output tokens/s, {at}", rates[0], _BARE, rates[1], at_least=bounds[0]),
+        Figure(f"TTFT p50 beyond bare, ms, {at}", more, at_most=bounds[1]),
+    ]
+
+
+def processor(setup: Setup) -> Measured:
+    """Processor time of a token at 64 streams, less that of the model and its sampler."""
+    model = models.prepare("dot", setup.models)
+    sizes = (_TOKEN_STREAMS, *SIZES)
+    with (
+        Client(setup.logs) as client,
+        Turns([servers.swell(model, setup, *SETTINGS)]) as clusters,
+        Turns([Worker(OURS, "model_compute.py", [model, *sizes], setup)]) as engines,
+    ):
+
+        def measure(server: Server) -> Numbers:
+            before = server.processor_s()
+            vocab_size = models.SHAPES["dot"].vocab_size
+            numbers = client.load(server, _TOKEN_STREAMS, _TOKEN_REQUESTS, vocab_size, SIZES)
+            spent = server.processor_s() - before
+            return {**numbers, "us": 1e6 * spent / numbers["tokens"]}
+
+        clusters.take(1, measure)
+        whole = clusters.take(setup.repeats, measure).series(OURS, "us")
+        computed = engines.take(setup.repeats, Worker.turn).series(OURS, "us_per_token")
+    rest = [all_us - model_us for all_us, model_us in zip(whole, computed, strict=True)]
+    at = f"{_TOKEN_STREAMS} streams"
+    figures = [
+        Figure(f"processor us/token but for the model, {at}", rest, at_most=60.0),
+        Figure(f"processor us/token of model and sampler, {at}", computed),
+    ]
+    return Measured(figures, clusters.troubles)
+
+
+CASES = {
+    "tax-path": Case("m15: the cluster against one bare process", throughput),
+    "tax-processor": Case("processor time of a token, all processes", processor),
+}
