@@ -50,7 +50,7 @@ def end_idle_daemons() -> None:
     from ray._private import worker
 
     node = worker._global_node
-    if node is not None:
-        node.kill_log_monitor()
-        node.kill_monitor()
-        node.kill_dashboard()
+    for name in ("kill_log_monitor", "kill_monitor", "kill_dashboard"):
+        kill = getattr(node, name, None)  # of no public interface: another Ray may lack it
+        if kill is not None:
+            kill()

@@ -67,7 +67,7 @@ class Worker:
         self.model: Any = None
         self.runner: ModelRunner | None = None
         self.ticks = 0
-        """Layers computed since the start: the measure of progress. Read by other threads too."""
+        """Layers and steps computed since the start: progress. Other threads read it too."""
         self._max_model_len = 0
         self._store: dist.TCPStore | None = None
         self._dtype = torch.float32
@@ -116,7 +116,9 @@ class Worker:
         """Compute one step (see `ModelRunner.execute_model`)."""
         assert self.runner is not None, "init_cache comes first"
         self._prepare_thread()
-        return self.runner.execute_model(plan)
+        result = self.runner.execute_model(plan)
+        self._tick()  # a replayed step passes no layer
+        return result
 
     def regroup(self, plan: GroupPlan, store: dist.Store | None = None) -> Regrouped:
         """Leave the groups that the plan replaces, form new ones, and take this worker's share of
