@@ -288,6 +288,7 @@ def test_what_a_child_started_ends_with_it(
 
 
 INTERRUPTED = """
+import signal
 import sys
 from swell.benchmarks import __main__ as program
 from swell.benchmarks.case import Case
@@ -301,6 +302,7 @@ def run(setup):
     child.line(600)
 
 CASES["sleeper"] = Case("", run)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run behind
 sys.exit(program.main(["sleeper"]))
 """
 

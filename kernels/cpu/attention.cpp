@@ -53,7 +53,7 @@ template <typename T>
 SWELL_INLINE void fetch(const T* from, int64_t elements) {
   const char* p = reinterpret_cast<const char*>(from);
   if (p)
-    for (int64_t i = 0; i < elements * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i);
+    for (int64_t i = 0; i < elements * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 // score[m][j] = q[m] . k[j] for MQ query vectors and `count` keys side by side; up to 7 scores more

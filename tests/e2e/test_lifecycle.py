@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -154,6 +155,9 @@ def cluster():
         yield running
 
 
+_salts = map(str, itertools.count())
+
+
 def stream(cluster: Cluster, tokens: int, results: list) -> threading.Thread:
     """A greedy answer in the background; its text is appended to `results`."""
 
@@ -166,6 +170,7 @@ def stream(cluster: Cluster, tokens: int, results: list) -> threading.Thread:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            "cache_salt": next(_salts),  # with a prefix in common they would stay with one engine
         }
         ids: list[int] = []
         with httpx.stream(
@@ -192,6 +197,16 @@ def wait_for_engines(cluster: Cluster, count: int) -> dict:
     raise AssertionError(f"never {count} engines: {state}")
 
 
+def wait_for_work(cluster: Cluster, rank: int) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        engines = cluster.get("/admin/cluster").json()["engines"]
+        if any(engine["rank"] == rank and engine["running"] for engine in engines):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"engine {rank} never had work: {engines}")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_end_lets_streams_finish(number):
     results: list[list[int]] = []
@@ -214,19 +229,19 @@ def test_growing_and_shrinking_while_answers_stream(cluster):
     calm = stream(cluster, 300, results)
     calm.join()
     before = wait_for_engines(cluster, 1)
-    streams = [stream(cluster, 1500, results) for _ in range(4)]
+    streams = [stream(cluster, 1900, results) for _ in range(4)]
     assert cluster.post("/admin/scale", {"engines": 2}).status_code == 202
     grown = wait_for_engines(cluster, 2)
     assert grown["epoch"] > before["epoch"]
-    streams += [stream(cluster, 1500, results) for _ in range(8)]
-    time.sleep(0.5)
+    streams += [stream(cluster, 1900, results) for _ in range(24)]  # far longer than a rescale
+    wait_for_work(cluster, max(engine["rank"] for engine in grown["engines"]))
     body = {"engines": 1, "drain_timeout_s": 0}
     assert cluster.post("/admin/scale", body).status_code == 202
     wait_for_engines(cluster, 1)
     for thread in streams:
         thread.join()
-    assert len(results) == 13
-    assert {len(ids) for ids in results[1:]} == {1500}
+    assert len(results) == 29
+    assert {len(ids) for ids in results[1:]} == {1900}
     assert all(ids == results[1] for ids in results[1:])
     assert results[1][:300] == results[0]
     assert resubmitted(cluster) > 0, "the case under test"
