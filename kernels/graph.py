@@ -40,28 +40,11 @@ def capture(run: Callable[[], Result], device: str) -> tuple[Result, Graph]:
         return run(), graph
 
 
-_MAKE = {"empty", "empty_like", "empty_strided"}
-_VIEW = {
-    "alias",
-    "as_strided",
-    "detach",
-    "expand",
-    "flatten",
-    "narrow",
-    "permute",
-    "select",
-    "slice",
-}
-_VIEW |= {
-    "split",
-    "split_with_sizes",
-    "squeeze",
-    "t",
-    "transpose",
-    "unflatten",
-    "unsqueeze",
-    "view",
-}
+_MAKERS = ("empty", "empty_like", "empty_strided")
+_VIEWS = (
+    *("alias", "as_strided", "detach", "expand", "flatten", "narrow", "permute", "select", "slice"),
+    *("split", "split_with_sizes", "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view"),
+)
 
 
 class _OnlyViews(TorchDispatchMode):
@@ -69,6 +52,6 @@ class _OnlyViews(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name not in _MAKE | _VIEW:
+        if name not in (*_MAKERS, *_VIEWS):
             raise NotCapturableError(f"torch's {name} is no operation that a replay could repeat")
         return func(*args, **(kwargs or {}))
