@@ -17,8 +17,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-// Below this many multiply-adds a second thread costs more than it brings; most of all where other
-// processes want the cores, for each of its barriers is one more to be late at.
+// Below this many multiply-adds a second thread costs more than it brings.
 constexpr int64_t kParallelWork = 1 << 17;
 constexpr float kLowest = -3.0e38f;
 
