@@ -67,7 +67,7 @@ class Worker:
         self.model: Any = None
         self.runner: ModelRunner | None = None
         self.ticks = 0
-        """Layers and steps computed since the start: progress. Other threads read it too."""
+        """Layers, and steps with rows, computed since the start: progress. Other threads read it."""
         self._max_model_len = 0
         self._store: dist.TCPStore | None = None
         self._dtype = torch.float32
@@ -117,7 +117,8 @@ class Worker:
         assert self.runner is not None, "init_cache comes first"
         self._prepare_thread()
         result = self.runner.execute_model(plan)
-        self._tick()  # a replayed step passes no layer
+        if plan.slots:
+            self._tick()  # a replayed step passes no layer
         return result
 
     def regroup(self, plan: GroupPlan, store: dist.Store | None = None) -> Regrouped:
