@@ -67,7 +67,7 @@ class Worker:
         self.model: Any = None
         self.runner: ModelRunner | None = None
         self.ticks = 0
-        """Layers, and steps with rows, computed since the start: progress. Other threads read it."""
+        """Layers, and steps with rows, computed so far: progress. Other threads read it too."""
         self._max_model_len = 0
         self._store: dist.TCPStore | None = None
         self._dtype = torch.float32

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "team.h"
 #include "vec.h"
 
 struct AttentionArgs {
@@ -310,15 +311,15 @@ void run(const AttentionArgs& a) {
       items.push_back({int32_t(row), int32_t(first), int32_t(std::min(step, tokens - first))});
   }
   const int64_t count = int64_t(items.size()) * a.kv_heads;
-#pragma omp parallel if (work * a.heads * a.head_dim > kParallelWork)
-  {
+  share(count, work * a.heads * a.head_dim, [&](Tasks& tasks) {
     Attention<T, DIM> attention(a);
     attention.reserve(step * group);
-#pragma omp for schedule(dynamic)
     // The last tiles of a row see the most keys: start with them.
-    for (int64_t i = count - 1; i >= 0; i--)
+    for (int64_t task; (task = tasks.next()) >= 0;) {
+      const int64_t i = count - 1 - task;
       attention.attend(items[i / a.kv_heads], i % a.kv_heads);
-  }
+    }
+  });
 }
 
 template <typename T>

@@ -1,4 +1,5 @@
 // K and V of a step's tokens into the paged cache. Sizes and strides are in bytes: any type.
+#include "team.h"
 #include "vec.h"
 
 struct CacheArgs {
@@ -11,8 +12,7 @@ struct CacheArgs {
 
 SWELL_API void swell_write_kv(const CacheArgs* args) {
   const CacheArgs a = *args;
-#pragma omp parallel for if (a.tokens * a.kv_heads * a.head_bytes > 4 * kParallelWork)
-  for (int64_t t = 0; t < a.tokens; t++) {
+  for_each(a.tokens, a.tokens * a.kv_heads * a.head_bytes / 4, [&a](int64_t t) {
     const int64_t block = a.slots[t] / a.block_tokens, offset = a.slots[t] % a.block_tokens;
     char* to_k = a.k_cache + block * a.k_block_stride + offset * a.head_bytes;
     char* to_v = a.v_cache + block * a.v_block_stride + offset * a.head_bytes;
@@ -22,5 +22,5 @@ SWELL_API void swell_write_kv(const CacheArgs* args) {
       std::memcpy(to_k + head, k + h * a.head_bytes, a.head_bytes);
       std::memcpy(to_v + head, v + h * a.head_bytes, a.head_bytes);
     }
-  }
+  });
 }

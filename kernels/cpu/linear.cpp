@@ -7,13 +7,12 @@
 // An output is summed over k in blocks of kBlock, one after the other, whatever the number of rows
 // and threads: a row's result has the same bits whatever stands beside it. With few rows the time
 // is that of reading W once, in order; with many, a panel's block stays in the cache meanwhile.
-#include <omp.h>
-
 #include <algorithm>
 #include <array>
 #include <memory>
 #include <utility>
 
+#include "team.h"
 #include "vec.h"
 
 namespace {
@@ -127,11 +126,10 @@ void linear(const T* x, const T* w, const T* bias, T* y, int64_t rows, int64_t s
   const int64_t panels = (outs + kPanel - 1) / kPanel;
   const int64_t chunks = (rows + kChunk - 1) / kChunk;
   // A task is one chunk of rows and some panels.
-  const int64_t wanted = std::max<int64_t>(1, kTasks * omp_get_max_threads() / chunks);
+  const int64_t wanted = std::max<int64_t>(1, kTasks * team_size() / chunks);
   const int64_t some = (panels + wanted - 1) / wanted;
   const int64_t groups = (panels + some - 1) / some;
-#pragma omp parallel for schedule(dynamic) if (rows * size * outs > kParallelWork)
-  for (int64_t task = 0; task < chunks * groups; task++) {
+  for_each(chunks * groups, rows * size * outs, [=](int64_t task) {
     alignas(64) float sums[kChunk * kPanel];
     std::unique_ptr<float[]> memory;
     const int64_t m = task / groups * kChunk, count = std::min(kChunk, rows - m);
@@ -144,17 +142,16 @@ void linear(const T* x, const T* w, const T* bias, T* y, int64_t rows, int64_t s
       finish(sums, bias ? bias + n : nullptr, y + m * outs + n, outs, count,
              std::min(kPanel, outs - n));
     }
-  }
+  });
 }
 
 // A row of W has its elements `panel` apart; 1: W is not packed.
 template <typename T>
 void embedding(const int64_t* ids, const T* w, T* y, int64_t tokens, int64_t size, int64_t panel) {
-#pragma omp parallel for if (tokens * size * 8 > kParallelWork)
-  for (int64_t t = 0; t < tokens; t++) {
+  for_each(tokens, tokens * size * 8, [=](int64_t t) {
     const T* from = w + ids[t] / panel * panel * size + ids[t] % panel;
     for (int64_t k = 0; k < size; k++) y[t * size + k] = from[k * panel];
-  }
+  });
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Log probabilities, ranks and the most likely tokens, one row at a time.
 #include "select.h"
+#include "team.h"
 
 namespace {
 
@@ -62,10 +63,9 @@ void rank(Scratch& scratch, const float* logits, int64_t vocab, int64_t token, i
 // logits: rows `stride` apart; indices [rows, 2 + top], logprobs [rows, 1 + top].
 SWELL_API void swell_rank(const float* logits, const int64_t* tokens, int64_t rows, int64_t vocab,
                           int64_t stride, int64_t top, int64_t* indices, float* logprobs) {
-#pragma omp parallel for schedule(dynamic) if (rows > 1 && rows * vocab * 8 > kParallelWork)
-  for (int64_t row = 0; row < rows; row++) {
+  for_each(rows, rows * vocab * 8, [=](int64_t row) {
     static thread_local Scratch scratch;
     rank(scratch, logits + row * stride, vocab, tokens[row], top, indices + row * (2 + top),
          logprobs + row * (1 + top));
-  }
+  });
 }

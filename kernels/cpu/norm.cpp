@@ -1,4 +1,5 @@
 // RMS norm, alone and with the residual's addition in front.
+#include "team.h"
 #include "vec.h"
 
 namespace {
@@ -8,8 +9,7 @@ template <typename T, bool ADD>
 void norm(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t outer,
           int64_t inner, int64_t x_stride, int64_t size, float eps) {
   const int64_t full = size & ~int64_t(7), tail = size - full;
-#pragma omp parallel for if (outer * inner * size > kParallelWork)
-  for (int64_t row = 0; row < outer * inner; row++) {
+  for_each(outer * inner, outer * inner * size, [=](int64_t row) {
     const T* from = x + row / inner * x_stride + row % inner * size;
     const T* other = residual + row * size;
     T* sum = total + row * size;
@@ -31,7 +31,7 @@ void norm(const T* x, const T* residual, const T* weight, T* out, T* total, int6
     if (tail)
       store_part(to + full, load_part(weight + full, tail) *
                  round_to<T>(load_part(again + full, tail) * inverse), tail);
-  }
+  });
 }
 
 template <typename T>

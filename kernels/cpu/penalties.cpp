@@ -1,4 +1,5 @@
 // Penalties, looking only at the tokens that a slot has seen.
+#include "team.h"
 #include "vec.h"
 
 namespace {
@@ -38,10 +39,10 @@ SWELL_API void swell_penalties(float* logits, const int64_t* rows, const int64_t
                                const int32_t* output_counts, const uint8_t* seen,
                                const float* repetition, const float* frequency,
                                const float* presence, int64_t n, int64_t vocab, int64_t stride) {
-#pragma omp parallel for if (n * vocab > 2 * kParallelWork)
-  for (int64_t i = 0; i < n; i++)
+  for_each(n, n * vocab / 2, [=](int64_t i) {
     penalize(logits + rows[i] * stride, seen + slots[i] * vocab, output_counts + slots[i] * vocab,
              vocab, {repetition[i], frequency[i], presence[i]});
+  });
 }
 
 SWELL_API void swell_count(int32_t* output_counts, uint8_t* seen, const int64_t* slots,

@@ -1,5 +1,6 @@
 // Drawing tokens, one row at a time; nothing is sorted.
 #include "select.h"
+#include "team.h"
 
 namespace {
 
@@ -181,21 +182,20 @@ int64_t draw(Scratch& scratch, const float* logits, int64_t vocab, float tempera
 // logits: rows `stride` apart.
 SWELL_API void swell_greedy(const float* logits, int64_t rows, int64_t vocab, int64_t stride,
                             int64_t* out) {
-#pragma omp parallel for if (rows * vocab > 2 * kParallelWork)
-  for (int64_t row = 0; row < rows; row++) out[row] = first_largest(logits + row * stride, vocab);
+  for_each(rows, rows * vocab / 2,
+           [=](int64_t row) { out[row] = first_largest(logits + row * stride, vocab); });
 }
 
 // The columns of a row's wishes lie anywhere: each has a stride, in elements.
 SWELL_API void swell_sample(const float* logits, const float* temperature, const int64_t* top_k,
                             const float* top_p, const float* min_p, const double* u,
                             const int64_t* strides, int64_t rows, int64_t vocab, int64_t* out) {
-#pragma omp parallel for schedule(dynamic) if (rows > 1 && rows * vocab * 8 > kParallelWork)
-  for (int64_t row = 0; row < rows; row++) {
+  for_each(rows, rows * vocab * 8, [=](int64_t row) {
     static thread_local Scratch scratch;
     out[row] = draw(scratch, logits + row * strides[0], vocab, temperature[row * strides[1]],
                             top_k[row * strides[2]], top_p[row * strides[3]],
                             min_p[row * strides[4]], u[row * strides[5]]);
-  }
+  });
 }
 
 SWELL_API void swell_noise(const int64_t* seeds, const int64_t* positions, int64_t seed_stride,

@@ -17,8 +17,6 @@ struct bf16 {
   uint16_t bits;
 };
 
-// Below this many multiply-adds a second thread costs more than it brings.
-constexpr int64_t kParallelWork = 1 << 17;
 constexpr float kLowest = -3.0e38f;
 
 SWELL_INLINE v8 splat(float x) { return v8{x, x, x, x, x, x, x, x}; }

@@ -1,0 +1,80 @@
+// Loops shared by a thread and its helpers.
+//
+// A loop's tasks are taken one by one by whoever is awake. The caller waits for tasks that a helper
+// has begun, never for a helper that has not come: where other processes want the cores, it goes on
+// alone meanwhile. Between loops helpers stay awake for a moment, then sleep.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+// Below this many multiply-adds a second thread costs more than it brings.
+constexpr int64_t kParallelWork = 1 << 17;
+
+// What one thread takes of a loop.
+class Tasks {
+ public:
+  explicit Tasks(int64_t count) : left_(count), count_(count) {}
+  Tasks(std::atomic<uint64_t>* shared, uint64_t loop, int64_t count)
+      : shared_(shared), loop_(loop), count_(count) {}
+
+  // The next task, from 0 up; negative: there is none left.
+  int64_t next() {
+    if (ahead_) {
+      ahead_ = false;
+      return task_;
+    }
+    if (!shared_) return left_ > 0 ? count_ - left_-- : -1;
+    return claim() ? task_ : -1;
+  }
+
+ private:
+  friend class Team;
+
+  // The word is loop << 32 | tasks left: a claim fails if the loop is over.
+  bool claim() {
+    uint64_t word = shared_->load(std::memory_order_relaxed);
+    do {
+      if (word >> 32 != loop_ || !(word & kLeft)) return false;
+    } while (!shared_->compare_exchange_weak(word, word - 1, std::memory_order_acquire,
+                                             std::memory_order_relaxed));
+    left_ = word & kLeft;
+    task_ = count_ - left_;
+    taken_++;
+    return true;
+  }
+
+  static constexpr uint64_t kLeft = 0xffffffffu;
+  std::atomic<uint64_t>* shared_ = nullptr;
+  uint64_t loop_ = 0;
+  int64_t left_ = 0, count_, task_ = 0, taken_ = 0;
+  bool ahead_ = false;  // task_ is claimed, but not begun
+};
+
+// Of the calling thread: torch.get_num_threads().
+int64_t team_size();
+
+// Calls run(body, tasks) on this thread and on helpers that come; returns when all tasks are done.
+void share_with_team(int64_t count, void (*run)(const void*, Tasks&), const void* body);
+
+// body(tasks) on each thread that takes part: it has to take tasks until there are none left.
+template <typename Body>
+void share(int64_t count, int64_t work, const Body& body) {
+  if (work <= kParallelWork || count < 2 || team_size() < 2) {
+    Tasks tasks(count);
+    body(tasks);
+    return;
+  }
+  share_with_team(
+      count, [](const void* b, Tasks& tasks) { (*static_cast<const Body*>(b))(tasks); }, &body);
+}
+
+// f(i) for each i of [0, count), neighbours together.
+template <typename F>
+void for_each(int64_t count, int64_t work, const F& f) {
+  const int64_t run = std::max<int64_t>(1, count / (4 * team_size()));
+  share((count + run - 1) / run, work, [&](Tasks& tasks) {
+    for (int64_t task; (task = tasks.next()) >= 0;)
+      for (int64_t i = task * run; i < std::min(count, task * run + run); i++) f(i);
+  });
+}
