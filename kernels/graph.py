@@ -1,19 +1,19 @@
 """Running a fixed sequence of operations again, without the Python that led to it.
 
-What CUDA calls a graph: `capture` runs a function once and notes the operations of the compiled
-column; `replay` runs them again on the same tensors.
+What CUDA calls a graph: `capture` notes the operations of the compiled column that a function calls
+on tensors of some number of rows, and computes nothing; `replay` computes them on as many of the
+rows as there are this time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swell.kernels import columns
-
-Result = TypeVar("Result")
 
 
 class NotCapturableError(RuntimeError):
@@ -21,8 +21,8 @@ class NotCapturableError(RuntimeError):
 
 
 class Graph(Protocol):
-    def replay(self) -> None:
-        """Compute again, from the inputs' present values, into the tensors that came out first."""
+    def replay(self, rows: int) -> None:
+        """Compute the first `rows` rows of the captured results from the inputs' present values."""
 
 
 def can_capture(device: str) -> bool:
@@ -30,14 +30,17 @@ def can_capture(device: str) -> bool:
     return columns.load(columns.COLUMNS[device][0], "graph") is not None
 
 
-def capture(run: Callable[[], Result], device: str) -> tuple[Result, Graph]:
-    """Run a function on tensors that stay; what it returns, and how to compute it again.
+def capture(run: Callable[[], list[Tensor]], device: str, rows: int) -> tuple[list[Tensor], Graph]:
+    """Note what a function computes; its results, which hold nothing yet, and how to fill them.
 
-    Raises `NotCapturableError` if it does more than make, view and pass on tensors between
-    operations of the column. Columns: cpu.
+    The function takes tensors that stay, the first dimension of each being `rows`, and computes
+    each row by itself. Raises `NotCapturableError` if it does more than make, view and pass on
+    tensors between operations of the column, or if one of these has other rows. Columns: cpu.
     """
-    with columns.pick("graph", device).recorded() as graph, _OnlyViews():
-        return run(), graph
+    with columns.pick("graph", device).recorded(rows) as graph, _OnlyViews() as views:
+        results = run()
+    graph.finish(views.made, results)
+    return results, graph
 
 
 _MAKERS = ("empty", "empty_like", "empty_strided")
@@ -48,10 +51,17 @@ _VIEWS = (
 
 
 class _OnlyViews(TorchDispatchMode):
-    """Lets through what needs no replay."""
+    """Lets through what needs no replay, and remembers the tensors that were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name not in (*_MAKERS, *_VIEWS):
+        result = func(*args, **(kwargs or {}))
+        if name in _MAKERS:
+            self.made.append(result)
+        elif name not in _VIEWS:
             raise NotCapturableError(f"torch's {name} is no operation that a replay could repeat")
-        return func(*args, **(kwargs or {}))
+        return result

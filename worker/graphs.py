@@ -1,8 +1,8 @@
-"""A step with few tokens, from its ids to its logits, without Python in between.
+"""A step that adds one token to each row, from its ids to its logits, without Python in between.
 
-With one or a few rows the operations of a layer take microseconds each, less than the Python that
-calls them. So for each small number of tokens the first step is captured (see
-`swell.kernels.graph`), on inputs that stay where they are, and later steps fill these and replay.
+The Python that calls a layer's operations takes longer than they do with few rows, and a tenth of
+a step with 64. So the first such step is captured (see `swell.kernels.graph`) for as many rows as
+there may be, on inputs that stay where they are; steps fill these and replay.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swell.kernels.attention import AttentionMetadata
 from swell.kernels.graph import NotCapturableError, can_capture, capture
 from swell.worker.input_batch import InputBatch
 from swell.worker.mesh import Mesh
 from swell.worker.models.intermediate import IntermediateTensors
 
-MAX_TOKENS = 16
-"""Beyond it a step's products outweigh its Python."""
+MAX_ROWS = 128
+"""Beyond it a step's products far outweigh its Python, and its logits take memory."""
 
 
 class Forward:
@@ -42,92 +41,89 @@ class Forward:
 class CapturedForward(Forward):
     """Of a model that is all of its pipeline. What it returns holds until the next call."""
 
-    def __init__(self, model: Any, max_blocks: int) -> None:
-        """`max_blocks`: of the longest sequence."""
+    def __init__(self, model: Any, max_rows: int, max_blocks: int) -> None:
+        """`max_rows`: of one step; `max_blocks`: of the longest sequence."""
         super().__init__(model)
+        self._max_rows = min(max_rows, MAX_ROWS)
         self._max_blocks = max_blocks
-        self._captured: dict[int, _Captured] = {}
+        self._captured: _Captured | None = None
         self._capturable = True
+        self._hidden: Tensor | None = None
 
     def hidden(self, batch: InputBatch, intermediate: IntermediateTensors | None) -> Any:
-        if not self._capturable or not _fits(batch):
+        if self._capturable and self._captured is None and self._fits(batch):
+            self._capture(batch)
+        if self._captured is None or not self._fits(batch):
             return super().hidden(batch, intermediate)
-        captured = self._captured.get(batch.num_tokens)
-        if captured is None:
-            return self._capture(batch)
-        return captured.run(batch)
+        self._hidden = self._captured.run(batch)
+        return self._hidden
 
     def logits(self, hidden: Tensor, batch: InputBatch) -> Tensor:
-        captured = self._captured.get(batch.num_tokens)
-        if captured is not None and captured.hidden is hidden and captured.logits is not None:
-            return captured.logits
+        if hidden is self._hidden and self._captured is not None and self._captured.logits:
+            return self._captured.logits[0][: len(hidden)]
         return super().logits(hidden, batch)
 
-    def _capture(self, batch: InputBatch) -> Any:
+    def _fits(self, batch: InputBatch) -> bool:
+        """Whether each row has one token, and draws the next."""
+        return (
+            batch.num_tokens == batch.num_samples <= self._max_rows
+            and batch.attention.max_query_tokens == 1
+        )
+
+    def _capture(self, batch: InputBatch) -> None:
         try:
-            captured = _Captured(self._model, batch, self._max_blocks)
+            self._captured = _Captured(self._model, batch, self._max_rows, self._max_blocks)
         except NotCapturableError:
             self._capturable = False
-            return super().hidden(batch, None)
-        self._captured[batch.num_tokens] = captured
-        return captured.hidden
-
-
-def _fits(batch: InputBatch) -> bool:
-    """Whether each of a few rows has one token, and draws the next."""
-    return (
-        batch.num_tokens == batch.num_samples <= MAX_TOKENS
-        and batch.attention.max_query_tokens == 1
-    )
 
 
 class _Captured:
-    """Of one number of tokens: the inputs that stay, the operations, and where results appear."""
+    """The inputs that stay, the operations, and where results appear."""
 
-    def __init__(self, model: Any, batch: InputBatch, max_blocks: int) -> None:
+    def __init__(self, model: Any, batch: InputBatch, rows: int, max_blocks: int) -> None:
+        """`batch`: any, for its types."""
         meta = batch.attention
-        table = meta.block_table.new_zeros(batch.num_tokens, max_blocks)
         self._attention = meta._replace(
-            query_start=meta.query_start.clone(),
-            context_tokens=meta.context_tokens.clone(),
-            block_table=table,
-            slot_mapping=meta.slot_mapping.clone(),
+            query_start=torch.arange(rows + 1, dtype=meta.query_start.dtype),
+            context_tokens=meta.context_tokens.new_zeros(rows),
+            block_table=meta.block_table.new_zeros(rows, max_blocks),
+            slot_mapping=meta.slot_mapping.new_zeros(rows),
         )
         self._batch = replace(
             batch,
-            input_ids=batch.input_ids.clone(),
-            positions=batch.positions.clone(),
+            input_ids=batch.input_ids.new_zeros(rows),
+            positions=batch.positions.new_zeros(rows),
             attention=self._attention,
         )
-        self._fill(batch)
-        (self.hidden, self.logits), self._graph = capture(
-            lambda: self._compute(model), table.device.type
+        results, self._graph = capture(
+            lambda: self._compute(model), meta.block_table.device.type, rows
         )
+        # [rows, hidden], [rows, vocab]
+        self._hidden, *self.logits = results
 
-    def _compute(self, model: Any) -> tuple[Tensor, Tensor | None]:
+    def _compute(self, model: Any) -> list[Tensor]:
         hidden: Tensor = model(self._batch, None)
         # Of other types logits are converted, which is no operation of a column.
         exact = hidden.dtype == torch.float32
-        return hidden, model.compute_logits(hidden) if exact else None
+        return [hidden, model.compute_logits(hidden)] if exact else [hidden]
 
     def run(self, batch: InputBatch) -> Tensor:
-        self._fill(batch)
-        self._graph.replay()
-        return self.hidden
-
-    def _fill(self, batch: InputBatch) -> None:
-        """Rows have one token each, so `query_start` stays."""
-        meta: AttentionMetadata = batch.attention
-        self._batch.input_ids.copy_(batch.input_ids)
-        self._batch.positions.copy_(batch.positions)
-        self._attention.context_tokens.copy_(meta.context_tokens)
-        self._attention.slot_mapping.copy_(meta.slot_mapping)
-        self._attention.block_table[:, : meta.block_table.shape[1]].copy_(meta.block_table)
+        """Hidden states [T, hidden]; and the first T rows of `logits`."""
+        rows, meta = batch.num_tokens, batch.attention
+        self._batch.input_ids[:rows] = batch.input_ids
+        self._batch.positions[:rows] = batch.positions
+        self._attention.context_tokens[:rows] = meta.context_tokens
+        self._attention.slot_mapping[:rows] = meta.slot_mapping
+        self._attention.block_table[:rows, : meta.block_table.shape[1]] = meta.block_table
+        self._graph.replay(rows)
+        return self._hidden[:rows]
 
 
-def make_forward(model: Any, mesh: Mesh, max_blocks: int, device: torch.device) -> Forward:
+def make_forward(
+    model: Any, mesh: Mesh, max_rows: int, max_blocks: int, device: torch.device
+) -> Forward:
     """Captured where a worker computes without peers."""
     alone = mesh.pipeline.size == mesh.tensor.size == mesh.data.size == 1
     if alone and can_capture(device.type):
-        return CapturedForward(model, max_blocks)
+        return CapturedForward(model, max_rows, max_blocks)
     return Forward(model)

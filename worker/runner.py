@@ -87,7 +87,9 @@ class ModelRunner:
         self.readers = make_readers(model, self.states)
         self.feedback = make_feedback(mesh, self.states)
         self.dispatch = make_dispatch(model, mesh)
-        self._model_step = make_forward(model, mesh, self.blocks.max_blocks, device)
+        self._model_step = make_forward(
+            model, mesh, scheduler.max_rows, self.blocks.max_blocks, device
+        )
         # The engine does not plan further ahead than this, so an older send has been received.
         self._outbox = Outbox(scheduler.steps_in_flight)
         self._copy_stream: torch.cuda.Stream | None = None

@@ -11,6 +11,7 @@ from swell.kernels.reference import activation as reference
 
 _silu = Function(
     "swell_silu_and_mul",
+    "rows",
     **dict.fromkeys(("gate_up", "out"), POINTER),
     **dict.fromkeys(("rows", "size", "is_bf16"), INT),
 )

@@ -12,6 +12,7 @@ from swell.kernels.reference import attention as reference
 
 _attention = Function(
     "swell_paged_attention",
+    "rows",
     **dict.fromkeys(("q", "k_cache", "v_cache", "out"), POINTER),
     **dict.fromkeys(("query_start", "context_tokens", "block_table"), POINTER),
     **dict.fromkeys(("rows", "heads", "kv_heads", "head_dim"), INT),

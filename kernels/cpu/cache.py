@@ -9,6 +9,7 @@ from swell.kernels.cpu.graph import INT, POINTER, Function
 
 _write = Function(
     "swell_write_kv",
+    "tokens",
     **dict.fromkeys(("k", "v", "k_cache", "v_cache", "slots"), POINTER),
     **dict.fromkeys(("tokens", "kv_heads", "head_bytes", "block_tokens"), INT),
     **dict.fromkeys(("k_stride", "v_stride", "k_block_stride", "v_block_stride"), INT),

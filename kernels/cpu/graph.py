@@ -1,20 +1,26 @@
 """Calls of compiled functions: each takes one struct of arguments, so calls can be recorded and run
-again as they were, all in one go.
+again, all in one go, for as many rows as there are.
 
 What a recording replays are addresses: inputs are written to the tensors that were there when it
-was made, and results are read from those that it returned then.
+was made, and results are read from those that it returned then. What lies between them shares one
+piece of memory, as small as the order of the calls allows.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from swell.kernels.cpu.arena import Lifetime, place
 from swell.kernels.cpu.build import library
+from swell.kernels.graph import NotCapturableError
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -22,26 +28,79 @@ POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 class _Call(ctypes.Structure):
     """`Call` of graph.cpp."""
 
-    _fields_ = [("run", ctypes.c_void_p), ("arguments", ctypes.c_void_p)]
+    _fields_ = [("run", POINTER), ("arguments", POINTER), ("rows", POINTER)]
+
+
+class _Noted(NamedTuple):
+    function: Function
+    arguments: ctypes.Structure
+    used: tuple[Tensor, ...]
 
 
 class Recording:
     """Calls in the order in which they were made, and all that they read and write."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._noted: list[_Noted] = []
         self._kept: list[object] = []
-        self._calls: list[_Call] = []
-        self._array: ctypes.Array[_Call] | None = None
+        self._calls: ctypes.Array[_Call] = (_Call * 0)()
 
-    def add(self, run: int, arguments: ctypes.Structure, used: tuple[Tensor, ...]) -> None:
-        self._kept.append((arguments, used))
-        self._calls.append(_Call(run, ctypes.addressof(arguments)))
+    def note(
+        self, function: Function, arguments: ctypes.Structure, used: tuple[Tensor, ...]
+    ) -> None:
+        """Take up a call. Raises `NotCapturableError` if it computes other rows."""
+        rows = getattr(arguments, function.rows)
+        if rows != self._rows:
+            raise NotCapturableError(
+                f"{function.name} computes {rows} rows of a step that has {self._rows}"
+            )
+        self._noted.append(_Noted(function, arguments, used))
 
-    def replay(self) -> None:
-        """Make the calls again."""
-        if self._array is None:
-            self._array = (_Call * len(self._calls))(*self._calls)
-        _replay(self._array, len(self._calls))
+    def finish(self, made: list[Tensor], results: list[Tensor]) -> None:
+        """Lay out what was `made` meanwhile and is no result."""
+        stays = {tensor.untyped_storage().data_ptr() for tensor in results}
+        storages = [tensor.untyped_storage() for tensor in made]
+        sizes = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in stays}
+        self._lay_out(sorted(sizes.items()))
+        self._kept += results
+        for noted in self._noted:
+            self._kept.append(noted.arguments)
+            self._kept += [t for t in noted.used if t.untyped_storage().data_ptr() not in sizes]
+        self._calls = (_Call * len(self._noted))(*(_call(noted) for noted in self._noted))
+        self._noted = []
+
+    def _lay_out(self, buffers: list[tuple[int, int]]) -> None:
+        """`buffers`: address and bytes of each, by address: all arguments that point into them
+        point to their places in the common memory afterwards."""
+        begins = [begin for begin, _ in buffers]
+        uses: dict[int, list[int]] = {}
+        pointers = []
+        for i, noted in enumerate(self._noted):
+            for name in noted.function.pointers:
+                address = getattr(noted.arguments, name) or 0
+                buffer = bisect_right(begins, address) - 1
+                if buffer >= 0 and address < sum(buffers[buffer]):
+                    uses.setdefault(buffer, []).append(i)
+                    pointers.append((noted.arguments, name, buffer, address - begins[buffer]))
+        lifetimes = [Lifetime(at[0], at[-1], buffers[buffer][1]) for buffer, at in uses.items()]
+        offsets, total = place(lifetimes)
+        memory = torch.empty(total, dtype=torch.uint8)
+        starts = dict(zip(uses, offsets, strict=True))
+        for arguments, name, buffer, offset in pointers:
+            setattr(arguments, name, memory.data_ptr() + starts[buffer] + offset)
+        self._kept.append(memory)
+
+    def replay(self, rows: int) -> None:
+        """Make the calls, for the first `rows` rows."""
+        assert 0 < rows <= self._rows
+        _replay(self._calls, len(self._calls), rows)
+
+
+def _call(noted: _Noted) -> _Call:
+    function, arguments = noted.function, ctypes.addressof(noted.arguments)
+    rows = getattr(type(noted.arguments), function.rows).offset
+    return _Call(function.address, arguments, arguments + rows)
 
 
 class _Current(threading.local):
@@ -52,10 +111,11 @@ _current = _Current()
 
 
 @contextmanager
-def recorded() -> Iterator[Recording]:
-    """The calls that this thread makes meanwhile."""
+def recorded(rows: int) -> Iterator[Recording]:
+    """The calls that this thread makes meanwhile, on tensors of `rows` rows: they are noted, and
+    not run."""
     assert _current.recording is None
-    _current.recording = recording = Recording()
+    _current.recording = recording = Recording(rows)
     try:
         yield recording
     finally:
@@ -65,21 +125,25 @@ def recorded() -> Iterator[Recording]:
 class Function:
     """A function of the compiled library."""
 
-    def __init__(self, name: str, **fields: type) -> None:
-        """`fields`: name -> type of each member of its struct, in order."""
+    def __init__(self, name: str, rows: str, /, **fields: type) -> None:
+        """`fields`: name -> type of each member of its struct, in order; `rows`: the one that says
+        how many rows are computed, each by itself."""
+        self.name, self.rows = name, rows
+        self.pointers = [field for field, kind in fields.items() if kind is POINTER]
         self._run = getattr(library(), name)
-        self._run.argtypes, self._run.restype = [ctypes.c_void_p], None
-        self._address = ctypes.cast(self._run, ctypes.c_void_p).value or 0
+        self._run.argtypes, self._run.restype = [POINTER], None
+        self.address = ctypes.cast(self._run, POINTER).value or 0
         self._struct = type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
     def __call__(self, *values: float | None, used: tuple[Tensor, ...]) -> None:
         """`values`: the members of the struct; `used`: the tensors whose addresses are in it."""
         arguments = self._struct(*values)
-        self._run(ctypes.byref(arguments))
         if _current.recording is not None:
-            _current.recording.add(self._address, arguments, used)
+            _current.recording.note(self, arguments, used)
+        else:
+            self._run(ctypes.byref(arguments))
 
 
 _replay = library().swell_replay
-_replay.argtypes = [ctypes.POINTER(_Call), ctypes.c_int64]
+_replay.argtypes = [ctypes.POINTER(_Call), INT, INT]
 _replay.restype = None

@@ -14,11 +14,13 @@ from swell.kernels.reference import linear as reference
 
 _linear = Function(
     "swell_linear",
+    "rows",
     **dict.fromkeys(("x", "w", "bias", "y"), POINTER),
     **dict.fromkeys(("rows", "size", "outs", "x_stride", "is_bf16"), INT),
 )
 _embedding = Function(
     "swell_embedding",
+    "tokens",
     **dict.fromkeys(("ids", "w", "y"), POINTER),
     **dict.fromkeys(("tokens", "size", "panel", "is_bf16"), INT),
 )

@@ -11,6 +11,7 @@ from swell.kernels.reference import norm as reference
 
 _norm = Function(
     "swell_rms_norm",
+    "outer",
     **dict.fromkeys(("x", "residual", "weight", "out", "total"), POINTER),
     **dict.fromkeys(("outer", "inner", "x_stride", "size", "is_bf16"), INT),
     eps=FLOAT,
@@ -22,12 +23,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype not in TYPES or weight.dtype != x.dtype:
         return reference.rms_norm(x, weight, eps)
     size = x.shape[-1]
-    strided = x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == size
-    if strided:  # heads of a wider projection, [T, heads, size]
-        outer, inner, stride = x.shape[0], x.shape[1], x.stride(0)
-    else:
+    if x.dim() != 3:
         x = x.contiguous()
         outer, inner, stride = x.numel() // size, 1, size
+    else:  # heads, perhaps of a wider projection, [T, heads, size]
+        if x.stride(2) != 1 or x.stride(1) != size:
+            x = x.contiguous()
+        outer, inner, stride = x.shape[0], x.shape[1], x.stride(0)
     out = torch.empty(x.shape, dtype=x.dtype)
     _norm(
         x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), None,

@@ -11,6 +11,7 @@ from swell.kernels.reference import rope as reference
 
 _rope = Function(
     "swell_rope",
+    "tokens",
     **dict.fromkeys(("x", "cos", "sin"), POINTER),
     **dict.fromkeys(("tokens", "heads", "stride", "head_dim", "half"), INT),
     **dict.fromkeys(("is_bf16", "cos_bf16"), INT),

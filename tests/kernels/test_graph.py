@@ -4,39 +4,62 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swell.kernels.activation import silu_and_mul
+from swell.kernels.cpu.arena import ALIGNMENT, Lifetime, place
 from swell.kernels.graph import NotCapturableError, can_capture, capture
 from swell.kernels.linear import linear, pack
 from swell.kernels.norm import add_rms_norm, rms_norm
+from swell.kernels.rope import apply_rope
 
 pytestmark = pytest.mark.skipif(not can_capture("cpu"), reason="the compiled column is missing")
 
+ROWS = 5
 
-def test_a_replay_computes_with_new_inputs():
+
+def test_a_replay_computes_the_rows_that_there_are_with_new_inputs():
     torch.manual_seed(0)
-    gate_up, down = pack(torch.randn(64, 24)), pack(torch.randn(24, 32))
-    weight, x = torch.randn(24), torch.randn(3, 24)
+    weights = [(pack(torch.randn(64, 24)), pack(torch.randn(24, 32))) for _ in range(4)]
+    scale, x, cos, sin = torch.randn(24), torch.randn(ROWS, 24), *torch.randn(2, ROWS, 4)
 
-    def block(x):
-        normed = rms_norm(x, weight, 1e-5)
-        out = linear(silu_and_mul(linear(normed, gate_up)), down)
-        return add_rms_norm(out[:, :24], x, weight, 1e-5)[0]
+    def model():
+        residual, out = x, rms_norm(x, scale, 1e-5)
+        for gate_up, down in weights:
+            heads = linear(silu_and_mul(linear(out, gate_up)), down).unflatten(1, (3, 8))
+            q, _ = apply_rope(heads[:, :2], heads[:, 2:], cos, sin)  # in place, on views
+            assert q.data_ptr() == heads.data_ptr()
+            out, residual = add_rms_norm(heads.flatten(1), residual, scale, 1e-5)
+        return [out, residual[:, :7]]
 
-    out, graph = capture(lambda: block(x), "cpu")
-    assert torch.equal(out, block(x))
-    for _ in range(2):
-        x.copy_(torch.randn(3, 24))
-        graph.replay()
-        assert torch.equal(out, block(x))
+    results, graph = capture(model, "cpu", ROWS)
+    for rows in (ROWS, 1, 3, ROWS):
+        x.copy_(torch.randn(ROWS, 24))
+        for result in results:
+            result.fill_(float("nan"))
+        graph.replay(rows)
+        for result, wanted in zip(results, model(), strict=True):
+            assert torch.equal(result[:rows], wanted[:rows])
+            assert result[rows:].isnan().all()
+
+
+def test_nothing_is_computed_by_capturing():
+    q, k, cos, sin = torch.ones(3, 2, 8), torch.ones(3, 2, 8), *torch.zeros(2, 3, 4)
+    _, graph = capture(lambda: list(apply_rope(q, k, cos, sin)), "cpu", 3)
+    assert (q == 1).all()
+    graph.replay(2)
+    assert (q[:2] == 0).all() and (q[2] == 1).all()
 
 
 def test_tensors_of_a_graph_outlive_the_function():
     x, weights = torch.ones(2, 8), [torch.full((8,), 3.0), torch.ones(8)]
-    out, graph = capture(lambda: rms_norm(rms_norm(x, weights.pop(0), 0), weights.pop(0), 0), "cpu")
+    (out,), graph = capture(
+        lambda: [rms_norm(rms_norm(x, weights.pop(0), 0), weights.pop(0), 0)], "cpu", 2
+    )
     rubbish = [torch.full((8,), float("nan")) for _ in range(100)]
     x.fill_(2.0)
-    graph.replay()
+    graph.replay(2)
     assert torch.equal(out, torch.ones(2, 8)) and rubbish
 
 
@@ -48,5 +71,37 @@ def test_tensors_of_a_graph_outlive_the_function():
 def test_what_a_replay_would_leave_out_is_refused(work):
     x = torch.ones(4, 8)
     with pytest.raises(NotCapturableError, match="no operation"):
-        capture(lambda: work(x), "cpu")
-    capture(lambda: rms_norm(x, x[0], 1e-5), "cpu")  # nothing is left of the failure
+        capture(lambda: [work(x)], "cpu", 4)
+    capture(lambda: [rms_norm(x, x[0], 1e-5)], "cpu", 4)  # nothing is left of the failure
+
+
+def test_other_rows_are_refused():
+    x = torch.ones(4, 8)
+    with pytest.raises(NotCapturableError, match="rms_norm computes 3 rows of a step that has 4"):
+        capture(lambda: [rms_norm(x[:3], x[0], 1e-5)], "cpu", 4)
+
+
+lifetimes = st.builds(
+    lambda first, length, size: Lifetime(first, first + length, size),
+    st.integers(0, 20),
+    st.integers(0, 8),
+    st.integers(0, 300),
+)
+
+
+@given(st.lists(lifetimes, max_size=30))
+def test_no_buffer_overlaps_another_of_the_same_time(buffers):
+    offsets, total = place(buffers)
+    assert all(offset % ALIGNMENT == 0 for offset in offsets)
+    taken: dict[tuple[int, int], int] = {}
+    for i, (buffer, offset) in enumerate(zip(buffers, offsets, strict=True)):
+        assert offset + buffer.size <= total
+        for step in range(buffer.first, buffer.last + 1):
+            for byte in range(offset, offset + buffer.size):
+                assert taken.setdefault((step, byte), i) == i
+
+
+@given(st.integers(2, 40), st.integers(1, 300))
+def test_a_chain_takes_no_more_than_its_widest_step(length, size):
+    buffers = [Lifetime(i, i + 1, size) for i in range(length)]  # each is the next one's input
+    assert place(buffers)[1] <= 2 * (size + ALIGNMENT)

@@ -24,8 +24,24 @@ def make(folder, family) -> None:
         shutil.copy(file, folder)
 
 
-def answers(folder, **overrides) -> tuple[list, set[int]]:
-    """Ids and log probabilities of prompts that come and go, and the captured numbers of tokens."""
+@pytest.fixture
+def replayed(monkeypatch) -> set[int]:
+    """The numbers of rows that steps had which were replayed."""
+    from swell.kernels.cpu.graph import Recording
+
+    seen: set[int] = set()
+    replay = Recording.replay
+
+    def watched(self, rows: int) -> None:
+        seen.add(rows)
+        replay(self, rows)
+
+    monkeypatch.setattr(Recording, "replay", watched)
+    return seen
+
+
+def answers(folder, **overrides) -> list:
+    """Ids and log probabilities of prompts that come and go."""
     options = {"scheduler.max_rows": 4, "cache.memory_bytes": 1 << 22, **overrides}
     with LLM(str(folder), **options) as llm:
         prompts = [[5, 6, 7], [8, 9], list(range(10, 40)), [11, 12, 13, 14]]
@@ -39,29 +55,31 @@ def answers(folder, **overrides) -> tuple[list, set[int]]:
         ticks = llm._core.executor.ticks
         outputs.append(llm.generate(prompts[:1], wishes[3]))
         assert llm._core.executor.ticks >= ticks + wishes[3].max_tokens  # seen to make progress
-        forward = llm._core.executor._worker.runner._model_step
-        captured = set(getattr(forward, "_captured", ()))
     parts = [output.outputs[0] for some in outputs for output in some]
-    return [(part.token_ids, part.logprobs) for part in parts], captured
+    return [(part.token_ids, part.logprobs) for part in parts]
 
 
+@pytest.mark.parametrize("limit", [2, 128])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replayed_answers_are_the_same_bit_for_bit(tmp_path, monkeypatch, family, dtype):
+def test_replayed_answers_are_the_same_bit_for_bit(
+    tmp_path, monkeypatch, replayed, family, dtype, limit
+):
     make(tmp_path, family)
-    replayed, captured = answers(tmp_path, **{"model.dtype": dtype})
-    assert captured == {1, 2, 3, 4}
-    monkeypatch.setattr(graphs, "MAX_TOKENS", 0)
-    plain, captured = answers(tmp_path, **{"model.dtype": dtype})
-    assert not captured
-    assert replayed == plain
+    monkeypatch.setattr(graphs, "MAX_ROWS", limit)
+    found = answers(tmp_path, **{"model.dtype": dtype})
+    assert replayed == set(range(1, min(limit, 4) + 1))
+    replayed.clear()
+    monkeypatch.setattr(graphs, "MAX_ROWS", 0)
+    assert found == answers(tmp_path, **{"model.dtype": dtype})
+    assert not replayed
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_neox"])
-def test_models_that_compute_otherwise_run_as_ever(tmp_path, monkeypatch, family):
+def test_models_that_compute_otherwise_run_as_ever(tmp_path, monkeypatch, replayed, family):
     """Experts are chosen on the way; a model of transformers' calls torch."""
     make(tmp_path, family)
-    tried, captured = answers(tmp_path)
-    assert not captured
-    monkeypatch.setattr(graphs, "MAX_TOKENS", 0)
-    assert tried == answers(tmp_path)[0]
+    tried = answers(tmp_path)
+    assert not replayed
+    monkeypatch.setattr(graphs, "MAX_ROWS", 0)
+    assert tried == answers(tmp_path)

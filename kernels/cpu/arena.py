@@ -1,0 +1,42 @@
+"""Where buffers lie that are needed at different times."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ALIGNMENT = 64
+"""Bytes: a line of the cache."""
+
+
+class Lifetime(NamedTuple):
+    """A buffer of `size` bytes that is in use from step `first` to step `last`, both included."""
+
+    first: int
+    last: int
+    size: int
+
+
+def place(buffers: list[Lifetime]) -> tuple[list[int], int]:
+    """An offset of each buffer, so that none overlaps another that is in use at the same time, and
+    the bytes of all together.
+
+    First fit, in the order of their beginnings: a buffer lies as low as it can.
+    """
+    offsets = [0] * len(buffers)
+    placed: list[int] = []
+    total = 0
+    for i in sorted(range(len(buffers)), key=lambda i: buffers[i].first):
+        buffer, offset = buffers[i], 0
+        in_use = [j for j in placed if buffers[j].last >= buffer.first]
+        for j in sorted(in_use, key=lambda j: offsets[j]):
+            if offset + buffer.size <= offsets[j]:
+                break
+            offset = max(offset, offsets[j] + _aligned(buffers[j].size))
+        offsets[i] = offset
+        placed.append(i)
+        total = max(total, offset + buffer.size)
+    return offsets, total
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
