@@ -29,12 +29,14 @@ class Forward:
         self._model = model
 
     def hidden(self, batch: InputBatch, intermediate: IntermediateTensors | None) -> Any:
-        """[T, hidden] on the last stage, else what the next one takes."""
+        """Of the wanted tokens on the last stage, else what the next one takes."""
         return self._model(batch, intermediate)
 
     def logits(self, hidden: Tensor, batch: InputBatch) -> Tensor:
-        """hidden [T, hidden] of the same batch -> [S, vocab] of its rows that sample"""
-        logits: Tensor = self._model.compute_logits(hidden.index_select(0, batch.logits_indices))
+        """What `hidden` gave of the same batch -> [S, vocab] of its rows that sample"""
+        if len(hidden) > batch.num_samples:
+            hidden = hidden.index_select(0, batch.logits_indices)
+        logits: Tensor = self._model.compute_logits(hidden)
         return logits
 
 

@@ -37,6 +37,8 @@ class InputBatch:
     attention: AttentionMetadata
     # [S] int64, index into T of the last token of each row that samples
     logits_indices: Tensor
+    # The same: the tokens whose hidden states are wanted in the end; None: of all T
+    wanted: Tensor | None
     # [S] int64
     sample_slots: Tensor
     # [S] int64, the position that the drawn token takes
@@ -113,6 +115,7 @@ def build_batch(plan: SchedulerOutput, states: RequestStates, blocks: BlockTable
         positions=positions,
         attention=attention,
         logits_indices=logits_indices,
+        wanted=logits_indices if len(host.sample_slots) < len(host.positions) else None,
         sample_slots=sample_slots,
         sample_positions=sample_positions,
         sample_slots_np=host.sample_slots,

@@ -7,6 +7,7 @@ the device: results leave as an `AsyncModelRunnerOutput`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,11 +112,14 @@ class ModelRunner:
             self.dispatch.idle_step()
             return self._output(plan.step, agreed, None)
         batch = build_batch(plan, self.states, self.blocks)
+        reading = [reader for reader in self.readers if reader.reads(plan)]
+        if reading or self.mesh.shares_experts:
+            batch = replace(batch, wanted=None)  # engines have agreed on all tokens
         hidden = self._forward(batch)
         self.feedback.after_forward(batch)
         if hidden is None:
             return None
-        notes = [note for reader in self.readers for note in reader(hidden, batch, plan)]
+        notes = [note for reader in reading for note in reader(hidden, batch, plan)]
         return self._output(plan.step, agreed, self._sample(hidden, batch, notes))
 
     def settle(self) -> None:
@@ -139,7 +143,8 @@ class ModelRunner:
         self.blocks.apply()
 
     def _forward(self, batch: InputBatch) -> Tensor | None:
-        """Hidden states [T, hidden] on the last stage; on others None, they send theirs on."""
+        """Hidden states of the wanted tokens on the last stage; on others None, they send theirs
+        on."""
         stage, group = self.mesh.stage, self.mesh.pipeline
         intermediate = None
         if not self.mesh.is_first_stage:

@@ -134,7 +134,8 @@ def test_each_computed_position_tells_of_the_prompt_token_behind_it(step, at_onc
         reader.take_slot(row)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SLICE_POSITIONS", at_once)
-        drawn = Drawn(batch.sample_slots[:0], reader(hidden, batch, plan))
+        reads = reader.reads(plan)
+        drawn = Drawn(batch.sample_slots[:0], reader(hidden, batch, plan) if reads else [])
     given_out = extras(drawn)
     first = total = 0
     for place, row in enumerate(rows):
@@ -153,6 +154,7 @@ def test_each_computed_position_tells_of_the_prompt_token_behind_it(step, at_onc
                 check(hidden[first + offset], row.token_ids[position], top, one)
             total += len(behind)
         first += count
+    assert reads == (total > 0)
     assert sum(head.asked) == total
     assert max(head.asked, default=0) <= at_once
     assert len(head.asked) == -(-total // at_once)
@@ -205,7 +207,7 @@ def test_nothing_is_computed_for_rows_that_do_not_ask(monkeypatch: pytest.Monkey
     for row in rows:
         reader.take_slot(row)
         of_drawn.take_slot(row)
-    assert reader(torch.randn(13, VOCAB), batch, plan) == []
+    assert not reader.reads(plan)
     assert of_drawn.keep(torch.randn(2, VOCAB), batch, will_change=False) == []
     assert not head.asked
 

@@ -66,6 +66,7 @@ def batch_of(prompts: Sequence[Sequence[int]], parts: Sequence[Part]) -> Any:
         input_ids=torch.tensor(ids, dtype=torch.int64),
         positions=torch.tensor(positions, dtype=torch.int64),
         attention=meta,
+        wanted=None,
     )
 
 
@@ -386,3 +387,32 @@ def test_bfloat16_agrees_with_float32(tiny: Any, backend: str) -> None:
         want = oracle(torch.tensor([prompt])).logits[0]
     assert got.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(got, want, dim=-1).min() > 0.98
+
+
+@pytest.mark.parametrize("wanted", [[], [29], [0, 7, 8, 37]])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gpt_neox"])
+def test_wanted_tokens_come_alone_and_unchanged(tiny: Any, family: str, wanted: list[int]) -> None:
+    """Later steps see what the others left in the cache all the same."""
+    folder, _ = tiny(family)
+    config = ModelConfig(path=str(folder), max_model_len=MAX_TOKENS)
+    mesh = Mesh.build(ParallelConfig(), 0)
+    model: Any = build_model(config, load_config(config), mesh, "cpu", torch.float32)
+    load_weights(model, config)
+    pack_weights(model)
+    prompts = [list(range(10, 40)), list(range(50, 60))]
+    first = batch_of(prompts, [Part(0, 0, 30), Part(1, 0, 8)])
+    second = batch_of(prompts, [Part(1, 8, 2)])
+
+    def hidden(rows: torch.Tensor | None) -> list[torch.Tensor]:
+        for layer in model.attention_layers():
+            shape = (32, layer.kv_heads, BLOCK_TOKENS, layer.head_dim)
+            layer.bind_cache(*(torch.zeros(shape) for _ in range(2)))
+        first.wanted = rows
+        with torch.no_grad():
+            return [model(first, None), model(second, None)]
+
+    rows = torch.tensor(wanted, dtype=torch.int64)
+    (every, later), (some, later_too) = hidden(None), hidden(rows)
+    assert some.shape == (len(wanted), every.shape[1])
+    torch.testing.assert_close(some, every[rows], rtol=1e-5, atol=1e-5)
+    assert torch.equal(later, later_too)

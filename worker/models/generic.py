@@ -78,7 +78,7 @@ class GenericForCausalLM(nn.Module):
         """The stage's layers over a flat batch of T tokens.
 
         The first stage reads `batch.input_ids`, the others `intermediate`. The last returns the
-        normed hidden states [T, hidden].
+        normed hidden states of `batch.wanted`, [W, hidden], or of all.
         """
         if not len(batch.positions):  # the dummy batch: transformers does not take empty rows
             hidden = self.make_empty_intermediate(0).hidden_states
@@ -86,7 +86,9 @@ class GenericForCausalLM(nn.Module):
         self._calls.metadata = batch.attention
         incoming = None if intermediate is None else intermediate.hidden_states
         hidden = self._run(batch.input_ids, batch.positions, incoming)
-        return hidden if self.mesh.is_last_stage else IntermediateTensors(hidden)
+        if not self.mesh.is_last_stage:
+            return IntermediateTensors(hidden)
+        return hidden if batch.wanted is None else hidden.index_select(0, batch.wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""

@@ -112,7 +112,12 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, meta: AttentionMetadata
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        meta: AttentionMetadata,
+        wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         q, k, v = self.qkv(x)
         q = q.unflatten(1, (self.qkv.heads, self.head_dim))
@@ -120,7 +125,7 @@ class LlamaAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, k, cos, sin)
-        return self.out(self.attention(q.flatten(1), k.flatten(1), v, meta))
+        return self.out(_of(self.attention(q.flatten(1), k.flatten(1), v, meta), wanted))
 
     def pieces(self, name: str) -> Iterator[Piece]:
         yield from self.qkv.pieces(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
@@ -150,13 +155,16 @@ class LlamaLayer(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         meta: AttentionMetadata,
+        wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, hidden] -> the same of the wanted tokens, [W] int64; None: of all. What the others
+        leave to later steps is their K and V."""
         if residual is None:
             x, residual = self.attention_norm(x), x
         else:
             x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, cos, sin, meta)
-        x, residual = self.mlp_norm.add(x, residual)
+        x = self.attention(x, cos, sin, meta, wanted)
+        x, residual = self.mlp_norm.add(x, _of(residual, wanted))
         return self.mlp(x), residual
 
     def pieces(self, name: str) -> Iterator[Piece]:
@@ -219,7 +227,7 @@ class LlamaForCausalLM(nn.Module):
         """The stage's layers over a flat batch of T tokens.
 
         The first stage reads `batch.input_ids`, the others `intermediate`. The last returns the
-        normed hidden states [T, hidden].
+        normed hidden states of `batch.wanted`, [W, hidden], or of all.
         """
         residual: torch.Tensor | None = None
         if self.mesh.is_first_stage:
@@ -228,8 +236,10 @@ class LlamaForCausalLM(nn.Module):
             assert intermediate is not None, "a later stage needs what the one before it computed"
             x, residual = intermediate.hidden_states, intermediate.residual
         cos, sin = self.rope(batch.positions)
+        last = self.layers[-1] if self.mesh.is_last_stage else None
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin, batch.attention)
+            wanted = batch.wanted if layer is last else None
+            x, residual = layer(x, residual, cos, sin, batch.attention, wanted)
         if not self.mesh.is_last_stage:
             return IntermediateTensors(x, residual)
         x, _ = self.norm.add(x, residual)
@@ -260,6 +270,10 @@ class LlamaForCausalLM(nn.Module):
                 yield from self.head.pieces("lm_head")
             elif not self.mesh.is_first_stage:
                 yield from self.head.pieces("model.embed_tokens")
+
+
+def _of(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+    return x if wanted is None else x.index_select(0, wanted)
 
 
 def head_dim(config: Any) -> int:

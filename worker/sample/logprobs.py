@@ -150,10 +150,11 @@ class PromptReader(Reader):
         self._tops.set(row.slot, row.sampler.prompt_logprobs)
         self._prompt_tokens_np[row.slot] = row.prompt_tokens
 
+    def reads(self, plan: SchedulerOutput) -> bool:
+        return bool(self._find(plan)[0])
+
     def __call__(self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput) -> list[Note]:
         stretches, indices = self._find(plan)
-        if not stretches:
-            return []
         # [3, P] int64: index into T of the position before, slot, position
         packed = to_device(indices, hidden.device)
         targets = self._states.token_ids[packed[1], packed[2]].long()

@@ -84,5 +84,9 @@ class Reader(ABC):
         """A request takes its slot; what stood there is gone."""
 
     @abstractmethod
+    def reads(self, plan: SchedulerOutput) -> bool:
+        """Whether it wants the hidden states of a step's tokens."""
+
+    @abstractmethod
     def __call__(self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput) -> list[Note]:
-        """hidden [T, hidden], of the last stage."""
+        """hidden [T, hidden], of the last stage, of a step that it reads."""
