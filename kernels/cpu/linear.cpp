@@ -25,7 +25,6 @@ constexpr int kLanes = 8, kRows = 6;  // 12 of 16
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kBlock = 256;
 constexpr int64_t kChunk = 16 * kRows;  // rows that pass over a panel before the next one
-constexpr int64_t kTasks = 4;  // of a thread: they share the work although cores are shared
 
 typedef float lanes __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t lanes_u __attribute__((vector_size(kLanes * 4)));
@@ -129,18 +128,20 @@ void linear(const T* x, const T* w, const T* bias, T* y, int64_t rows, int64_t s
   const int64_t wanted = std::max<int64_t>(1, kTasks * team_size() / chunks);
   const int64_t some = (panels + wanted - 1) / wanted;
   const int64_t groups = (panels + some - 1) / some;
-  for_each(chunks * groups, rows * size * outs, [=](int64_t task) {
-    alignas(64) float sums[kChunk * kPanel];
-    std::unique_ptr<float[]> memory;
-    const int64_t m = task / groups * kChunk, count = std::min(kChunk, rows - m);
-    int64_t stride = x_stride;
-    const float* from = as_float(x + m * x_stride, count, size, stride, memory);
-    const int64_t first = task % groups * some, last = std::min(first + some, panels);
-    for (int64_t panel = first; panel < last; panel++) {
-      const int64_t n = panel * kPanel;
-      multiply(from, stride, w + n * size, count, size, sums);
-      finish(sums, bias ? bias + n : nullptr, y + m * outs + n, outs, count,
-             std::min(kPanel, outs - n));
+  share(chunks * groups, rows * size * outs, [=](Tasks& tasks) {
+    for (int64_t task; (task = tasks.next()) >= 0;) {
+      alignas(64) float sums[kChunk * kPanel];
+      std::unique_ptr<float[]> memory;
+      const int64_t m = task / groups * kChunk, count = std::min(kChunk, rows - m);
+      int64_t stride = x_stride;
+      const float* from = as_float(x + m * x_stride, count, size, stride, memory);
+      const int64_t first = task % groups * some, last = std::min(first + some, panels);
+      for (int64_t panel = first; panel < last; panel++) {
+        const int64_t n = panel * kPanel;
+        multiply(from, stride, w + n * size, count, size, sums);
+        finish(sums, bias ? bias + n : nullptr, y + m * outs + n, outs, count,
+               std::min(kPanel, outs - n));
+      }
     }
   });
 }

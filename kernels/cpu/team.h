@@ -11,6 +11,9 @@
 // Below this many multiply-adds a second thread costs more than it brings.
 constexpr int64_t kParallelWork = 1 << 17;
 
+// Tasks of a thread: a helper that loses its core keeps one of them.
+constexpr int64_t kTasks = 16;
+
 // What one thread takes of a loop.
 class Tasks {
  public:
@@ -72,7 +75,7 @@ void share(int64_t count, int64_t work, const Body& body) {
 // f(i) for each i of [0, count), neighbours together.
 template <typename F>
 void for_each(int64_t count, int64_t work, const F& f) {
-  const int64_t run = std::max<int64_t>(1, count / (4 * team_size()));
+  const int64_t run = std::max<int64_t>(1, count / (kTasks * team_size()));
   share((count + run - 1) / run, work, [&](Tasks& tasks) {
     for (int64_t task; (task = tasks.next()) >= 0;)
       for (int64_t i = task * run; i < std::min(count, task * run + run); i++) f(i);
