@@ -27,7 +27,7 @@ class AttentionMetadata(NamedTuple):
     query_start: Tensor
     # [R] int32, tokens of the row in the cache, those of this step included
     context_tokens: Tensor
-    # [R, >= blocks of the longest row] int32, contiguous
+    # [R, >= blocks of the longest row] int32, each row dense
     block_table: Tensor
     # [T] int64, block * block_tokens + offset of each token's K and V
     slot_mapping: Tensor

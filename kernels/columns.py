@@ -24,6 +24,7 @@ OPERATIONS = (
     "attention",
     "bitmask",
     "cache",
+    "inputs",
     "linear",
     "logprobs",
     "moe",

@@ -22,9 +22,8 @@ class BlockTables:
         # One position more than the longest sequence, as in `RequestStates.token_ids`.
         self.max_blocks = max_model_len // block_tokens + 1
         self._table = StagedTable(max_rows, self.max_blocks, torch.int32, device)
-        # Host: [max_rows] blocks of each slot, and [max_rows, max_blocks] the table, as staged
+        # [max_rows], host: blocks of each slot
         self.counts_np = np.zeros(max_rows, dtype=np.int64)
-        self._table_np = np.zeros((max_rows, self.max_blocks), dtype=np.int32)
 
     @property
     def tensor(self) -> Tensor:
@@ -45,24 +44,8 @@ class BlockTables:
                 "a sequence of max_model_len tokens takes; the scheduler has lost count"
             )
         self._table.stage(slot, count, block_ids)
-        self._table_np[slot, count : count + len(block_ids)] = block_ids
         self.counts_np[slot] = count + len(block_ids)
 
     def apply(self) -> None:
         """Bring the staged blocks to the device."""
         self._table.apply()
-
-    def gather(self, slots: Tensor, max_context_tokens: int) -> Tensor:
-        """slots [R] int64 -> [R, blocks of max_context_tokens] int32, contiguous."""
-        blocks = -(-max_context_tokens // self.block_tokens)
-        return self.tensor[:, :blocks].index_select(0, slots)
-
-    def slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Where in the cache each token's K and V go: known to the host, and made there.
-
-        slots, positions [T] int64 -> [T] int64, block * block_tokens + offset.
-        """
-        index = positions // self.block_tokens
-        # block * block_tokens + (position - index * block_tokens), in fewer passes
-        blocks = self._table_np[slots, index] - index
-        return blocks * self.block_tokens + positions

@@ -2,7 +2,7 @@
 
 The Python that calls a layer's operations takes longer than they do with few rows, and a tenth of
 a step with 64. So the first such step is captured (see `swell.kernels.graph`) for as many rows as
-there may be, on inputs that stay where they are; steps fill these and replay.
+there may be, on the inputs, which stay where they are; steps fill these and replay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from swell.kernels.graph import NotCapturableError, can_capture, capture
-from swell.worker.input_batch import InputBatch
+from swell.kernels.inputs import Inputs
+from swell.worker.input_batch import InputBatch, metadata
 from swell.worker.mesh import Mesh
 from swell.worker.models.intermediate import IntermediateTensors
 
@@ -43,11 +44,11 @@ class Forward:
 class CapturedForward(Forward):
     """Of a model that is all of its pipeline. What it returns holds until the next call."""
 
-    def __init__(self, model: Any, max_rows: int, max_blocks: int) -> None:
-        """`max_rows`: of one step; `max_blocks`: of the longest sequence."""
+    def __init__(self, model: Any, inputs: Inputs) -> None:
+        """`inputs`: of the largest step, where those of every step lie."""
         super().__init__(model)
-        self._max_rows = min(max_rows, MAX_ROWS)
-        self._max_blocks = max_blocks
+        self._inputs = inputs
+        self._max_rows = min(len(inputs.context_tokens), len(inputs.input_ids), MAX_ROWS)
         self._captured: _Captured | None = None
         self._capturable = True
         self._hidden: Tensor | None = None
@@ -57,7 +58,7 @@ class CapturedForward(Forward):
             self._capture(batch)
         if self._captured is None or not self._fits(batch):
             return super().hidden(batch, intermediate)
-        self._hidden = self._captured.run(batch)
+        self._hidden = self._captured.run(batch.num_tokens)
         return self._hidden
 
     def logits(self, hidden: Tensor, batch: InputBatch) -> Tensor:
@@ -74,58 +75,44 @@ class CapturedForward(Forward):
 
     def _capture(self, batch: InputBatch) -> None:
         try:
-            self._captured = _Captured(self._model, batch, self._max_rows, self._max_blocks)
+            self._captured = _Captured(self._model, batch, self._inputs, self._max_rows)
         except NotCapturableError:
             self._capturable = False
 
 
 class _Captured:
-    """The inputs that stay, the operations, and where results appear."""
+    """The operations, on inputs that stay, and where results appear."""
 
-    def __init__(self, model: Any, batch: InputBatch, rows: int, max_blocks: int) -> None:
-        """`batch`: any, for its types."""
-        meta = batch.attention
-        self._attention = meta._replace(
-            query_start=torch.arange(rows + 1, dtype=meta.query_start.dtype),
-            context_tokens=meta.context_tokens.new_zeros(rows),
-            block_table=meta.block_table.new_zeros(rows, max_blocks),
-            slot_mapping=meta.slot_mapping.new_zeros(rows),
-        )
-        self._batch = replace(
+    def __init__(self, model: Any, batch: InputBatch, inputs: Inputs, rows: int) -> None:
+        """`batch`: any of those that fit."""
+        inputs = inputs.first(rows, rows, inputs.block_table.shape[1])
+        batch = replace(
             batch,
-            input_ids=batch.input_ids.new_zeros(rows),
-            positions=batch.positions.new_zeros(rows),
-            attention=self._attention,
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            attention=metadata(inputs, 1, batch.attention.max_context_tokens),
         )
-        results, self._graph = capture(
-            lambda: self._compute(model), meta.block_table.device.type, rows
-        )
+        device = inputs.input_ids.device.type
+        results, self._graph = capture(lambda: _compute(model, batch), device, rows)
         # [rows, hidden], [rows, vocab]
         self._hidden, *self.logits = results
 
-    def _compute(self, model: Any) -> list[Tensor]:
-        hidden: Tensor = model(self._batch, None)
-        # Of other types logits are converted, which is no operation of a column.
-        exact = hidden.dtype == torch.float32
-        return [hidden, model.compute_logits(hidden)] if exact else [hidden]
-
-    def run(self, batch: InputBatch) -> Tensor:
-        """Hidden states [T, hidden]; and the first T rows of `logits`."""
-        rows, meta = batch.num_tokens, batch.attention
-        self._batch.input_ids[:rows] = batch.input_ids
-        self._batch.positions[:rows] = batch.positions
-        self._attention.context_tokens[:rows] = meta.context_tokens
-        self._attention.slot_mapping[:rows] = meta.slot_mapping
-        self._attention.block_table[:rows, : meta.block_table.shape[1]] = meta.block_table
+    def run(self, rows: int) -> Tensor:
+        """Hidden states [rows, hidden]; and the first rows of `logits`."""
         self._graph.replay(rows)
         return self._hidden[:rows]
 
 
-def make_forward(
-    model: Any, mesh: Mesh, max_rows: int, max_blocks: int, device: torch.device
-) -> Forward:
+def _compute(model: Any, batch: InputBatch) -> list[Tensor]:
+    hidden: Tensor = model(batch, None)
+    # Of other types logits are converted, which is no operation of a column.
+    exact = hidden.dtype == torch.float32
+    return [hidden, model.compute_logits(hidden)] if exact else [hidden]
+
+
+def make_forward(model: Any, mesh: Mesh, inputs: Inputs) -> Forward:
     """Captured where a worker computes without peers."""
     alone = mesh.pipeline.size == mesh.tensor.size == mesh.data.size == 1
-    if alone and can_capture(device.type):
-        return CapturedForward(model, max_rows, max_blocks)
+    if alone and can_capture(inputs.input_ids.device.type):
+        return CapturedForward(model, inputs)
     return Forward(model)

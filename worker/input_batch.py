@@ -8,8 +8,8 @@ One flat batch, and no padding: with rows of 1, 1 and 3 tokens,
     positions        s0    s1    s2 s2+1 s2+2      (s: the row's start)
     logits_indices   0     1           4           (of the rows that sample)
 
-Indices are made on the host with numpy and reach the device in one copy; token ids are looked
-up on the device, where a token drawn by the previous step already stands, and so are blocks.
+What the host knows reaches the device in one copy; token ids and blocks are looked up on the
+device, where a token drawn by the previous step already stands.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from swell.kernels.attention import AttentionMetadata
+from swell.kernels.inputs import Inputs, gather_inputs
 from swell.worker.block_tables import BlockTables
 from swell.worker.request_states import RequestStates
 from swell.worker.staging import all_to_device
@@ -58,91 +59,76 @@ class InputBatch:
         return len(self.sample_slots_np)
 
 
-@dataclass(frozen=True, slots=True)
-class _HostIndices:
-    """The columns of a plan as arrays, one element per row, token or sample."""
+class BatchBuilder:
+    """Builds one batch at a time: its inputs lie where those of the last one lay."""
 
-    slots: np.ndarray  # [R]
-    context: np.ndarray  # [R]
-    query_start: np.ndarray  # [R + 1]
-    token_slots: np.ndarray  # [T]
-    positions: np.ndarray  # [T]
-    logits_indices: np.ndarray  # [S]
-    sample_slots: np.ndarray  # [S]
-    sample_positions: np.ndarray  # [S]
-    sample_rows: np.ndarray  # [S]
-    max_query_tokens: int
+    def __init__(self, states: RequestStates, blocks: BlockTables, max_tokens: int) -> None:
+        """`max_tokens`: of one step."""
+        self._states, self._blocks = states, blocks
+        device = states.token_ids.device
+        self.inputs = Inputs.allocate(max_tokens, states.max_rows, blocks.max_blocks, device)
+        """Of the largest step; a batch's are the first of them."""
 
-
-def build_batch(plan: SchedulerOutput, states: RequestStates, blocks: BlockTables) -> InputBatch:
-    """The batch of a plan whose new rows and growths have been applied."""
-    host = _host_indices(plan)
-    (
-        slots,
-        places,
-        positions,
-        slot_mapping,
-        logits_indices,
-        sample_slots,
-        sample_positions,
-        context,
-        query_start,
-    ) = all_to_device(
-        (
-            host.slots,
-            states.places(host.token_slots, host.positions),
-            host.positions,
-            blocks.slot_mapping(host.token_slots, host.positions),
-            host.logits_indices,
-            host.sample_slots,
-            host.sample_positions,
-            host.context,
-            host.query_start,
-        ),
-        states.token_ids.device,
-    )
-    max_context = int(host.context.max(initial=0))
-    attention = AttentionMetadata(
-        query_start=query_start.int(),
-        context_tokens=context.int(),
-        block_table=blocks.gather(slots, max_context),
-        slot_mapping=slot_mapping,
-        max_query_tokens=host.max_query_tokens,
-        max_context_tokens=max_context,
-    )
-    return InputBatch(
-        input_ids=states.tokens_at(places),
-        positions=positions,
-        attention=attention,
-        logits_indices=logits_indices,
-        wanted=logits_indices if len(host.sample_slots) < len(host.positions) else None,
-        sample_slots=sample_slots,
-        sample_positions=sample_positions,
-        sample_slots_np=host.sample_slots,
-        sample_positions_np=host.sample_positions,
-        sample_rows_np=host.sample_rows,
-    )
+    def build(self, plan: SchedulerOutput) -> InputBatch:
+        """The batch of a plan whose new rows and growths have been applied."""
+        slots_np = np.array(plan.slots, dtype=np.int64)
+        starts_np = np.array(plan.starts, dtype=np.int64)
+        counts_np = np.array(plan.num_tokens, dtype=np.int64)
+        sample_rows_np = np.array(plan.samples, dtype=bool).nonzero()[0]
+        query_start_np = np.zeros(len(slots_np) + 1, dtype=np.int64)
+        counts_np.cumsum(out=query_start_np[1:])
+        context_np = starts_np + counts_np
+        sample_slots_np = slots_np[sample_rows_np]
+        sample_positions_np = context_np[sample_rows_np]
+        slots, starts, query_start, logits_indices, sample_slots, sample_positions = all_to_device(
+            (
+                slots_np,
+                starts_np,
+                query_start_np,
+                query_start_np[1:][sample_rows_np] - 1,
+                sample_slots_np,
+                sample_positions_np,
+            ),
+            self._states.token_ids.device,
+        )
+        tokens, block_tokens = int(query_start_np[-1]), self._blocks.block_tokens
+        if tokens > len(self.inputs.input_ids):
+            raise ValueError(
+                f"step {plan.step} has {tokens} tokens, and there is room for "
+                f"{len(self.inputs.input_ids)}; the scheduler has lost count"
+            )
+        max_context = int(context_np.max(initial=0))
+        inputs = self.inputs.first(tokens, len(slots_np), -(-max_context // block_tokens))
+        gather_inputs(
+            slots,
+            starts,
+            query_start,
+            self._states.token_ids,
+            self._blocks.tensor,
+            block_tokens,
+            inputs,
+        )
+        return InputBatch(
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            attention=metadata(inputs, max(plan.num_tokens, default=0), max_context),
+            logits_indices=logits_indices,
+            wanted=logits_indices if len(sample_rows_np) < tokens else None,
+            sample_slots=sample_slots,
+            sample_positions=sample_positions,
+            sample_slots_np=sample_slots_np,
+            sample_positions_np=sample_positions_np,
+            sample_rows_np=sample_rows_np,
+        )
 
 
-def _host_indices(plan: SchedulerOutput) -> _HostIndices:
-    slots = np.array(plan.slots, dtype=np.int64)
-    starts = np.array(plan.starts, dtype=np.int64)
-    counts = np.array(plan.num_tokens, dtype=np.int64)
-    samples = np.array(plan.samples, dtype=bool)
-    query_start = np.zeros(len(slots) + 1, dtype=np.int64)
-    query_start[1:] = counts.cumsum()
-    context = starts + counts
-    # Position of a token = its index in the batch, less the row's first index, plus its start.
-    shift = (starts - query_start[:-1]).repeat(counts)
-    return _HostIndices(
-        slots=slots,
-        context=context,
-        query_start=query_start,
-        token_slots=slots.repeat(counts),
-        positions=np.arange(len(shift), dtype=np.int64) + shift,
-        logits_indices=(query_start[1:] - 1)[samples],
-        sample_slots=slots[samples],
-        sample_positions=context[samples],
-        sample_rows=samples.nonzero()[0],
-        max_query_tokens=max(plan.num_tokens, default=0),
+def metadata(inputs: Inputs, max_query_tokens: int, max_context_tokens: int) -> AttentionMetadata:
+    """What attention reads of a step's inputs."""
+    return AttentionMetadata(
+        query_start=inputs.query_start,
+        context_tokens=inputs.context_tokens,
+        block_table=inputs.block_table,
+        slot_mapping=inputs.slot_mapping,
+        max_query_tokens=max_query_tokens,
+        max_context_tokens=max_context_tokens,
     )

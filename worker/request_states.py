@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swell.kernels.inputs import write_tokens
 from swell.worker.staging import StagedTable
 from swell.worker.wire import NewRow
 
@@ -76,17 +77,9 @@ class RequestStates:
         self._reals.apply()
         self._integers.apply()
 
-    def places(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Index into the flat `token_ids` of each pair; all [T] int64."""
-        return slots * (self.max_model_len + 1) + positions
-
-    def tokens_at(self, places: Tensor) -> Tensor:
-        """places [T] int64 -> the tokens that stand there, [T] int64."""
-        return self.token_ids.take(places).long()
-
     def write_sampled(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """token_ids[slots[i], positions[i]] = tokens[i]; all [S] int64 on the device."""
-        self.token_ids.index_put_((slots, positions), tokens.int())
+        write_tokens(self.token_ids, slots, positions, tokens)
 
 
 def _signed(seed: int) -> int:

@@ -18,7 +18,7 @@ from swell.worker.block_tables import BlockTables
 from swell.worker.dispatch import Agreement, make_dispatch
 from swell.worker.feedback import Outbox, make_feedback
 from swell.worker.graphs import make_forward
-from swell.worker.input_batch import InputBatch, build_batch
+from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.mesh import Mesh
 from swell.worker.request_states import RequestStates
 from swell.worker.sample.logprobs import make_readers
@@ -88,9 +88,8 @@ class ModelRunner:
         self.readers = make_readers(model, self.states)
         self.feedback = make_feedback(mesh, self.states)
         self.dispatch = make_dispatch(model, mesh)
-        self._model_step = make_forward(
-            model, mesh, scheduler.max_rows, self.blocks.max_blocks, device
-        )
+        self.batches = BatchBuilder(self.states, self.blocks, scheduler.max_tokens_per_step)
+        self._model_step = make_forward(model, mesh, self.batches.inputs)
         # The engine does not plan further ahead than this, so an older send has been received.
         self._outbox = Outbox(scheduler.steps_in_flight)
         self._copy_stream: torch.cuda.Stream | None = None
@@ -111,7 +110,7 @@ class ModelRunner:
         if not plan.slots:
             self.dispatch.idle_step()
             return self._output(plan.step, agreed, None)
-        batch = build_batch(plan, self.states, self.blocks)
+        batch = self.batches.build(plan)
         reading = [reader for reader in self.readers if reader.reads(plan)]
         if reading or self.mesh.shares_experts:
             batch = replace(batch, wanted=None)  # engines have agreed on all tokens

@@ -16,7 +16,7 @@ from swell.kernels import columns
 ROOT = Path(columns.__file__).parent
 DOORS = [
     *("attention", "cache", "norm", "rope", "activation", "sample", "moe"),
-    *("penalties", "bitmask", "logprobs", "linear"),
+    *("penalties", "bitmask", "logprobs", "linear", "inputs"),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from swell.worker.block_tables import BlockTables
-from swell.worker.input_batch import InputBatch, build_batch
+from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.request_states import RequestStates
 from swell.worker.sample.sampler import Sampler
 from swell.worker.sample.wire import SamplerParams
@@ -55,7 +55,7 @@ class Bench:
             num_tokens=[1] * len(slots),
             samples=[True] * len(slots),
         )
-        return build_batch(plan, self.states, self.blocks)
+        return BatchBuilder(self.states, self.blocks, self.states.max_rows).build(plan)
 
     def step(self, slots: list[int], logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """The logits that were drawn from, and the tokens."""

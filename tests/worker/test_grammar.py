@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from swell.cluster.params import StructuredOutputs
 from swell.cluster.structured import compile_grammar
 from swell.worker.block_tables import BlockTables
-from swell.worker.input_batch import InputBatch, build_batch
+from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.request_states import RequestStates
 from swell.worker.sample import grammar as module
 from swell.worker.sample.sampler import Sampler
@@ -68,7 +68,7 @@ class Answers:
             num_tokens=[1] * len(slots),
             samples=[True] * len(slots),
         )
-        return build_batch(plan, self.states, self.blocks)
+        return BatchBuilder(self.states, self.blocks, 1024).build(plan)
 
     def logits(self, slots: list[int]) -> torch.Tensor:
         """Noise by slot and position, so that a row's are the same wherever it continues."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.worker.block_tables import BlockTables
-from swell.worker.input_batch import InputBatch, build_batch
+from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.request_states import RequestStates
 from swell.worker.sample import logprobs as module
 from swell.worker.sample.logprobs import DrawnLogprobs, PromptReader, rank_tokens
@@ -106,7 +106,7 @@ def begin(rows: list[NewRow], plan: SchedulerOutput) -> tuple[RequestStates, Inp
         blocks.stage_set(row.slot, list(range(LENGTH // 4)))
     states.apply()
     blocks.apply()
-    return states, build_batch(plan, states, blocks)
+    return states, BatchBuilder(states, blocks, 256).build(plan)
 
 
 class Head:

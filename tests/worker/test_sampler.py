@@ -8,7 +8,7 @@ import torch
 
 from swell.kernels.sample import sample_tokens, uniform_noise
 from swell.worker.block_tables import BlockTables
-from swell.worker.input_batch import InputBatch, build_batch
+from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.request_states import RequestStates
 from swell.worker.sample import sampler as module
 from swell.worker.sample.sampler import Sampler
@@ -34,7 +34,7 @@ def setup(rows: list[NewRow]) -> tuple[Sampler, InputBatch]:
         num_tokens=[len(row.token_ids) for row in rows],
         samples=[True for _ in rows],
     )
-    return sampler, build_batch(plan, states, blocks)
+    return sampler, BatchBuilder(states, blocks, 256).build(plan)
 
 
 def draw(rows: list[NewRow], logits: torch.Tensor) -> list[int]:
