@@ -32,10 +32,11 @@ inline int64_t first_largest(const float* x, int64_t count) {
   for (int64_t begin = 0; begin < count; begin += kRun) {
     v8 largest[4] = {splat(top), splat(top), splat(top), splat(top)};
     const int64_t end = std::min(begin + kRun, count);
-    for (int64_t i = begin; i < end; i += 8) {
-      v8& most = largest[i / 8 % 4];
-      most = vmax(load_first(x + i, end - i, -INFINITY), most);
-    }
+    int64_t i = begin;
+    for (; i + 32 <= end; i += 32)
+      for (int j = 0; j < 4; j++) largest[j] = vmax(load(x + i + 8 * j), largest[j]);
+    for (; i < end; i += 8)
+      largest[0] = vmax(load_first(x + i, end - i, -INFINITY), largest[0]);
     const float most = hmax(vmax(vmax(largest[0], largest[1]), vmax(largest[2], largest[3])));
     if (most > top) top = most, run = begin;
   }
