@@ -10,34 +10,14 @@
 //
 // Tiles start at fixed positions, each sum runs in a fixed order, and a masked key adds an exact
 // zero: so the result of a token is the same whatever stands in the batch or chunk around it.
-#include <algorithm>
 #include <vector>
 
+#include "attention.h"
 #include "team.h"
-#include "vec.h"
-
-struct AttentionArgs {
-  const void* q;  // [T, heads, head_dim], tokens q_stride elements apart
-  const void* k_cache;  // [blocks, kv_heads, block_tokens, head_dim], blocks block_stride apart
-  const void* v_cache;
-  void* out;  // [T, heads, head_dim]
-  const int32_t* query_start;
-  const int32_t* context_tokens;
-  const int32_t* block_table;
-  int64_t rows, heads, kv_heads, head_dim, block_tokens, table_stride, q_stride;
-  int64_t k_block_stride, v_block_stride, window, is_bf16;
-  float scale, softcap;
-};
 
 namespace {
 
 constexpr int64_t kQueryVectors = 32;  // of one item, unless one token has more
-constexpr int64_t kTileTokens = 64;
-constexpr int64_t kAhead = 2;  // blocks that are fetched while one is read
-
-struct Item {
-  int32_t row, first, count;  // the row's tokens first .. first + count - 1
-};
 
 // The loops below take all they need by value, each in a function of its own: that leaves the
 // compiler enough registers. DIM is head_dim where it is known when compiling, a multiple of 8; 0: any.
@@ -46,15 +26,6 @@ template <typename T, int DIM>
 SWELL_INLINE v8 part_of(const T* p, int64_t i, int64_t dim) {
   if (DIM || 8 * i + 8 <= dim) return load(p + 8 * i);
   return load_part(p + 8 * i, dim - 8 * i);
-}
-
-// Vectors of a block that comes later, one for each vector that is read of this one: what the
-// processor's own prefetch does not see, and a burst of which would fill its queues. From null: none.
-template <typename T>
-SWELL_INLINE void fetch(const T* from, int64_t elements) {
-  const char* p = reinterpret_cast<const char*>(from);
-  if (p)
-    for (int64_t i = 0; i < elements * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 // score[m][j] = q[m] . k[j] for MQ query vectors and `count` keys side by side; up to 7 scores more
@@ -148,14 +119,12 @@ struct Attention {
   const int64_t score_stride = tile + 16;
   // Of the item:
   int64_t m_count = 0;  // query vectors, token-major
-  int64_t position = 0;  // of the first token
-  const int32_t* table = nullptr;
-  int64_t kv_head = 0;
-  int64_t last = 0;  // block that it reads
+  Stretch read;
+  Walk<T> ahead;
   std::vector<float> memory;
   float *query = nullptr, *acc = nullptr, *score = nullptr, *top = nullptr, *sum = nullptr;
 
-  explicit Attention(const AttentionArgs& args) : a(args) {}
+  explicit Attention(const AttentionArgs& args) : a(args), ahead(args) {}
 
   void reserve(int64_t m) {
     memory.resize(m * (2 * padded + score_stride + 2));
@@ -166,31 +135,24 @@ struct Attention {
     sum = top + m;
   }
 
-  const T* block(const void* cache, int64_t stride, int64_t index) const {
-    return static_cast<const T*>(cache) + table[index] * stride + kv_head * a.block_tokens * dim;
-  }
-
-  // work(block, its first key, how many keys) for the blocks that hold the keys [from, to).
+  // work(where keys begin, the block that is read later, the first key, how many) for the blocks
+  // that hold the keys [from, to).
   template <typename Work>
-  SWELL_INLINE void each_block(int64_t from, int64_t to, Work work) const {
+  SWELL_INLINE void each_block(const void* cache, int64_t stride, int64_t from, int64_t to,
+                               Work work) {
     int64_t index = from / a.block_tokens, at = from % a.block_tokens;
     for (; from < to; index++, at = 0) {
       const int64_t count = std::min(a.block_tokens - at, to - from);
-      work(index, at, from, count);
+      const T* later = ahead.next();
+      work(read.block<T>(a, cache, stride, index) + at * dim, later, from, count);
+      if (later) fetch(later + count * dim, (a.block_tokens - count) * dim);
       from += count;
     }
   }
 
-  // The block of a cache that is read soon after block `index`; null at the end.
-  const T* later_block(const void* cache, int64_t stride, int64_t index) const {
-    return index + kAhead <= last ? block(cache, stride, index + kAhead) : nullptr;
-  }
-
   // score[m][j - base] = q[m] . k[j] for the keys j of [from, to).
-  void scores(int64_t base, int64_t from, int64_t to) const {
-    each_block(from, to, [&](int64_t index, int64_t at, int64_t j, int64_t count) {
-      const T* k = block(a.k_cache, a.k_block_stride, index) + at * dim;
-      const T* later = later_block(a.k_cache, a.k_block_stride, index);
+  void scores(int64_t base, int64_t from, int64_t to) {
+    const auto work = [&](const T* k, const T* later, int64_t j, int64_t count) {
       float* s = score + (j - base);
       int64_t m = 0;
       const auto some = [&](auto run, int64_t n) {
@@ -201,14 +163,15 @@ struct Attention {
       some(score_keys<T, DIM, 4>, 4);
       some(score_keys<T, DIM, 2>, 2);
       some(score_keys<T, DIM, 1>, 1);
-    });
+    };
+    each_block(a.k_cache, a.k_block_stride, from, to, work);
   }
 
   void softmax(int64_t base, int64_t from, int64_t to) {
     const int64_t begin = (from - base) & ~int64_t(7), end = to - base;
     for (int64_t m = 0; m < m_count; m++) {
       float* s = score + m * score_stride;
-      const int64_t p = position + m / group;
+      const int64_t p = read.position + m / group;
       const int64_t low = a.window > 0 ? std::max(from, p - a.window + 1) : from;
       const int64_t high = std::min(to, p + 1);
       if (low >= high) {
@@ -223,10 +186,8 @@ struct Attention {
   }
 
   // acc[m] += sum_j weight[m][j - base] v[j] for the keys j of [from, to).
-  void weigh(int64_t base, int64_t from, int64_t to) const {
-    each_block(from, to, [&](int64_t index, int64_t at, int64_t j, int64_t count) {
-      const T* v = block(a.v_cache, a.v_block_stride, index) + at * dim;
-      const T* later = later_block(a.v_cache, a.v_block_stride, index);
+  void weigh(int64_t base, int64_t from, int64_t to) {
+    const auto work = [&](const T* v, const T* later, int64_t j, int64_t count) {
       const float* w = score + (j - base);
       int64_t m = 0, i = 0;
       const auto some = [&](auto run, int64_t nv) {
@@ -247,19 +208,16 @@ struct Attention {
         some(weigh_keys<T, DIM, 1, 4>, 4);
         some(weigh_keys<T, DIM, 1, 1>, 1);
       }
-    });
+    };
+    each_block(a.v_cache, a.v_block_stride, from, to, work);
   }
 
-  void start(const Item& item, int64_t head) {
+  void start(const Item& item) {
     m_count = item.count * group;
-    kv_head = head;
-    table = a.block_table + item.row * a.table_stride;
-    const int64_t begin = a.query_start[item.row];
-    const int64_t tokens = a.query_start[item.row + 1] - begin;
-    position = a.context_tokens[item.row] - tokens + item.first;
-    const T* q = static_cast<const T*>(a.q) + (begin + item.first) * a.q_stride;
+    read = Stretch(a, item);
+    const T* q = static_cast<const T*>(a.q) + (a.query_start[item.row] + item.first) * a.q_stride;
     for (int64_t m = 0; m < m_count; m++) {
-      const T* from = q + m / group * a.q_stride + (kv_head * group + m % group) * dim;
+      const T* from = q + m / group * a.q_stride + (item.head * group + m % group) * dim;
       for (int64_t i = 0; i < vectors; i++) {
         store(query + m * padded + 8 * i, part_of<T, DIM>(from, i, dim));
         store(acc + m * padded + 8 * i, v8{});
@@ -273,7 +231,7 @@ struct Attention {
     const int64_t begin = a.query_start[item.row] + item.first;
     for (int64_t m = 0; m < m_count; m++) {
       T* out = static_cast<T*>(a.out) +
-               ((begin + m / group) * a.heads + kv_head * group + m % group) * dim;
+               ((begin + m / group) * a.heads + item.head * group + m % group) * dim;
       const v8 total = splat(sum[m]);
       for (int64_t i = 0; i < vectors; i++) {
         const v8 x = load(acc + m * padded + 8 * i) / total;
@@ -283,13 +241,12 @@ struct Attention {
     }
   }
 
-  void attend(const Item& item, int64_t head) {
-    start(item, head);
-    const int64_t end = position + item.count;
-    last = (end - 1) / a.block_tokens;
-    const int64_t low = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
-    for (int64_t base = low / tile * tile; base < end; base += tile) {
-      const int64_t from = std::max(base, low), to = std::min(base + tile, end);
+  // `next`: the item that follows on this thread, if any.
+  void attend(const Item& item, const Item* next) {
+    start(item);
+    ahead.follow(item, next);
+    for (int64_t base = read.base; base < read.end; base += read.tile) {
+      const int64_t from = std::max(base, read.low), to = std::min(base + read.tile, read.end);
       scores(base, from, to);
       softmax(base, from, to);
       weigh(base, from, to);
@@ -308,16 +265,27 @@ void run(const AttentionArgs& a) {
     const int64_t tokens = a.query_start[row + 1] - a.query_start[row];
     work += tokens * a.context_tokens[row];
     for (int64_t first = 0; first < tokens; first += step)
-      items.push_back({int32_t(row), int32_t(first), int32_t(std::min(step, tokens - first))});
+      for (int64_t head = 0; head < a.kv_heads; head++)
+        items.push_back({int32_t(row), int32_t(first), int32_t(std::min(step, tokens - first)),
+                         int32_t(head)});
   }
-  const int64_t count = int64_t(items.size()) * a.kv_heads;
+  const int64_t count = items.size();
   share(count, work * a.heads * a.head_dim, [&](Tasks& tasks) {
     Attention<T, DIM> attention(a);
     attention.reserve(step * group);
+    int64_t left = count;
     // The last tiles of a row see the most keys: start with them.
-    for (int64_t task; (task = tasks.next()) >= 0;) {
-      const int64_t i = count - 1 - task;
-      attention.attend(items[i / a.kv_heads], i % a.kv_heads);
+    const auto take = [&]() -> const Item* {
+      const int64_t task = tasks.next();
+      if (task < 0) return nullptr;
+      left = count - 1 - task;
+      return &items[left];
+    };
+    for (const Item* item = take(); item;) {
+      // Who knows the next item fetches its keys; of the last ones everyone gets a share.
+      const Item* next = left > 2 * team_size() ? take() : nullptr;
+      attention.attend(*item, next);
+      item = next ? next : take();
     }
   });
 }

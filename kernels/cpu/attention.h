@@ -1,0 +1,120 @@
+// What attention reads, and in which order.
+#pragma once
+#include <algorithm>
+
+#include "vec.h"
+
+struct AttentionArgs {
+  const void* q;  // [T, heads, head_dim], tokens q_stride elements apart
+  const void* k_cache;  // [blocks, kv_heads, block_tokens, head_dim], blocks block_stride apart
+  const void* v_cache;
+  void* out;  // [T, heads, head_dim]
+  const int32_t* query_start;
+  const int32_t* context_tokens;
+  const int32_t* block_table;
+  int64_t rows, heads, kv_heads, head_dim, block_tokens, table_stride, q_stride;
+  int64_t k_block_stride, v_block_stride, window, is_bf16;
+  float scale, softcap;
+};
+
+constexpr int64_t kTileTokens = 64;
+constexpr int64_t kAhead = 2;  // blocks between the one that is read and the one that is fetched
+
+struct Item {
+  int32_t row, first, count;  // the row's tokens first .. first + count - 1
+  int32_t head;  // of K and V
+};
+
+// The keys that an item reads: [low, end), in tiles that start at `base`, base + tile, ...
+struct Stretch {
+  const int32_t* table = nullptr;
+  int64_t position = 0;  // of the item's first token
+  int64_t head = 0, tile = 0, base = 0, low = 0, end = 0;
+
+  Stretch() = default;
+  Stretch(const AttentionArgs& a, const Item& item) {
+    const int64_t tokens = a.query_start[item.row + 1] - a.query_start[item.row];
+    table = a.block_table + item.row * a.table_stride;
+    head = item.head;
+    position = a.context_tokens[item.row] - tokens + item.first;
+    tile = std::max<int64_t>(1, kTileTokens / a.block_tokens) * a.block_tokens;
+    low = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
+    base = low / tile * tile;
+    end = position + item.count;
+  }
+
+  // This head's part of block `index`, in a cache whose blocks are `stride` elements apart.
+  template <typename T>
+  const T* block(const AttentionArgs& a, const void* cache, int64_t stride, int64_t index) const {
+    return static_cast<const T*>(cache) + table[index] * stride + head * a.block_tokens * a.head_dim;
+  }
+};
+
+// Vectors of a block that comes later, one for each vector that is read of this one: what the
+// processor's own prefetch does not see, and a burst of which would fill its queues. From null: none.
+template <typename T>
+SWELL_INLINE void fetch(const T* from, int64_t elements) {
+  const char* p = reinterpret_cast<const char*>(from);
+  if (p)
+    for (int64_t i = 0; i < elements * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+// The blocks of one item after the other in the order in which they are read, of each tile first K
+// and then V; kAhead of them before they are.
+template <typename T>
+class Walk {
+ public:
+  explicit Walk(const AttentionArgs& args) : a_(args) {}
+
+  // An item begins to be read; `next`: the one that follows, if that is known.
+  void follow(const Item& item, const Item* next) {
+    next_ = next;
+    if (entered_ == &item) return;
+    enter(item);
+    for (int64_t i = 0; i < kAhead; i++) fetch(this->next(), a_.block_tokens * a_.head_dim);
+  }
+
+  // Null: nothing more is known.
+  const T* next() {
+    while (index_ == stop_)
+      if (!turn()) return nullptr;
+    const int64_t index = index_++;
+    return values_ ? at_.block<T>(a_, a_.v_cache, a_.v_block_stride, index)
+                   : at_.block<T>(a_, a_.k_cache, a_.k_block_stride, index);
+  }
+
+ private:
+  void enter(const Item& item) {
+    entered_ = &item;
+    at_ = Stretch(a_, item);
+    values_ = false;
+    tile();
+  }
+
+  void tile() {
+    index_ = std::max(at_.base, at_.low) / a_.block_tokens;
+    stop_ = (std::min(at_.base + at_.tile, at_.end) + a_.block_tokens - 1) / a_.block_tokens;
+  }
+
+  // From K to V, from tile to tile, from item to item.
+  bool turn() {
+    values_ = !values_;
+    if (!values_) at_.base += at_.tile;
+    if (at_.base < at_.end) {
+      tile();
+      return true;
+    }
+    values_ = true;  // so that the next turn asks for an item again
+    at_.base = at_.end;
+    if (!next_) return false;
+    enter(*next_);
+    next_ = nullptr;
+    return true;
+  }
+
+  const AttentionArgs& a_;
+  const Item *entered_ = nullptr, *next_ = nullptr;
+  Stretch at_;
+  int64_t index_ = 0, stop_ = 0;
+  bool values_ = false;
+};
