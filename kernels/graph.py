@@ -1,8 +1,8 @@
 """Running a fixed sequence of operations again, without the Python that led to it.
 
 What CUDA calls a graph: `capture` notes the operations of the compiled column that a function calls
-on tensors of some number of rows, and computes nothing; `replay` computes them on as many of the
-rows as there are this time.
+on tensors of the largest sizes, and computes nothing; `replay` computes them in the sizes that
+there are this time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ class NotCapturableError(RuntimeError):
 
 
 class Graph(Protocol):
-    def replay(self, rows: int) -> None:
-        """Compute the first `rows` rows of the captured results from the inputs' present values."""
+    def replay(self, *sizes: int) -> None:
+        """Compute the first rows of the captured results from the inputs' present values: as many
+        as `sizes`, in the order of the capture's."""
+
+    @property
+    def progress(self) -> int:
+        """Operations computed by all replays, this moment's too; from any thread."""
 
 
 def can_capture(device: str) -> bool:
@@ -30,14 +35,18 @@ def can_capture(device: str) -> bool:
     return columns.load(columns.COLUMNS[device][0], "graph") is not None
 
 
-def capture(run: Callable[[], list[Tensor]], device: str, rows: int) -> tuple[list[Tensor], Graph]:
+def capture(
+    run: Callable[[], list[Tensor]], device: str, *sizes: int
+) -> tuple[list[Tensor], Graph]:
     """Note what a function computes; its results, which hold nothing yet, and how to fill them.
 
-    The function takes tensors that stay, the first dimension of each being `rows`, and computes
-    each row by itself. Raises `NotCapturableError` if it does more than make, view and pass on
-    tensors between operations of the column, or if one of these has other rows. Columns: cpu.
+    The function takes tensors that stay. Each operation that it calls has as many rows as one of
+    `sizes`, which differ, and computes each by itself. Raises `NotCapturableError` if it does more
+    than make, view and pass on tensors between operations of the column, or if one of these has
+    other rows. Columns: cpu.
     """
-    with columns.pick("graph", device).recorded(rows) as graph, _OnlyViews() as views:
+    assert len(set(sizes)) == len(sizes)
+    with columns.pick("graph", device).recorded(sizes) as graph, _OnlyViews() as views:
         results = run()
     graph.finish(views.made, results)
     return results, graph

@@ -42,5 +42,5 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:
-    """Rows `ids` [T] int of weight [vocab, hidden] -> new [T, hidden]. Columns: reference, cpu."""
+    """Rows `ids` [T] int of weight [N, hidden] -> new [T, hidden]. Columns: reference, cpu."""
     return columns.pick("linear", ids.device.type).embedding(ids, weight)  # type: ignore[no-any-return]

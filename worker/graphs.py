@@ -1,8 +1,8 @@
-"""A step that adds one token to each row, from its ids to its logits, without Python in between.
+"""A step, from its ids to its logits, without Python in between.
 
-The Python that calls a layer's operations takes longer than they do with few rows, and a tenth of
-a step with 64. So the first such step is captured (see `swell.kernels.graph`) for as many rows as
-there may be, on the inputs, which stay where they are; steps fill these and replay.
+The Python that calls a layer's operations takes longer than they do with few tokens, and a tenth of
+a step with 64 rows. So the first step is captured (see `swell.kernels.graph`) in the largest sizes
+that there may be, on the inputs, which stay where they are; every step fills these and replays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swell.worker.input_batch import InputBatch, metadata
 from swell.worker.mesh import Mesh
 from swell.worker.models.intermediate import IntermediateTensors
 
-MAX_ROWS = 128
+MAX_SAMPLES = 128
 """Beyond it a step's products far outweigh its Python, and its logits take memory."""
 
 
@@ -40,6 +40,11 @@ class Forward:
         logits: Tensor = self._model.compute_logits(hidden)
         return logits
 
+    @property
+    def progress(self) -> int:
+        """Grows with what is computed without a call of the model; from any thread."""
+        return 0
+
 
 class CapturedForward(Forward):
     """Of a model that is all of its pipeline. What it returns holds until the next call."""
@@ -48,17 +53,18 @@ class CapturedForward(Forward):
         """`inputs`: of the largest step, where those of every step lie."""
         super().__init__(model)
         self._inputs = inputs
-        self._max_rows = min(len(inputs.context_tokens), len(inputs.input_ids), MAX_ROWS)
         self._captured: _Captured | None = None
         self._capturable = True
         self._hidden: Tensor | None = None
 
     def hidden(self, batch: InputBatch, intermediate: IntermediateTensors | None) -> Any:
-        if self._capturable and self._captured is None and self._fits(batch):
-            self._capture(batch)
-        if self._captured is None or not self._fits(batch):
+        if not _fits(batch):
             return super().hidden(batch, intermediate)
-        self._hidden = self._captured.run(batch.num_tokens)
+        if self._captured is None and self._capturable:
+            self._capture(batch)
+        if self._captured is None:
+            return super().hidden(batch, intermediate)
+        self._hidden = self._captured.run(batch)
         return self._hidden
 
     def logits(self, hidden: Tensor, batch: InputBatch) -> Tensor:
@@ -66,41 +72,49 @@ class CapturedForward(Forward):
             return self._captured.logits[0][: len(hidden)]
         return super().logits(hidden, batch)
 
-    def _fits(self, batch: InputBatch) -> bool:
-        """Whether each row has one token, and draws the next."""
-        return (
-            batch.num_tokens == batch.num_samples <= self._max_rows
-            and batch.attention.max_query_tokens == 1
-        )
+    @property
+    def progress(self) -> int:
+        return self._captured.graph.progress if self._captured is not None else 0
 
     def _capture(self, batch: InputBatch) -> None:
         try:
-            self._captured = _Captured(self._model, batch, self._inputs, self._max_rows)
+            self._captured = _Captured(self._model, batch, self._inputs)
         except NotCapturableError:
             self._capturable = False
+
+
+def _fits(batch: InputBatch) -> bool:
+    """Whether hidden states are wanted of the tokens alone that are followed by a drawn one."""
+    alone = batch.wanted is not None or batch.num_samples == batch.num_tokens
+    return alone and batch.num_samples <= MAX_SAMPLES
 
 
 class _Captured:
     """The operations, on inputs that stay, and where results appear."""
 
-    def __init__(self, model: Any, batch: InputBatch, inputs: Inputs, rows: int) -> None:
-        """`batch`: any of those that fit."""
-        inputs = inputs.first(rows, rows, inputs.block_table.shape[1])
+    def __init__(self, model: Any, batch: InputBatch, inputs: Inputs) -> None:
+        """`batch`: any, for its types."""
+        tokens, rows = len(inputs.input_ids), len(inputs.context_tokens)
+        samples = min(MAX_SAMPLES, rows - 1)
+        self._wanted = batch.logits_indices.new_zeros(samples)
         batch = replace(
             batch,
             input_ids=inputs.input_ids,
             positions=inputs.positions,
-            attention=metadata(inputs, 1, batch.attention.max_context_tokens),
+            attention=metadata(inputs, tokens, batch.attention.max_context_tokens),
+            wanted=self._wanted,
         )
         device = inputs.input_ids.device.type
-        results, self._graph = capture(lambda: _compute(model, batch), device, rows)
-        # [rows, hidden], [rows, vocab]
+        results, self.graph = capture(lambda: _compute(model, batch), device, tokens, rows, samples)
+        # [samples, hidden], [samples, vocab]
         self._hidden, *self.logits = results
 
-    def run(self, rows: int) -> Tensor:
-        """Hidden states [rows, hidden]; and the first rows of `logits`."""
-        self._graph.replay(rows)
-        return self._hidden[:rows]
+    def run(self, batch: InputBatch) -> Tensor:
+        """Hidden states [S, hidden]; and the first S rows of `logits`."""
+        rows, samples = len(batch.attention.context_tokens), batch.num_samples
+        self._wanted[:samples] = batch.logits_indices
+        self.graph.replay(batch.num_tokens, rows, samples)
+        return self._hidden[:samples]
 
 
 def _compute(model: Any, batch: InputBatch) -> list[Tensor]:

@@ -65,8 +65,11 @@ class BatchBuilder:
     def __init__(self, states: RequestStates, blocks: BlockTables, max_tokens: int) -> None:
         """`max_tokens`: of one step."""
         self._states, self._blocks = states, blocks
-        device = states.token_ids.device
-        self.inputs = Inputs.allocate(max_tokens, states.max_rows, blocks.max_blocks, device)
+        # One row and one token more, so that the numbers of samples, rows and tokens differ: that
+        # is how a capture tells them apart.
+        rows = states.max_rows + 1
+        tokens, device = max(max_tokens, rows) + 1, states.token_ids.device
+        self.inputs = Inputs.allocate(tokens, rows, blocks.max_blocks, device)
         """Of the largest step; a batch's are the first of them."""
 
     def build(self, plan: SchedulerOutput) -> InputBatch:

@@ -101,6 +101,11 @@ class ModelRunner:
         """Whether `execute_model` returns outputs here: one worker of the engine."""
         return self.mesh.is_last_stage and self.mesh.tensor_rank == 0
 
+    @property
+    def progress(self) -> int:
+        """Grows with what is computed without a call of the model's layers; from any thread."""
+        return self._model_step.progress
+
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         """Compute one step; None on all workers but the output rank."""

@@ -66,12 +66,17 @@ class Worker:
         self.mesh: Mesh | None = None
         self.model: Any = None
         self.runner: ModelRunner | None = None
-        self.ticks = 0
-        """Layers, and steps with rows, computed so far: progress. Other threads read it too."""
+        self._ticks = 0
         self._max_model_len = 0
         self._store: dist.TCPStore | None = None
         self._dtype = torch.float32
         self._prepared = threading.local()
+
+    @property
+    def ticks(self) -> int:
+        """Layers, or operations of replayed steps, computed so far: progress; from any thread."""
+        runner = self.runner
+        return self._ticks + (runner.progress if runner is not None else 0)
 
     def load(self, store: dist.Store | None = None, epoch: int = 0) -> WorkerLimits:
         """Join the engine's groups of `epoch`, build and fill the model, measure the memory.
@@ -116,10 +121,7 @@ class Worker:
         """Compute one step (see `ModelRunner.execute_model`)."""
         assert self.runner is not None, "init_cache comes first"
         self._prepare_thread()
-        result = self.runner.execute_model(plan)
-        if plan.slots:
-            self._tick()  # a replayed step passes no layer
-        return result
+        return self.runner.execute_model(plan)
 
     def regroup(self, plan: GroupPlan, store: dist.Store | None = None) -> Regrouped:
         """Leave the groups that the plan replaces, form new ones, and take this worker's share of
@@ -179,7 +181,7 @@ class Worker:
     def _start_runner(self) -> None:
         """All slots are empty; what the KV cache holds is nobody's."""
         assert self.mesh is not None
-        self.runner = None
+        self._ticks, self.runner = self.ticks, None
         self.runner = ModelRunner(
             self.model,
             self.mesh,
@@ -194,7 +196,7 @@ class Worker:
         return self.model.moe_layers() if hasattr(self.model, "moe_layers") else []
 
     def _tick(self, *_call: Any) -> None:
-        self.ticks += 1
+        self._ticks += 1
 
     def _connect(self, address: tuple[str, int]) -> dist.Store:
         """A client of the store at `address`, or our own. Raises `GroupError`."""

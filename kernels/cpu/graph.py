@@ -1,5 +1,5 @@
 """Calls of compiled functions: each takes one struct of arguments, so calls can be recorded and run
-again, all in one go, for as many rows as there are.
+again, all in one go, for as many rows as each has then.
 
 What a recording replays are addresses: inputs are written to the tensors that were there when it
 was made, and results are read from those that it returned then. What lies between them shares one
@@ -28,34 +28,38 @@ POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 class _Call(ctypes.Structure):
     """`Call` of graph.cpp."""
 
-    _fields_ = [("run", POINTER), ("arguments", POINTER), ("rows", POINTER)]
+    _fields_ = [("run", POINTER), ("arguments", POINTER), ("rows", POINTER), ("size", INT)]
 
 
 class _Noted(NamedTuple):
     function: Function
     arguments: ctypes.Structure
     used: tuple[Tensor, ...]
+    size: int
+    """Which of the recording's sizes is the number of rows."""
 
 
 class Recording:
     """Calls in the order in which they were made, and all that they read and write."""
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self._sizes = sizes
         self._noted: list[_Noted] = []
         self._kept: list[object] = []
         self._calls: ctypes.Array[_Call] = (_Call * 0)()
+        self._progress = INT(0)
 
     def note(
         self, function: Function, arguments: ctypes.Structure, used: tuple[Tensor, ...]
     ) -> None:
         """Take up a call. Raises `NotCapturableError` if it computes other rows."""
         rows = getattr(arguments, function.rows)
-        if rows != self._rows:
+        if rows not in self._sizes:
+            sizes = " or ".join(map(str, self._sizes))
             raise NotCapturableError(
-                f"{function.name} computes {rows} rows of a step that has {self._rows}"
+                f"{function.name} computes {rows} rows, where there should be {sizes}"
             )
-        self._noted.append(_Noted(function, arguments, used))
+        self._noted.append(_Noted(function, arguments, used, self._sizes.index(rows)))
 
     def finish(self, made: list[Tensor], results: list[Tensor]) -> None:
         """Lay out what was `made` meanwhile and is no result."""
@@ -91,16 +95,21 @@ class Recording:
             setattr(arguments, name, memory.data_ptr() + starts[buffer] + offset)
         self._kept.append(memory)
 
-    def replay(self, rows: int) -> None:
-        """Make the calls, for the first `rows` rows."""
-        assert 0 < rows <= self._rows
-        _replay(self._calls, len(self._calls), rows)
+    def replay(self, *sizes: int) -> None:
+        """Make the calls, for the first rows."""
+        assert all(size <= most for size, most in zip(sizes, self._sizes, strict=True)), sizes
+        _replay(self._calls, len(self._calls), (INT * len(sizes))(*sizes), self._progress)
+
+    @property
+    def progress(self) -> int:
+        """Calls made by all replays."""
+        return self._progress.value
 
 
 def _call(noted: _Noted) -> _Call:
     function, arguments = noted.function, ctypes.addressof(noted.arguments)
     rows = getattr(type(noted.arguments), function.rows).offset
-    return _Call(function.address, arguments, arguments + rows)
+    return _Call(function.address, arguments, arguments + rows, noted.size)
 
 
 class _Current(threading.local):
@@ -111,11 +120,11 @@ _current = _Current()
 
 
 @contextmanager
-def recorded(rows: int) -> Iterator[Recording]:
-    """The calls that this thread makes meanwhile, on tensors of `rows` rows: they are noted, and
-    not run."""
+def recorded(sizes: tuple[int, ...]) -> Iterator[Recording]:
+    """The calls that this thread makes meanwhile, each on as many rows as one of `sizes`: they are
+    noted, and not run."""
     assert _current.recording is None
-    _current.recording = recording = Recording(rows)
+    _current.recording = recording = Recording(sizes)
     try:
         yield recording
     finally:
@@ -145,5 +154,5 @@ class Function:
 
 
 _replay = library().swell_replay
-_replay.argtypes = [ctypes.POINTER(_Call), INT, INT]
+_replay.argtypes = [ctypes.POINTER(_Call), INT, *[ctypes.POINTER(INT)] * 2]
 _replay.restype = None

@@ -151,7 +151,9 @@ template <typename T>
 void embedding(const int64_t* ids, const T* w, T* y, int64_t tokens, int64_t size, int64_t panel) {
   for_each(tokens, tokens * size * 8, [=](int64_t t) {
     const T* from = w + ids[t] / panel * panel * size + ids[t] % panel;
-    for (int64_t k = 0; k < size; k++) y[t * size + k] = from[k * panel];
+    if (panel == 1) std::memcpy(y + t * size, from, size * sizeof(T));
+    else
+      for (int64_t k = 0; k < size; k++) y[t * size + k] = from[k * panel];
   });
 }
 

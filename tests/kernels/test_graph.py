@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from swell.kernels.activation import silu_and_mul
 from swell.kernels.cpu.arena import ALIGNMENT, Lifetime, place
 from swell.kernels.graph import NotCapturableError, can_capture, capture
-from swell.kernels.linear import linear, pack
+from swell.kernels.linear import embedding, linear, pack
 from swell.kernels.norm import add_rms_norm, rms_norm
 from swell.kernels.rope import apply_rope
 
@@ -42,6 +42,31 @@ def test_a_replay_computes_the_rows_that_there_are_with_new_inputs():
         for result, wanted in zip(results, model(), strict=True):
             assert torch.equal(result[:rows], wanted[:rows])
             assert result[rows:].isnan().all()
+
+
+def test_operations_have_rows_of_different_numbers():
+    """Of five rows some go on."""
+    torch.manual_seed(0)
+    table, weight, scale = torch.randn(40, 8), pack(torch.randn(24, 8)), torch.randn(8)
+    ids, wanted = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+
+    def model():
+        x = rms_norm(embedding(ids, table), scale, 1e-5)
+        return [x, linear(embedding(wanted, x), weight)]
+
+    results, graph = capture(model, "cpu", ROWS, 3)
+    calls = 0
+    for rows, some in [(5, 3), (4, 1), (2, 0), (1, 1)]:
+        ids[:rows] = torch.randint(40, (rows,))
+        wanted[:some] = torch.randperm(rows)[:some]
+        for result in results:
+            result.fill_(float("nan"))
+        graph.replay(rows, some)
+        calls += 4
+        assert graph.progress == calls
+        for result, computed, full in zip(results, model(), (rows, some), strict=True):
+            assert torch.equal(result[:full], computed[:full])
+            assert result[full:].isnan().all()
 
 
 def test_nothing_is_computed_by_capturing():
@@ -77,8 +102,10 @@ def test_what_a_replay_would_leave_out_is_refused(work):
 
 def test_other_rows_are_refused():
     x = torch.ones(4, 8)
-    with pytest.raises(NotCapturableError, match="rms_norm computes 3 rows of a step that has 4"):
-        capture(lambda: [rms_norm(x[:3], x[0], 1e-5)], "cpu", 4)
+    with pytest.raises(
+        NotCapturableError, match="rms_norm computes 3 rows, where there should be 4 or 6"
+    ):
+        capture(lambda: [rms_norm(x[:3], x[0], 1e-5)], "cpu", 4, 6)
 
 
 lifetimes = st.builds(

@@ -25,16 +25,16 @@ def make(folder, family) -> None:
 
 
 @pytest.fixture
-def replayed(monkeypatch) -> set[int]:
-    """The numbers of rows that steps had which were replayed."""
+def replayed(monkeypatch) -> set[tuple[int, ...]]:
+    """The tokens, rows and samples of steps that were replayed."""
     from swell.kernels.cpu.graph import Recording
 
-    seen: set[int] = set()
+    seen: set[tuple[int, ...]] = set()
     replay = Recording.replay
 
-    def watched(self, rows: int) -> None:
-        seen.add(rows)
-        replay(self, rows)
+    def watched(self, *sizes: int) -> None:
+        seen.add(sizes)
+        replay(self, *sizes)
 
     monkeypatch.setattr(Recording, "replay", watched)
     return seen
@@ -42,7 +42,12 @@ def replayed(monkeypatch) -> set[int]:
 
 def answers(folder, **overrides) -> list:
     """Ids and log probabilities of prompts that come and go."""
-    options = {"scheduler.max_rows": 4, "cache.memory_bytes": 1 << 22, **overrides}
+    options = {
+        "scheduler.max_rows": 4,
+        "scheduler.max_tokens_per_step": 16,
+        "cache.memory_bytes": 1 << 22,
+        **overrides,
+    }
     with LLM(str(folder), **options) as llm:
         prompts = [[5, 6, 7], [8, 9], list(range(10, 40)), [11, 12, 13, 14]]
         wishes = [
@@ -66,11 +71,14 @@ def test_replayed_answers_are_the_same_bit_for_bit(
     tmp_path, monkeypatch, replayed, family, dtype, limit
 ):
     make(tmp_path, family)
-    monkeypatch.setattr(graphs, "MAX_ROWS", limit)
+    monkeypatch.setattr(graphs, "MAX_SAMPLES", limit)
     found = answers(tmp_path, **{"model.dtype": dtype})
-    assert replayed == set(range(1, min(limit, 4) + 1))
+    most = min(limit, 4)
+    assert {samples for _, _, samples in replayed} == set(range(1, most + 1))
+    assert {(rows, rows, rows) for rows in range(1, most + 1)} < replayed
+    assert any(tokens > rows > samples for tokens, rows, samples in replayed)  # parts of prompts
     replayed.clear()
-    monkeypatch.setattr(graphs, "MAX_ROWS", 0)
+    monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
     assert found == answers(tmp_path, **{"model.dtype": dtype})
     assert not replayed
 
@@ -81,5 +89,5 @@ def test_models_that_compute_otherwise_run_as_ever(tmp_path, monkeypatch, replay
     make(tmp_path, family)
     tried = answers(tmp_path)
     assert not replayed
-    monkeypatch.setattr(graphs, "MAX_ROWS", 0)
+    monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
     assert tried == answers(tmp_path)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from swell.kernels.linear import embedding
 from swell.kernels.rope import apply_rope
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -273,7 +274,7 @@ class LlamaForCausalLM(nn.Module):
 
 
 def _of(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
-    return x if wanted is None else x.index_select(0, wanted)
+    return x if wanted is None else embedding(wanted, x)
 
 
 def head_dim(config: Any) -> int:
