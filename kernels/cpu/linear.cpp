@@ -3,6 +3,7 @@
 //     W packed [panels][in][kPanel]:  one k of a panel is kPanel neighbouring outputs
 //     tile:  up to kRows rows of x times a block of one panel, its sums in registers
 //            for k of the block:  sum[m][0 .. kPanel) += x[m][k] * W[panel][k][0 .. kPanel)
+//            meanwhile a part of the next block is fetched into the cache
 //
 // An output is summed over k in blocks of kBlock, one after the other, whatever the number of rows
 // and threads: a row's result has the same bits whatever stands beside it. With few rows the time
@@ -25,6 +26,7 @@ constexpr int kLanes = 8, kRows = 6;  // 12 of 16
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kBlock = 256;
 constexpr int64_t kChunk = 16 * kRows;  // rows that pass over a panel before the next one
+constexpr int64_t kAhead = 32 * kPanel;  // elements between what is read and what is fetched
 
 typedef float lanes __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t lanes_u __attribute__((vector_size(kLanes * 4)));
@@ -44,12 +46,23 @@ SWELL_INLINE lanes wide(const bf16* p) {
   return v;
 }
 
+// What is fetched for later: `step` elements for each k.
+template <typename T>
+struct Ahead {
+  const T* from;
+  int64_t step;
+};
+
 // sums [M][kPanel] += x [M][count], rows x_stride apart, times w [count][kPanel].
 template <typename T, int M>
-void tile(const float* x, int64_t x_stride, const T* w, int64_t count, float* sums) {
+void tile(const float* x, int64_t x_stride, const T* w, int64_t count, Ahead<T> ahead,
+          float* sums) {
   lanes sum[M][2] = {};
   for (int64_t k = 0; k < count; k++) {
     const lanes w0 = wide(w + k * kPanel), w1 = wide(w + k * kPanel + kLanes);
+    const T* later = ahead.from + k * ahead.step;
+    __builtin_prefetch(later, 0, 2);
+    __builtin_prefetch(later + kLanes, 0, 2);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
       const float factor = x[m * x_stride + k];
@@ -66,7 +79,7 @@ void tile(const float* x, int64_t x_stride, const T* w, int64_t count, float* su
 }
 
 template <typename T>
-using Tile = void (*)(const float*, int64_t, const T*, int64_t, float*);
+using Tile = void (*)(const float*, int64_t, const T*, int64_t, Ahead<T>, float*);
 
 template <typename T, int... M>
 constexpr std::array<Tile<T>, kRows> tiles(std::integer_sequence<int, M...>) {
@@ -75,30 +88,52 @@ constexpr std::array<Tile<T>, kRows> tiles(std::integer_sequence<int, M...>) {
 template <typename T>
 constexpr auto kTiles = tiles<T>(std::make_integer_sequence<int, kRows>());
 
-// sums [rows][kPanel] = x [rows][size] times a panel [size][kPanel].
+// Outputs of a panel: rows `stride` apart, of which `width` of kPanel exist.
 template <typename T>
-void multiply(const float* x, int64_t x_stride, const T* panel, int64_t rows, int64_t size,
-              float* sums) {
-  std::memset(sums, 0, rows * kPanel * sizeof(float));
-  for (int64_t k = 0; k < size; k += kBlock)
-    for (int64_t m = 0; m < rows; m += kRows)
-      kTiles<T>[std::min<int64_t>(kRows, rows - m) - 1](
-          x + m * x_stride + k, x_stride, panel + k * kPanel, std::min(kBlock, size - k),
-          sums + m * kPanel);
-}
+struct Out {
+  const T* bias;
+  T* y;
+  int64_t stride, width;
+};
 
-// y rows y_stride apart; `width` of kPanel outputs exist.
+// By value: what is stored could be a member of anything else.
 template <typename T>
-void finish(const float* sums, const T* bias, T* y, int64_t y_stride, int64_t rows,
-            int64_t width) {
+void put(const float* sums, int64_t rows, Out<T> out) {
   for (int64_t m = 0; m < rows; m++)
-    for (int64_t n = 0; n < width; n += 8) {
+    for (int64_t n = 0; n < out.width; n += 8) {
       v8 v = load(sums + m * kPanel + n);
-      const int64_t left = width - n;
-      if (bias) v += left >= 8 ? load(bias + n) : load_part(bias + n, left);
-      T* to = y + m * y_stride + n;
+      const int64_t left = out.width - n;
+      if (out.bias) v += left >= 8 ? load(out.bias + n) : load_part(out.bias + n, left);
+      T* to = out.y + m * out.stride + n;
       left >= 8 ? store(to, v) : store_part(to, v, left);
     }
+}
+
+// out = x [rows][size] times a panel [size][kPanel]; `cold`: nobody has fetched its beginning.
+template <typename T>
+void multiply(const float* x, int64_t x_stride, const T* panel, int64_t rows, int64_t size,
+              bool cold, Out<T> out) {
+  alignas(64) float sums[kChunk * kPanel];
+  std::memset(sums, 0, rows * kPanel * sizeof(float));
+  const int64_t tiles = (rows + kRows - 1) / kRows, some = (rows + tiles - 1) / tiles;
+  const int64_t step = kPanel / tiles;
+  for (int64_t k = 0; k < size; k += kBlock) {
+    const int64_t block = std::min(kBlock, size - k);
+    const T *w = panel + k * kPanel, *next = w + block * kPanel;
+    for (int64_t m = 0; m < rows; m += some) {
+      const int64_t count = std::min(some, rows - m);
+      // The tiles share the next block. Where there was none before it, or is only one, what is
+      // read itself is fetched a little earlier.
+      const bool itself = tiles == 1 || (cold && k + m == 0);
+      const Ahead<T> ahead = itself ? Ahead<T>{w + kAhead, kPanel}
+                                    : Ahead<T>{next + m / some * step * block, step};
+      float* to = sums + m * kPanel;
+      kTiles<T>[count - 1](x + m * x_stride + k, x_stride, w, block, ahead, to);
+      if (k + block < size) continue;
+      put(to, count, out);
+      out.y += count * out.stride;
+    }
+  }
 }
 
 const float* as_float(const float* x, int64_t, int64_t, int64_t&, std::unique_ptr<float[]>&) {
@@ -130,7 +165,6 @@ void linear(const T* x, const T* w, const T* bias, T* y, int64_t rows, int64_t s
   const int64_t groups = (panels + some - 1) / some;
   share(chunks * groups, rows * size * outs, [=](Tasks& tasks) {
     for (int64_t task; (task = tasks.next()) >= 0;) {
-      alignas(64) float sums[kChunk * kPanel];
       std::unique_ptr<float[]> memory;
       const int64_t m = task / groups * kChunk, count = std::min(kChunk, rows - m);
       int64_t stride = x_stride;
@@ -138,9 +172,9 @@ void linear(const T* x, const T* w, const T* bias, T* y, int64_t rows, int64_t s
       const int64_t first = task % groups * some, last = std::min(first + some, panels);
       for (int64_t panel = first; panel < last; panel++) {
         const int64_t n = panel * kPanel;
-        multiply(from, stride, w + n * size, count, size, sums);
-        finish(sums, bias ? bias + n : nullptr, y + m * outs + n, outs, count,
-               std::min(kPanel, outs - n));
+        const Out<T> out{bias ? bias + n : nullptr, y + m * outs + n, outs,
+                         std::min(kPanel, outs - n)};
+        multiply(from, stride, w + n * size, count, size, panel == first, out);
       }
     }
   });
