@@ -53,10 +53,11 @@ struct Ahead {
   int64_t step;
 };
 
-// sums [M][kPanel] += x [M][count], rows x_stride apart, times w [count][kPanel].
+// sums [M][kPanel] += x [M][count], rows x_stride apart, times w [count][kPanel]; `first`: nothing
+// is in sums yet.
 template <typename T, int M>
 void tile(const float* x, int64_t x_stride, const T* w, int64_t count, Ahead<T> ahead,
-          float* sums) {
+          bool first, float* sums) {
   lanes sum[M][2] = {};
   for (int64_t k = 0; k < count; k++) {
     const lanes w0 = wide(w + k * kPanel), w1 = wide(w + k * kPanel + kLanes);
@@ -70,16 +71,18 @@ void tile(const float* x, int64_t x_stride, const T* w, int64_t count, Ahead<T> 
       sum[m][1] += factor * w1;
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
       float* to = sums + m * kPanel + i * kLanes;
-      const lanes v = wide(to) + sum[m][i];
+      const lanes v = first ? sum[m][i] : wide(to) + sum[m][i];
       std::memcpy(to, &v, sizeof v);
     }
 }
 
 template <typename T>
-using Tile = void (*)(const float*, int64_t, const T*, int64_t, Ahead<T>, float*);
+using Tile = void (*)(const float*, int64_t, const T*, int64_t, Ahead<T>, bool, float*);
 
 template <typename T, int... M>
 constexpr std::array<Tile<T>, kRows> tiles(std::integer_sequence<int, M...>) {
@@ -114,7 +117,6 @@ template <typename T>
 void multiply(const float* x, int64_t x_stride, const T* panel, int64_t rows, int64_t size,
               bool cold, Out<T> out) {
   alignas(64) float sums[kChunk * kPanel];
-  std::memset(sums, 0, rows * kPanel * sizeof(float));
   const int64_t tiles = (rows + kRows - 1) / kRows, some = (rows + tiles - 1) / tiles;
   const int64_t step = kPanel / tiles;
   for (int64_t k = 0; k < size; k += kBlock) {
@@ -128,7 +130,7 @@ void multiply(const float* x, int64_t x_stride, const T* panel, int64_t rows, in
       const Ahead<T> ahead = itself ? Ahead<T>{w + kAhead, kPanel}
                                     : Ahead<T>{next + m / some * step * block, step};
       float* to = sums + m * kPanel;
-      kTiles<T>[count - 1](x + m * x_stride + k, x_stride, w, block, ahead, to);
+      kTiles<T>[count - 1](x + m * x_stride + k, x_stride, w, block, ahead, k == 0, to);
       if (k + block < size) continue;
       put(to, count, out);
       out.y += count * out.stride;
