@@ -8,7 +8,6 @@ one runs, reaches the same routes.
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from swell.cluster.manager import ClusterManager, ScaleRefused
 from swell.cluster.placement import Placement, resolve_device
 from swell.cluster.stored import StoreReply, StoreWish
 from swell.configs.log import configure_logging
+from swell.configs.process import keep_what_is_here
 from swell.configs.schema import Config, ConfigError, load, parse_override
 from swell.coordinator.coordinator import CoordinatorContact
 
@@ -105,9 +105,7 @@ class IngressDeployment:
             self._ingress.app, config.serve.host, config.serve.port, config.cluster.drain_timeout_s
         )
         await self._edge.start()
-        # What was imported stays: to look through it for garbage would hold up every stream.
-        gc.collect()
-        gc.freeze()
+        keep_what_is_here()
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._ingress.app

@@ -1,7 +1,8 @@
-"""What must be set in a process before torch is loaded there."""
+"""How a process of ours is set up: before torch is loaded, and when it begins to serve."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 
@@ -17,3 +18,10 @@ def sleep_at_barriers() -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def keep_what_is_here() -> None:
+    """Let the garbage collector pass over all that exists: what was imported and loaded stays as
+    long as the process, and to look through it again would hold up every stream."""
+    gc.collect()
+    gc.freeze()

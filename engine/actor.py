@@ -10,6 +10,7 @@ import msgspec
 import ray
 
 from swell.configs.log import FactLogger, configure_logging
+from swell.configs.process import keep_what_is_here
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.engine.core import EngineCore
@@ -66,6 +67,7 @@ class EngineActor:
             self._config, self._rank, core, self._keys, self._coordinator, host
         )
         self._doing = "serving"
+        keep_what_is_here()
         threading.Thread(target=self._run, name="swell-engine", daemon=True).start()
         return self.ready()
 

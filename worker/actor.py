@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import ray
 
-from swell.configs.process import sleep_at_barriers
+from swell.configs.process import keep_what_is_here, sleep_at_barriers
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
 from swell.worker.wire import WorkerCommand, WorkerLimits, WorkerProgress
@@ -55,6 +55,7 @@ class WorkerActor:
 
     def init_cache(self, num_blocks: int, max_model_len: int) -> None:
         self._worker.init_cache(num_blocks, max_model_len)
+        keep_what_is_here()
 
     def run(self) -> None:
         """Obey the engine until it says `Shutdown`."""

@@ -10,6 +10,7 @@
 //
 // Tiles start at fixed positions, each sum runs in a fixed order, and a masked key adds an exact
 // zero: so the result of a token is the same whatever stands in the batch or chunk around it.
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
@@ -20,13 +21,38 @@ namespace {
 constexpr int64_t kQueryVectors = 32;  // of one item, unless one token has more
 
 // The loops below take all they need by value, each in a function of its own: that leaves the
-// compiler enough registers. DIM is head_dim where it is known when compiling, a multiple of 8; 0: any.
+// compiler enough registers. DIM is head_dim where it is known when compiling, a multiple of kLanes;
+// 0: any. A vector of q, K and V is read in parts of these lanes:
+template <int DIM>
+using Part = std::conditional_t<(DIM > 0), lanes, v8>;
+template <int DIM>
+constexpr int64_t kPart = sizeof(Part<DIM>) / sizeof(float);
 
 template <typename T, int DIM>
-SWELL_INLINE v8 part_of(const T* p, int64_t i, int64_t dim) {
-  if (DIM || 8 * i + 8 <= dim) return load(p + 8 * i);
-  return load_part(p + 8 * i, dim - 8 * i);
+SWELL_INLINE v8 part_8(const T* p, int64_t at, int64_t dim) {
+  return DIM || at + 8 <= dim ? load(p + at) : load_part(p + at, dim - at);
 }
+
+template <typename T, int DIM>
+SWELL_INLINE Part<DIM> part_of(const T* p, int64_t i, int64_t dim) {
+  if constexpr (DIM) return wide(p + kLanes * i);
+  else return part_8<T, DIM>(p, 8 * i, dim);
+}
+
+template <int DIM>
+SWELL_INLINE Part<DIM> load_as(const float* p) {
+  Part<DIM> v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+SWELL_INLINE v8 fold(v8 v) { return v; }
+#ifdef __AVX512F__
+SWELL_INLINE v8 fold(lanes v) {
+  return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+         __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+#endif
 
 // score[m][j] = q[m] . k[j] for MQ query vectors and `count` keys side by side; up to 7 scores more
 // are overwritten.
@@ -35,46 +61,51 @@ __attribute__((noinline)) void score_keys(const float* q, const T* k, const T* l
                                           int64_t any_dim, int64_t count, float* score,
                                           int64_t score_stride) {
   constexpr int NK = 8 / MQ;
-  const int64_t dim = DIM ? DIM : any_dim, vectors = (dim + 7) / 8, padded = vectors * 8;
+  constexpr int64_t W = kPart<DIM>;
+  const int64_t dim = DIM ? DIM : any_dim, parts = (dim + W - 1) / W, padded = parts * W;
   for (int64_t j = 0; j < count; j += NK) {
     fetch(later ? later + j * dim : nullptr, NK * dim);
     const T* keys[NK];
     for (int n = 0; n < NK; n++) keys[n] = k + std::min(j + n, count - 1) * dim;
-    v8 s[8] = {};
-    for (int64_t i = 0; i < vectors; i++) {
-      v8 part[NK];
+    Part<DIM> s[8] = {};
+    for (int64_t i = 0; i < parts; i++) {
+      Part<DIM> part[NK];
       for (int n = 0; n < NK; n++) part[n] = part_of<T, DIM>(keys[n], i, dim);
       for (int m = 0; m < MQ; m++) {
-        const v8 x = load(q + m * padded + 8 * i);
+        const Part<DIM> x = load_as<DIM>(q + m * padded + W * i);
         for (int n = 0; n < NK; n++) s[m * NK + n] += x * part[n];
       }
     }
+    v8 folded[8];
+    for (int n = 0; n < 8; n++) folded[n] = fold(s[n]);
     float sums[8];
-    store(sums, hsum8(s));
+    store(sums, hsum8(folded));
     for (int m = 0; m < MQ; m++) std::memcpy(score + m * score_stride + j, sums + m * NK, NK * 4);
   }
 }
 
-// acc[m] += sum_j weight[m][j] v[j] for MQ query vectors, NV vectors of v and `count` keys.
+// acc[m] += sum_j weight[m][j] v[j] for MQ query vectors, NV parts of v and `count` keys.
 template <typename T, int DIM, int MQ, int NV>
 __attribute__((noinline)) void weigh_keys(const float* weight, int64_t weight_stride, const T* v,
                                           const T* later, int64_t first, int64_t any_dim,
                                           int64_t count, float* acc) {
-  const int64_t dim = DIM ? DIM : any_dim, padded = (dim + 7) / 8 * 8;
-  v8 o[MQ][NV];
+  constexpr int64_t W = kPart<DIM>;
+  const int64_t dim = DIM ? DIM : any_dim, padded = (dim + W - 1) / W * W;
+  Part<DIM> o[MQ][NV];
   for (int m = 0; m < MQ; m++)
-    for (int i = 0; i < NV; i++) o[m][i] = load(acc + m * padded + 8 * (first + i));
+    for (int i = 0; i < NV; i++) o[m][i] = load_as<DIM>(acc + m * padded + W * (first + i));
   for (int64_t j = 0; j < count; j++, v += dim) {
     fetch(later ? later + j * dim : nullptr, dim);
-    v8 part[NV];
+    Part<DIM> part[NV];
     for (int i = 0; i < NV; i++) part[i] = part_of<T, DIM>(v, first + i, dim);
     for (int m = 0; m < MQ; m++) {
-      const v8 w = splat(weight[m * weight_stride + j]);
+      const float w = weight[m * weight_stride + j];
       for (int i = 0; i < NV; i++) o[m][i] += w * part[i];
     }
   }
   for (int m = 0; m < MQ; m++)
-    for (int i = 0; i < NV; i++) store(acc + m * padded + 8 * (first + i), o[m][i]);
+    for (int i = 0; i < NV; i++)
+      std::memcpy(acc + m * padded + W * (first + i), &o[m][i], sizeof o[m][i]);
 }
 
 // Scores s[0 .. end) become weights; those outside [low, high) are zero. top and sum follow; returns
@@ -112,8 +143,8 @@ template <typename T, int DIM>
 struct Attention {
   const AttentionArgs& a;
   const int64_t dim = DIM ? DIM : a.head_dim;
-  const int64_t vectors = (dim + 7) / 8;
-  const int64_t padded = vectors * 8;
+  const int64_t parts = (dim + kPart<DIM> - 1) / kPart<DIM>;
+  const int64_t padded = parts * kPart<DIM>;
   const int64_t group = a.heads / a.kv_heads;
   const int64_t tile = std::max<int64_t>(1, kTileTokens / a.block_tokens) * a.block_tokens;
   const int64_t score_stride = tile + 16;
@@ -191,11 +222,12 @@ struct Attention {
       const float* w = score + (j - base);
       int64_t m = 0, i = 0;
       const auto some = [&](auto run, int64_t nv) {
-        for (; i + nv <= vectors; i += nv)
+        for (; i + nv <= parts; i += nv)
           run(w + m * score_stride, score_stride, v, m + i ? nullptr : later, i, dim, count,
               acc + m * padded);
       };
       for (; m + 4 <= m_count; m += 4, i = 0) {
+        if (kPart<DIM> == 16) some(weigh_keys<T, DIM, 4, 4>, 4);  // there are 32 registers
         some(weigh_keys<T, DIM, 4, 2>, 2);
         some(weigh_keys<T, DIM, 4, 1>, 1);
       }
@@ -218,9 +250,9 @@ struct Attention {
     const T* q = static_cast<const T*>(a.q) + (a.query_start[item.row] + item.first) * a.q_stride;
     for (int64_t m = 0; m < m_count; m++) {
       const T* from = q + m / group * a.q_stride + (item.head * group + m % group) * dim;
-      for (int64_t i = 0; i < vectors; i++) {
-        store(query + m * padded + 8 * i, part_of<T, DIM>(from, i, dim));
-        store(acc + m * padded + 8 * i, v8{});
+      for (int64_t i = 0; i < padded; i += 8) {
+        store(query + m * padded + i, part_8<T, DIM>(from, i, dim));
+        store(acc + m * padded + i, v8{});
       }
       top[m] = kLowest;
       sum[m] = 0.0f;
@@ -233,10 +265,10 @@ struct Attention {
       T* out = static_cast<T*>(a.out) +
                ((begin + m / group) * a.heads + item.head * group + m % group) * dim;
       const v8 total = splat(sum[m]);
-      for (int64_t i = 0; i < vectors; i++) {
-        const v8 x = load(acc + m * padded + 8 * i) / total;
-        if (DIM || 8 * i + 8 <= dim) store(out + 8 * i, x);
-        else store_part(out + 8 * i, x, dim - 8 * i);
+      for (int64_t i = 0; i < padded; i += 8) {
+        const v8 x = load(acc + m * padded + i) / total;
+        if (DIM || i + 8 <= dim) store(out + i, x);
+        else store_part(out + i, x, dim - i);
       }
     }
   }

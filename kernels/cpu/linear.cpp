@@ -18,33 +18,11 @@
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr int kLanes = 16, kRows = 12;  // 24 sums of 32 registers
-#else
-constexpr int kLanes = 8, kRows = 6;  // 12 of 16
-#endif
+constexpr int kRows = kLanes == 16 ? 12 : 6;  // 24 sums of 32 registers, or 12 of 16
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kBlock = 256;
 constexpr int64_t kChunk = 16 * kRows;  // rows that pass over a panel before the next one
 constexpr int64_t kAhead = 32 * kPanel;  // elements between what is read and what is fetched
-
-typedef float lanes __attribute__((vector_size(kLanes * 4)));
-typedef uint32_t lanes_u __attribute__((vector_size(kLanes * 4)));
-typedef uint16_t lanes_h __attribute__((vector_size(kLanes * 2)));
-
-SWELL_INLINE lanes wide(const float* p) {
-  lanes v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-SWELL_INLINE lanes wide(const bf16* p) {
-  lanes_h h;
-  std::memcpy(&h, p, sizeof h);
-  lanes_u bits = __builtin_convertvector(h, lanes_u) << 16;
-  lanes v;
-  std::memcpy(&v, &bits, sizeof v);
-  return v;
-}
 
 // What is fetched for later: `step` elements for each k.
 template <typename T>

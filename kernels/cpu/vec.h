@@ -1,5 +1,6 @@
-// Eight floats at a time through the compiler's vector extensions: one source for AVX2, AVX-512
-// and NEON. Sums run in a fixed order, so that a result never depends on how work was tiled.
+// Eight floats at a time through the compiler's vector extensions, or as many as the widest registers
+// hold: one source for AVX2, AVX-512 and NEON. Sums run in a fixed order, so that a result never
+// depends on how work was tiled.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -45,6 +46,29 @@ SWELL_INLINE void store(bf16* p, v8 v) {
   rounded = (nan & 0x7fc0u) | (~nan & rounded);
   h8 h = __builtin_convertvector(rounded, h8);
   std::memcpy(p, &h, sizeof h);
+}
+
+#ifdef __AVX512F__
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+typedef float lanes __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t lanes_u __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t lanes_h __attribute__((vector_size(kLanes * 2)));
+
+SWELL_INLINE lanes wide(const float* p) {
+  lanes v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+SWELL_INLINE lanes wide(const bf16* p) {
+  lanes_h h;
+  std::memcpy(&h, p, sizeof h);
+  lanes_u bits = __builtin_convertvector(h, lanes_u) << 16;
+  lanes v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
 }
 
 // The first n < 8 elements; the rest is zero, or left alone.
