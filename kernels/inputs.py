@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,8 +10,21 @@ from torch import Tensor
 from swell.kernels import columns
 
 
+class Sizes(NamedTuple):
+    """Of one step."""
+
+    tokens: int
+    rows: int
+    samples: int
+    """Rows that sample."""
+    max_query_tokens: int
+    """Of one row."""
+    max_context_tokens: int
+    """Of one row: in the cache, those of this step included."""
+
+
 class Inputs(NamedTuple):
-    """Of R rows with T tokens in all."""
+    """Room for R rows with T tokens in all."""
 
     # [T] int64
     input_ids: Tensor
@@ -21,10 +34,13 @@ class Inputs(NamedTuple):
     query_start: Tensor
     # [R] int32, tokens of the row in the cache, those of this step included
     context_tokens: Tensor
-    # [R, blocks] int32, rows as far apart as they were allocated
+    # [R, blocks] int32
     block_table: Tensor
     # [T] int64, block * block_tokens + offset of each token's K and V
     slot_mapping: Tensor
+    # [3, R] int64, of the rows that sample: index into T of the last token, slot, and the position
+    # that the drawn token takes
+    samples: Tensor
 
     @classmethod
     def allocate(cls, tokens: int, rows: int, blocks: int, device: torch.device) -> Inputs:
@@ -40,42 +56,58 @@ class Inputs(NamedTuple):
             context_tokens=zeros(rows, dtype=torch.int32),
             block_table=zeros(rows, blocks, dtype=torch.int32),
             slot_mapping=zeros(tokens, dtype=torch.int64),
-        )
-
-    def first(self, tokens: int, rows: int, blocks: int) -> Inputs:
-        """Views of a step's part."""
-        return Inputs(
-            self.input_ids[:tokens],
-            self.positions[:tokens],
-            self.query_start[: rows + 1],
-            self.context_tokens[:rows],
-            self.block_table[:rows, :blocks],
-            self.slot_mapping[:tokens],
+            samples=zeros(3, rows, dtype=torch.int64),
         )
 
 
-def gather_inputs(
-    slots: Tensor,
-    starts: Tensor,
-    query_start: Tensor,
-    token_ids: Tensor,
-    block_table: Tensor,
-    block_tokens: int,
-    out: Inputs,
-) -> None:
-    """Fill `out`, which has the step's sizes: row r computes the positions from starts[r] of the
-    request at slots[r].
+class Gather(Protocol):
+    """Fills the inputs of one step after the other, without a look at the device."""
 
-    slots, starts [R] and query_start [R + 1] int64; token_ids [slots, length] int32, of which
-    element p is the token at position p; block_table [slots, max_blocks] int32.
-    Columns: reference, cpu.
+    def __call__(
+        self, slots: list[int], starts: list[int], counts: list[int], samples: list[bool]
+    ) -> Sizes:
+        """Row r computes `counts[r]` tokens from position `starts[r]` on of the request at
+        `slots[r]`, and samples or does not.
+
+        Raises IndexError for a row outside of the tables and ValueError for more tokens or rows
+        than there is room for; the inputs are of no use then.
+        """
+
+
+def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs) -> Gather:
+    """What fills `out` from the tables; all of these stay where they are.
+
+    token_ids [slots, length] int32, of which element p is the token at position p; block_table
+    [slots, max_blocks] int32. Columns: reference, cpu.
     """
-    columns.pick("inputs", token_ids.device.type).gather_inputs(
-        slots, starts, query_start, token_ids, block_table, block_tokens, out
+    return columns.pick("inputs", token_ids.device.type).make_gather(  # type: ignore[no-any-return]
+        token_ids, block_table, block_tokens, out
     )
 
 
 def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """token_ids[slots[i], positions[i]] = tokens[i]; all [S] int64, and token_ids as in
-    `gather_inputs`. Columns: reference, cpu."""
+    `make_gather`. Columns: reference, cpu."""
     columns.pick("inputs", token_ids.device.type).write_tokens(token_ids, slots, positions, tokens)
+
+
+def check_room(tokens: int, rows: int, out: Inputs) -> None:
+    """Raise ValueError if a step does not fit."""
+    for count, what, room in (
+        (tokens, "tokens", len(out.input_ids)),
+        (rows, "rows", len(out.context_tokens)),
+    ):
+        if count > room:
+            raise ValueError(
+                f"a step has {count} {what}, and there is room for {room}; the scheduler has lost "
+                "count"
+            )
+
+
+def outside(row: int, slot: int, start: int, token_ids: Tensor) -> IndexError:
+    """For a row that lies outside of the tables."""
+    slots, length = token_ids.shape
+    return IndexError(
+        f"row {row} of the step: slot {slot} from position {start} lies outside of the tables of "
+        f"{slots} slots with {length} tokens each"
+    )

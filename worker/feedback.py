@@ -111,8 +111,8 @@ class FirstStageFeedback(TokenFeedback):
         if batch.num_samples:
             self._expected.append(
                 _Expected(
-                    batch.sample_slots,
-                    batch.sample_positions,
+                    batch.sample_slots.clone(),
+                    batch.sample_positions.clone(),
                     batch.sample_slots_np,
                     batch.sample_positions_np,
                 )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from swell.kernels.graph import NotCapturableError, can_capture, capture
-from swell.kernels.inputs import Inputs
-from swell.worker.input_batch import InputBatch, metadata
+from swell.kernels.inputs import Sizes
+from swell.worker.input_batch import InputBatch
 from swell.worker.mesh import Mesh
 from swell.worker.models.intermediate import IntermediateTensors
 
@@ -49,10 +49,8 @@ class Forward:
 class CapturedForward(Forward):
     """Of a model that is all of its pipeline. What it returns holds until the next call."""
 
-    def __init__(self, model: Any, inputs: Inputs) -> None:
-        """`inputs`: of the largest step, where those of every step lie."""
+    def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._inputs = inputs
         self._captured: _Captured | None = None
         self._capturable = True
         self._hidden: Tensor | None = None
@@ -78,42 +76,38 @@ class CapturedForward(Forward):
 
     def _capture(self, batch: InputBatch) -> None:
         try:
-            self._captured = _Captured(self._model, batch, self._inputs)
+            self._captured = _Captured(self._model, batch)
         except NotCapturableError:
             self._capturable = False
 
 
 def _fits(batch: InputBatch) -> bool:
     """Whether hidden states are wanted of the tokens alone that are followed by a drawn one."""
-    alone = batch.wanted is not None or batch.num_samples == batch.num_tokens
+    alone = not batch.all_wanted or batch.num_samples == batch.num_tokens
     return alone and batch.num_samples <= MAX_SAMPLES
 
 
 class _Captured:
     """The operations, on inputs that stay, and where results appear."""
 
-    def __init__(self, model: Any, batch: InputBatch, inputs: Inputs) -> None:
-        """`batch`: any, for its types."""
-        tokens, rows = len(inputs.input_ids), len(inputs.context_tokens)
+    def __init__(self, model: Any, batch: InputBatch) -> None:
+        """`batch`: any; its inputs lie where those of every step do."""
+        inputs = batch.inputs
+        tokens, (rows, blocks) = len(inputs.input_ids), inputs.block_table.shape
         samples = min(MAX_SAMPLES, rows - 1)
-        self._wanted = batch.logits_indices.new_zeros(samples)
-        batch = replace(
-            batch,
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            attention=metadata(inputs, tokens, batch.attention.max_context_tokens),
-            wanted=self._wanted,
-        )
+        sizes = Sizes(tokens, rows, samples, tokens, blocks * batch.block_tokens)
+        largest = replace(batch, sizes=sizes, all_wanted=False)
         device = inputs.input_ids.device.type
-        results, self.graph = capture(lambda: _compute(model, batch), device, tokens, rows, samples)
+        results, self.graph = capture(
+            lambda: _compute(model, largest), device, tokens, rows, samples
+        )
         # [samples, hidden], [samples, vocab]
         self._hidden, *self.logits = results
 
     def run(self, batch: InputBatch) -> Tensor:
         """Hidden states [S, hidden]; and the first S rows of `logits`."""
-        rows, samples = len(batch.attention.context_tokens), batch.num_samples
-        self._wanted[:samples] = batch.logits_indices
-        self.graph.replay(batch.num_tokens, rows, samples)
+        tokens, rows, samples, *_ = batch.sizes
+        self.graph.replay(tokens, rows, samples)
         return self._hidden[:samples]
 
 
@@ -124,9 +118,9 @@ def _compute(model: Any, batch: InputBatch) -> list[Tensor]:
     return [hidden, model.compute_logits(hidden)] if exact else [hidden]
 
 
-def make_forward(model: Any, mesh: Mesh, inputs: Inputs) -> Forward:
+def make_forward(model: Any, mesh: Mesh, device: torch.device) -> Forward:
     """Captured where a worker computes without peers."""
     alone = mesh.pipeline.size == mesh.tensor.size == mesh.data.size == 1
-    if alone and can_capture(inputs.input_ids.device.type):
-        return CapturedForward(model, inputs)
+    if alone and can_capture(device.type):
+        return CapturedForward(model)
     return Forward(model)

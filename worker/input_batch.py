@@ -15,48 +15,102 @@ device, where a token drawn by the previous step already stands.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
 
 from swell.kernels.attention import AttentionMetadata
-from swell.kernels.inputs import Inputs, gather_inputs
+from swell.kernels.inputs import Inputs, Sizes, make_gather
+from swell.worker.askers import NO_ROWS, Askers
 from swell.worker.block_tables import BlockTables
 from swell.worker.request_states import RequestStates
-from swell.worker.staging import all_to_device
 from swell.worker.wire import SchedulerOutput
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InputBatch:
-    """R rows, T tokens, S rows that sample."""
+    """R rows, T tokens, S rows that sample. Its tensors hold until the next batch is built."""
 
-    # [T] int64
-    input_ids: Tensor
-    # [T] int64
-    positions: Tensor
-    attention: AttentionMetadata
-    # [S] int64, index into T of the last token of each row that samples
-    logits_indices: Tensor
-    # The same: the tokens whose hidden states are wanted in the end; None: of all T
-    wanted: Tensor | None
-    # [S] int64
-    sample_slots: Tensor
-    # [S] int64, the position that the drawn token takes
-    sample_positions: Tensor
-    # [S] int64, host mirrors of the two above
-    sample_slots_np: np.ndarray
-    sample_positions_np: np.ndarray
-    # [S] int64, which rows of the step sample
-    sample_rows_np: np.ndarray
+    plan: SchedulerOutput
+    inputs: Inputs
+    """Of the largest step; this one's are the first of them."""
+    sizes: Sizes
+    block_tokens: int
+    all_wanted: bool
+    """Whether the hidden states of all tokens are read, not only those of `logits_indices`."""
 
     @property
     def num_tokens(self) -> int:
-        return self.positions.shape[0]
+        return self.sizes.tokens
 
     @property
     def num_samples(self) -> int:
-        return len(self.sample_slots_np)
+        return self.sizes.samples
+
+    @property
+    def input_ids(self) -> Tensor:
+        """[T] int64"""
+        return self.inputs.input_ids[: self.sizes.tokens]
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64"""
+        return self.inputs.positions[: self.sizes.tokens]
+
+    @cached_property
+    def attention(self) -> AttentionMetadata:
+        tokens, rows = self.sizes.tokens, self.sizes.rows
+        blocks = -(-self.sizes.max_context_tokens // self.block_tokens)
+        return AttentionMetadata(
+            query_start=self.inputs.query_start[: rows + 1],
+            context_tokens=self.inputs.context_tokens[:rows],
+            block_table=self.inputs.block_table[:rows, :blocks],
+            slot_mapping=self.inputs.slot_mapping[:tokens],
+            max_query_tokens=self.sizes.max_query_tokens,
+            max_context_tokens=self.sizes.max_context_tokens,
+        )
+
+    @property
+    def wanted(self) -> Tensor | None:
+        """[W] int64, index into T of the tokens whose hidden states are wanted in the end; None:
+        of all T"""
+        return None if self.all_wanted else self.logits_indices
+
+    @property
+    def logits_indices(self) -> Tensor:
+        """[S] int64, index into T of the last token of each row that samples"""
+        return self.inputs.samples[0, : self.sizes.samples]
+
+    @property
+    def sample_slots(self) -> Tensor:
+        """[S] int64"""
+        return self.inputs.samples[1, : self.sizes.samples]
+
+    @property
+    def sample_positions(self) -> Tensor:
+        """[S] int64, the position that the drawn token takes"""
+        return self.inputs.samples[2, : self.sizes.samples]
+
+    def rows_of(self, askers: Askers) -> np.ndarray:
+        """[M] int64: which of the S rows that sample ask for something."""
+        return askers.among(self.sample_slots_np) if askers.any else NO_ROWS
+
+    @cached_property
+    def sample_rows_np(self) -> np.ndarray:
+        """[S] int64, which rows of the step sample"""
+        return np.flatnonzero(self.plan.samples)
+
+    @cached_property
+    def sample_slots_np(self) -> np.ndarray:
+        """[S] int64, the host's mirror"""
+        return np.array(self.plan.slots, dtype=np.int64)[self.sample_rows_np]
+
+    @cached_property
+    def sample_positions_np(self) -> np.ndarray:
+        """[S] int64, the host's mirror"""
+        ends = np.array([self.plan.starts, self.plan.num_tokens], dtype=np.int64).sum(0)
+        return ends[self.sample_rows_np]
 
 
 class BatchBuilder:
@@ -64,74 +118,19 @@ class BatchBuilder:
 
     def __init__(self, states: RequestStates, blocks: BlockTables, max_tokens: int) -> None:
         """`max_tokens`: of one step."""
-        self._states, self._blocks = states, blocks
         # One row and one token more, so that the numbers of samples, rows and tokens differ: that
         # is how a capture tells them apart.
         rows = states.max_rows + 1
         tokens, device = max(max_tokens, rows) + 1, states.token_ids.device
-        self.inputs = Inputs.allocate(tokens, rows, blocks.max_blocks, device)
-        """Of the largest step; a batch's are the first of them."""
+        self._block_tokens = blocks.block_tokens
+        self._inputs = Inputs.allocate(tokens, rows, blocks.max_blocks, device)
+        self._gather = make_gather(
+            states.token_ids, blocks.tensor, blocks.block_tokens, self._inputs
+        )
 
     def build(self, plan: SchedulerOutput) -> InputBatch:
-        """The batch of a plan whose new rows and growths have been applied."""
-        slots_np = np.array(plan.slots, dtype=np.int64)
-        starts_np = np.array(plan.starts, dtype=np.int64)
-        counts_np = np.array(plan.num_tokens, dtype=np.int64)
-        sample_rows_np = np.array(plan.samples, dtype=bool).nonzero()[0]
-        query_start_np = np.zeros(len(slots_np) + 1, dtype=np.int64)
-        counts_np.cumsum(out=query_start_np[1:])
-        context_np = starts_np + counts_np
-        sample_slots_np = slots_np[sample_rows_np]
-        sample_positions_np = context_np[sample_rows_np]
-        slots, starts, query_start, logits_indices, sample_slots, sample_positions = all_to_device(
-            (
-                slots_np,
-                starts_np,
-                query_start_np,
-                query_start_np[1:][sample_rows_np] - 1,
-                sample_slots_np,
-                sample_positions_np,
-            ),
-            self._states.token_ids.device,
-        )
-        tokens, block_tokens = int(query_start_np[-1]), self._blocks.block_tokens
-        if tokens > len(self.inputs.input_ids):
-            raise ValueError(
-                f"step {plan.step} has {tokens} tokens, and there is room for "
-                f"{len(self.inputs.input_ids)}; the scheduler has lost count"
-            )
-        max_context = int(context_np.max(initial=0))
-        inputs = self.inputs.first(tokens, len(slots_np), -(-max_context // block_tokens))
-        gather_inputs(
-            slots,
-            starts,
-            query_start,
-            self._states.token_ids,
-            self._blocks.tensor,
-            block_tokens,
-            inputs,
-        )
-        return InputBatch(
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            attention=metadata(inputs, max(plan.num_tokens, default=0), max_context),
-            logits_indices=logits_indices,
-            wanted=logits_indices if len(sample_rows_np) < tokens else None,
-            sample_slots=sample_slots,
-            sample_positions=sample_positions,
-            sample_slots_np=sample_slots_np,
-            sample_positions_np=sample_positions_np,
-            sample_rows_np=sample_rows_np,
-        )
-
-
-def metadata(inputs: Inputs, max_query_tokens: int, max_context_tokens: int) -> AttentionMetadata:
-    """What attention reads of a step's inputs."""
-    return AttentionMetadata(
-        query_start=inputs.query_start,
-        context_tokens=inputs.context_tokens,
-        block_table=inputs.block_table,
-        slot_mapping=inputs.slot_mapping,
-        max_query_tokens=max_query_tokens,
-        max_context_tokens=max_context_tokens,
-    )
+        """The batch of a plan whose new rows and growths have been applied. Raises ValueError or
+        IndexError for a plan that does not fit (see `Gather`)."""
+        sizes = self._gather(plan.slots, plan.starts, plan.num_tokens, plan.samples)
+        every = sizes.samples == sizes.tokens
+        return InputBatch(plan, self._inputs, sizes, self._block_tokens, all_wanted=every)

@@ -2,16 +2,16 @@
 
 Tokens live on the device: a drawn token is written there, and the next step reads it there, before
 the host has seen it. What the host needs in order to decide which work a batch can skip stands
-beside in small numpy arrays.
+beside it.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from swell.kernels.inputs import write_tokens
+from swell.worker.askers import Askers
 from swell.worker.staging import StagedTable
 from swell.worker.wire import NewRow
 
@@ -30,10 +30,10 @@ class RequestStates:
         self._tokens = StagedTable(max_rows, max_model_len + 1, torch.int32, device)
         self._reals = StagedTable(max_rows, 3, torch.float32, device)
         self._integers = StagedTable(max_rows, 3, torch.int64, device)
-        # [max_rows] each, host
-        self.greedy_np = np.ones(max_rows, dtype=bool)
-        self.uses_top_np = np.zeros(max_rows, dtype=bool)
-        self.uses_min_p_np = np.zeros(max_rows, dtype=bool)
+        # Requests that draw by chance, and those of them that do it with these limits
+        self.drawing = Askers(max_rows)
+        self.with_top = Askers(max_rows)
+        self.with_min_p = Askers(max_rows)
 
     @property
     def token_ids(self) -> Tensor:
@@ -67,9 +67,10 @@ class RequestStates:
         self._tokens.stage(slot, 0, row.token_ids)
         self._reals.stage(slot, 0, (sampler.temperature, sampler.top_p, sampler.min_p))
         self._integers.stage(slot, 0, (sampler.top_k, _signed(sampler.seed), row.prompt_tokens))
-        self.greedy_np[slot] = sampler.temperature <= 0
-        self.uses_top_np[slot] = sampler.top_k > 0 or sampler.top_p < 1
-        self.uses_min_p_np[slot] = sampler.min_p > 0
+        draws = sampler.temperature > 0
+        self.drawing.set(slot, draws)
+        self.with_top.set(slot, draws and (sampler.top_k > 0 or sampler.top_p < 1))
+        self.with_min_p.set(slot, draws and sampler.min_p > 0)
 
     def apply(self) -> None:
         """Bring the staged rows to the device."""

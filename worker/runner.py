@@ -89,7 +89,7 @@ class ModelRunner:
         self.feedback = make_feedback(mesh, self.states)
         self.dispatch = make_dispatch(model, mesh)
         self.batches = BatchBuilder(self.states, self.blocks, scheduler.max_tokens_per_step)
-        self._model_step = make_forward(model, mesh, self.batches.inputs)
+        self._model_step = make_forward(model, mesh, device)
         # The engine does not plan further ahead than this, so an older send has been received.
         self._outbox = Outbox(scheduler.steps_in_flight)
         self._copy_stream: torch.cuda.Stream | None = None
@@ -118,7 +118,7 @@ class ModelRunner:
         batch = self.batches.build(plan)
         reading = [reader for reader in self.readers if reader.reads(plan)]
         if reading or self.mesh.shares_experts:
-            batch = replace(batch, wanted=None)  # engines have agreed on all tokens
+            batch = replace(batch, all_wanted=True)  # engines have agreed on all tokens
         hidden = self._forward(batch)
         self.feedback.after_forward(batch)
         if hidden is None:

@@ -1,5 +1,4 @@
-"""Device tables whose writes are collected on the host and applied together, and the one way by
-which host arrays reach the device."""
+"""Device tables whose writes are collected on the host and applied together."""
 
 from __future__ import annotations
 
@@ -7,26 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor of the device, without a wait.
-
-    On CPU it shares the array's memory. On CUDA it passes through pinned memory, which torch's
-    host allocator does not hand out again before the copy is done.
-    """
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
-    """Arrays of one type as tensors of the device, as `to_device` does it, in one copy."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    return to_device(np.concatenate(arrays), device).split([len(array) for array in arrays])
+from swell.kernels.host import to_device
 
 
 class StagedTable:

@@ -1,9 +1,17 @@
 // A step's inputs, row by row.
+#include <algorithm>
+
 #include "vec.h"
 
-struct Tables {
+struct GatherArgs {
+  const int64_t* columns;  // [4][room_rows]: slots, starts, counts, whether the row samples
   const int32_t *token_ids, *blocks;  // of slot s: token_ids + s * width, blocks + s * max_blocks
   int64_t slots, width, max_blocks, block_tokens;
+  int64_t *input_ids, *positions, *slot_mapping;
+  int32_t *query_start, *context_tokens, *block_table;  // block_table [room_rows][max_blocks]
+  int64_t* samples;  // [3][room_rows]: last token, slot, next position
+  int64_t room_tokens, room_rows;
+  int64_t tokens, drawing, max_query, max_context;  // found
 
   bool holds(int64_t slot, int64_t begin, int64_t end) const {
     return 0 <= slot && slot < slots && 0 <= begin && begin <= end && end <= width &&
@@ -11,32 +19,37 @@ struct Tables {
   }
 };
 
-struct Inputs {
-  int64_t *input_ids, *positions, *slot_mapping;
-  int32_t *query_start, *context_tokens, *block_table;
-  int64_t blocks, table_stride;
-};
-
-// The number of rows; less, if the row of that index lies outside of the tables.
-SWELL_API int64_t swell_gather_inputs(const int64_t* slots, const int64_t* starts,
-                                      const int64_t* query_start, int64_t rows,
-                                      const Tables* from, const Inputs* to) {
-  to->query_start[0] = 0;
+// The number of rows; less, if the row of that index lies outside of the tables or would be more
+// than there is room for, which `tokens` tells.
+SWELL_API int64_t swell_gather_inputs(GatherArgs* a, int64_t rows) {
+  const int64_t *slots = a->columns, *starts = slots + a->room_rows;
+  const int64_t *counts = starts + a->room_rows, *draws = counts + a->room_rows;
+  a->tokens = a->drawing = a->max_query = a->max_context = 0;
+  a->query_start[0] = 0;
   for (int64_t row = 0; row < rows; row++) {
-    const int64_t begin = query_start[row], end = query_start[row + 1];
-    if (!from->holds(slots[row], starts[row], starts[row] + end - begin)) return row;
-    const int32_t* ids = from->token_ids + slots[row] * from->width;
-    const int32_t* blocks = from->blocks + slots[row] * from->max_blocks;
-    for (int64_t t = begin; t < end; t++) {
-      const int64_t position = starts[row] + t - begin;
-      to->input_ids[t] = ids[position];
-      to->positions[t] = position;
-      to->slot_mapping[t] = int64_t(blocks[position / from->block_tokens]) * from->block_tokens +
-                            position % from->block_tokens;
+    const int64_t first = a->tokens, begin = starts[row], end = begin + counts[row];
+    if (!a->holds(slots[row], begin, end)) return row;
+    a->tokens += counts[row];
+    if (a->tokens > a->room_tokens) return row;
+    const int32_t* ids = a->token_ids + slots[row] * a->width;
+    const int32_t* blocks = a->blocks + slots[row] * a->max_blocks;
+    for (int64_t p = begin, t = first; p < end; p++, t++) {
+      a->input_ids[t] = ids[p];
+      a->positions[t] = p;
+      a->slot_mapping[t] =
+          int64_t(blocks[p / a->block_tokens]) * a->block_tokens + p % a->block_tokens;
     }
-    to->query_start[row + 1] = int32_t(end);
-    to->context_tokens[row] = int32_t(starts[row] + end - begin);
-    std::memcpy(to->block_table + row * to->table_stride, blocks, to->blocks * sizeof(int32_t));
+    a->query_start[row + 1] = int32_t(a->tokens);
+    a->context_tokens[row] = int32_t(end);
+    const int64_t used = (end + a->block_tokens - 1) / a->block_tokens;
+    std::memcpy(a->block_table + row * a->max_blocks, blocks, used * sizeof(int32_t));
+    if (draws[row]) {
+      const int64_t told[] = {a->tokens - 1, slots[row], end};
+      for (int i = 0; i < 3; i++) a->samples[i * a->room_rows + a->drawing] = told[i];
+      a->drawing++;
+    }
+    a->max_query = std::max(a->max_query, counts[row]);
+    a->max_context = std::max(a->max_context, end);
   }
   return rows;
 }

@@ -4,66 +4,72 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from swell.kernels.cpu.build import library
-from swell.kernels.inputs import Inputs
+from swell.kernels.inputs import Gather, Inputs, Sizes, check_room, outside
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_INPUTS = ("input_ids", "positions", "slot_mapping", "query_start", "context_tokens", "block_table")
 
 
-class _Tables(ctypes.Structure):
+class _Arguments(ctypes.Structure):
+    """`GatherArgs` of inputs.cpp."""
+
     _fields_ = [
-        *((name, _POINTER) for name in ("token_ids", "blocks")),
+        *((name, _POINTER) for name in ("columns", "token_ids", "blocks")),
         *((name, _INT) for name in ("slots", "width", "max_blocks", "block_tokens")),
-    ]
-
-
-class _Inputs(ctypes.Structure):
-    _fields_ = [
-        *((name, _POINTER) for name in ("input_ids", "positions", "slot_mapping")),
-        *((name, _POINTER) for name in ("query_start", "context_tokens", "block_table")),
-        *((name, _INT) for name in ("blocks", "table_stride")),
+        *((name, _POINTER) for name in (*_INPUTS, "samples")),
+        *((name, _INT) for name in ("room_tokens", "room_rows")),
+        *((name, _INT) for name in ("tokens", "drawing", "max_query", "max_context")),
     ]
 
 
 _gather, _write = library().swell_gather_inputs, library().swell_write_tokens
-_gather.argtypes = [*[_POINTER] * 3, _INT, ctypes.POINTER(_Tables), ctypes.POINTER(_Inputs)]
+_gather.argtypes = [_POINTER, _INT]
 _write.argtypes = [_POINTER, *[_INT] * 2, *[_POINTER] * 3, _INT]
 _gather.restype = _write.restype = _INT
 
 
-def gather_inputs(
-    slots: Tensor,
-    starts: Tensor,
-    query_start: Tensor,
-    token_ids: Tensor,
-    block_table: Tensor,
-    block_tokens: int,
-    out: Inputs,
-) -> None:
-    """See `swell.kernels.inputs.gather_inputs`."""
-    assert slots.dtype == starts.dtype == query_start.dtype == torch.int64
-    assert token_ids.dtype == block_table.dtype == torch.int32
-    for tensor in (slots, starts, query_start, token_ids, block_table):
-        assert tensor.is_contiguous()
-    tables = _Tables(
-        token_ids.data_ptr(), block_table.data_ptr(), *token_ids.shape, block_table.shape[1],
-        block_tokens,
-    )  # fmt: skip
-    inputs = _Inputs(
-        out.input_ids.data_ptr(), out.positions.data_ptr(), out.slot_mapping.data_ptr(),
-        out.query_start.data_ptr(), out.context_tokens.data_ptr(), out.block_table.data_ptr(),
-        out.block_table.shape[1], out.block_table.stride(0),
-    )  # fmt: skip
-    columns = (slots.data_ptr(), starts.data_ptr(), query_start.data_ptr())
-    done = _gather(*columns, len(slots), tables, inputs)
-    if done < len(slots):
-        raise IndexError(
-            f"row {done} of the step: slot {slots[done]} from position {starts[done]} lies outside "
-            f"of the tables of {len(token_ids)} slots with {token_ids.shape[1]} tokens each"
-        )
+class _Gather:
+    """One call: all addresses are known before."""
+
+    def __init__(
+        self, token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs
+    ) -> None:
+        assert token_ids.dtype == block_table.dtype == torch.int32
+        for tensor in (token_ids, block_table, *out):
+            assert tensor.is_contiguous()
+        rows = len(out.context_tokens)
+        self._columns = np.zeros((4, rows), dtype=np.int64)
+        self._kept = (token_ids, block_table, out)
+        self._arguments = _Arguments(
+            self._columns.ctypes.data, token_ids.data_ptr(), block_table.data_ptr(),
+            *token_ids.shape, block_table.shape[1], block_tokens,
+            *(getattr(out, name).data_ptr() for name in _INPUTS), out.samples.data_ptr(),
+            len(out.input_ids), rows,
+        )  # fmt: skip
+        assert out.block_table.shape[1] == block_table.shape[1]
+        self._address = ctypes.addressof(self._arguments)
+
+    def __call__(
+        self, slots: list[int], starts: list[int], counts: list[int], samples: list[bool]
+    ) -> Sizes:
+        rows, found = len(slots), self._arguments
+        check_room(0, rows, self._kept[2])
+        self._columns[:, :rows] = (slots, starts, counts, samples)
+        done = _gather(self._address, rows)
+        check_room(found.tokens, rows, self._kept[2])
+        if done < rows:
+            raise outside(done, slots[done], starts[done], self._kept[0])
+        return Sizes(found.tokens, rows, found.drawing, found.max_query, found.max_context)
+
+
+def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs) -> Gather:
+    """See `swell.kernels.inputs.make_gather`."""
+    return _Gather(token_ids, block_table, block_tokens, out)
 
 
 def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:

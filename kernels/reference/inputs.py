@@ -1,38 +1,79 @@
-"""A step's inputs in plain torch, without a look at the device."""
+"""A step's inputs in plain torch: what the host knows reaches the device in one copy."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from swell.kernels.inputs import Inputs
+from swell.kernels.host import to_device
+from swell.kernels.inputs import Gather, Inputs, Sizes, check_room, outside
 
 
-def gather_inputs(
-    slots: Tensor,
-    starts: Tensor,
-    query_start: Tensor,
-    token_ids: Tensor,
-    block_table: Tensor,
-    block_tokens: int,
-    out: Inputs,
-) -> None:
-    """See `swell.kernels.inputs.gather_inputs`."""
-    tokens, blocks = len(out.input_ids), out.block_table.shape[1]
-    counts = query_start.diff()
-    # [T]: the row of each token
-    rows = torch.arange(len(slots), device=slots.device).repeat_interleave(
-        counts, output_size=tokens
-    )
-    positions = torch.arange(tokens, device=slots.device) + (starts - query_start[:-1])[rows]
-    tables = block_table[:, :blocks].index_select(0, slots)
-    out.input_ids.copy_(token_ids[slots[rows], positions])
-    out.positions.copy_(positions)
-    out.query_start.copy_(query_start)
-    out.context_tokens.copy_(starts + counts)
-    out.block_table.copy_(tables)
-    index, offset = positions // block_tokens, positions % block_tokens
-    out.slot_mapping.copy_(tables[rows, index].long() * block_tokens + offset)
+class _Gather:
+    def __init__(
+        self, token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs
+    ) -> None:
+        self._token_ids, self._block_table, self._out = token_ids, block_table, out
+        self._block_tokens = block_tokens
+
+    def __call__(
+        self, slots: list[int], starts: list[int], counts: list[int], samples: list[bool]
+    ) -> Sizes:
+        check_room(sum(counts), len(slots), self._out)
+        columns = np.array([slots, starts, counts, samples], dtype=np.int64)
+        self._check(columns)
+        slots_np, starts_np, counts_np, _ = columns
+        ends_np, context_np = counts_np.cumsum(), starts_np + counts_np
+        drawing = columns[3].nonzero()[0]
+        sampling_np = (ends_np[drawing] - 1, slots_np[drawing], context_np[drawing])
+        sizes = Sizes(
+            tokens=int(counts_np.sum()),
+            rows=len(slots),
+            samples=len(drawing),
+            max_query_tokens=int(counts_np.max(initial=0)),
+            max_context_tokens=int(context_np.max(initial=0)),
+        )
+        packed = to_device(
+            np.concatenate((slots_np, starts_np, counts_np, *sampling_np)), self._out.samples.device
+        )
+        rows, sampling = packed.split([3 * sizes.rows, 3 * sizes.samples])
+        self._fill(rows.view(3, -1), sizes)
+        self._out.samples[:, : sizes.samples] = sampling.view(3, -1)
+        return sizes
+
+    def _check(self, columns: np.ndarray) -> None:
+        slots, length = self._token_ids.shape
+        length = min(length, self._block_table.shape[1] * self._block_tokens)
+        for row, (slot, start, count, _) in enumerate(columns.T.tolist()):
+            if not (0 <= slot < slots and 0 <= start <= start + count <= length):
+                raise outside(row, slot, start, self._token_ids)
+
+    def _fill(self, columns: Tensor, sizes: Sizes) -> None:
+        """columns [3, R] int64: slots, starts, counts"""
+        slots, starts, counts = columns
+        out, device = self._out, columns.device
+        ends = counts.cumsum(0)
+        # [T]: the row of each token
+        rows = torch.arange(sizes.rows, device=device).repeat_interleave(
+            counts, output_size=sizes.tokens
+        )
+        positions = torch.arange(sizes.tokens, device=device) + (starts - ends + counts)[rows]
+        blocks = -(-sizes.max_context_tokens // self._block_tokens)
+        tables = self._block_table[:, :blocks].index_select(0, slots)
+        out.input_ids[: sizes.tokens] = self._token_ids[slots[rows], positions]
+        out.positions[: sizes.tokens] = positions
+        out.query_start[0] = 0
+        out.query_start[1 : sizes.rows + 1] = ends
+        out.context_tokens[: sizes.rows] = starts + counts
+        out.block_table[: sizes.rows, :blocks] = tables
+        index, offset = positions // self._block_tokens, positions % self._block_tokens
+        out.slot_mapping[: sizes.tokens] = tables[rows, index].long() * self._block_tokens + offset
+
+
+def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs) -> Gather:
+    """See `swell.kernels.inputs.make_gather`."""
+    return _Gather(token_ids, block_table, block_tokens, out)
 
 
 def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:

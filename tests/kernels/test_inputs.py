@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,11 +24,12 @@ def column(name: str):
 
 @st.composite
 def steps(draw):
-    """(slot, start, count) of each row."""
+    """(slot, start, count, whether it samples) of each row."""
     slots = draw(st.lists(st.integers(0, SLOTS - 1), max_size=SLOTS, unique=True))
     counts = [draw(st.integers(0, 12)) for _ in slots]
     return [
-        (slot, draw(st.integers(0, LENGTH - n)), n) for slot, n in zip(slots, counts, strict=True)
+        (slot, draw(st.integers(0, LENGTH - n)), n, draw(st.booleans()))
+        for slot, n in zip(slots, counts, strict=True)
     ]
 
 
@@ -37,24 +40,50 @@ def test_inputs_of_a_step(name, step, seed):
     torch.manual_seed(seed)
     ids = torch.randint(1000, (SLOTS, LENGTH + 1), dtype=torch.int32)
     table = torch.randint(1 << 30, (SLOTS, BLOCKS), dtype=torch.int32)
-    slots, starts, counts = torch.tensor(step, dtype=torch.int64).reshape(-1, 3).T.contiguous()
-    query_start = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    blocks = -(-max((start + count for _, start, count in step), default=0) // BLOCK)
-    room = Inputs.allocate(80, SLOTS, BLOCKS, torch.device("cpu"))
-    for tensor in room:
+    out = Inputs.allocate(80, SLOTS, BLOCKS, torch.device("cpu"))
+    for tensor in out:
         tensor.fill_(-7)
-    out = room.first(int(counts.sum()), len(step), blocks)
-    column(name).gather_inputs(slots, starts, query_start, ids, table, BLOCK, out)
-    tokens = [(slot, p) for slot, start, n in step for p in range(start, start + n)]
-    assert out.input_ids.tolist() == [ids[slot, p] for slot, p in tokens]
-    assert out.positions.tolist() == [p for _, p in tokens]
-    assert out.query_start.tolist() == query_start.tolist()
-    assert out.context_tokens.tolist() == [start + n for _, start, n in step]
-    assert torch.equal(out.block_table, table[slots, :blocks])
-    wanted = [int(table[slot, p // BLOCK]) * BLOCK + p % BLOCK for slot, p in tokens]
-    assert out.slot_mapping.tolist() == wanted
-    for tensor, part in zip(room, out, strict=True):  # nothing else is touched
-        assert (tensor == -7).sum() >= tensor.numel() - part.numel()
+    slots, starts, counts, draws = ([row[i] for row in step] for i in range(4))
+    gather = column(name).make_gather(ids, table, BLOCK, out)
+    sizes = gather(slots, starts, counts, draws)
+    tokens = [(slot, p) for slot, start, n, _ in step for p in range(start, start + n)]
+    ends = [start + n for _, start, n, _ in step]
+    assert sizes == (
+        len(tokens), len(step), sum(draws), max(counts, default=0), max(ends, default=0)
+    )  # fmt: skip
+
+    def begins_with(tensor, wanted):  # and nothing else is touched
+        assert tensor.tolist() == wanted + [-7] * (len(tensor) - len(wanted))
+
+    begins_with(out.input_ids, [ids[slot, p].item() for slot, p in tokens])
+    begins_with(out.positions, [p for _, p in tokens])
+    mapping = [table[slot, p // BLOCK].item() * BLOCK + p % BLOCK for slot, p in tokens]
+    begins_with(out.slot_mapping, mapping)
+    last = list(accumulate(counts))
+    begins_with(out.query_start, [0, *last])
+    begins_with(out.context_tokens, ends)
+    told = zip(last, slots, ends, draws, strict=True)
+    sampling = [(end - 1, slot, position) for end, slot, position, draw in told if draw]
+    for column_, wanted in zip(out.samples, zip(*sampling, strict=True), strict=False):
+        begins_with(column_, list(wanted))
+    for row, (slot, end) in enumerate(zip(slots, ends, strict=True)):
+        blocks = -(-end // BLOCK)
+        assert torch.equal(out.block_table[row, :blocks], table[slot, :blocks])
+    assert (out.block_table[len(step) :] == -7).all()
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_one_step_after_the_other(name):
+    ids = torch.arange(20, dtype=torch.int32).view(2, 10)
+    table = torch.tensor([[5, 6], [7, 8]], dtype=torch.int32)
+    out = Inputs.allocate(8, 3, 2, torch.device("cpu"))
+    gather = column(name).make_gather(ids, table, 4, out)
+    assert gather([1, 0], [2, 0], [3, 1], [True, False]) == (4, 2, 1, 3, 5)
+    ids[0, 3] = 77
+    table[0, 0] = 9
+    assert gather([0], [3], [1], [True]) == (1, 1, 1, 1, 4)
+    assert out.input_ids[:1].tolist() == [77] and out.slot_mapping[:1].tolist() == [9 * 4 + 3]
+    assert out.samples[:, 0].tolist() == [0, 0, 4]
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
@@ -70,11 +99,22 @@ def test_tokens_are_written_where_they_belong(name):
 def test_what_lies_outside_of_the_tables_is_an_error(name, slot, start):
     ids = torch.zeros(SLOTS, LENGTH + 1, dtype=torch.int32)
     table = torch.zeros(SLOTS, BLOCKS, dtype=torch.int32)
+    out = Inputs.allocate(2, 2, BLOCKS, torch.device("cpu"))
+    gather = column(name).make_gather(ids, table, BLOCK, out)
+    with pytest.raises(IndexError, match=f"row 0 of the step: slot {slot} from position {start}"):
+        gather([slot], [start], [1], [True])
     at, position, one = (torch.tensor([x]) for x in (slot, start, 1))
-    out = Inputs.allocate(2, 2, BLOCKS, torch.device("cpu")).first(1, 1, BLOCKS)
-    query_start = torch.tensor([0, 1])
-    with pytest.raises(IndexError):
-        column(name).gather_inputs(at, position, query_start, ids, table, BLOCK, out)
     with pytest.raises(IndexError):
         column(name).write_tokens(ids, at, position, one)
     assert not ids.any()
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize(("rows", "count", "what"), [(1, 3, "3 tokens"), (3, 0, "3 rows")])
+def test_what_does_not_fit_is_an_error(name, rows, count, what):
+    ids = torch.zeros(SLOTS, LENGTH + 1, dtype=torch.int32)
+    table = torch.zeros(SLOTS, BLOCKS, dtype=torch.int32)
+    out = Inputs.allocate(2, 2, BLOCKS, torch.device("cpu"))
+    gather = column(name).make_gather(ids, table, BLOCK, out)
+    with pytest.raises(ValueError, match=f"{what}, and there is room for 2"):
+        gather(list(range(rows)), [0] * rows, [count] * rows, [True] * rows)

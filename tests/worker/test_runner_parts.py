@@ -68,12 +68,18 @@ def test_a_row_brings_its_tokens_and_columns():
     assert states.token_ids[2, :3].tolist() == [5, 6, 7]
     assert states.reals[2].tolist() == [0.5, 0.25, 0.125]
     assert states.integers[2].tolist() == [7, -2, 2]
-    assert not states.greedy_np[2]
+    asking = (states.drawing, states.with_top, states.with_min_p)
+    assert all(askers.among(np.array([1, 2])).tolist() == [1] for askers in asking)
     states.stage(greedy_row(2, [1]))
     states.apply()
     assert states.token_ids[2, :1].tolist() == [1]
-    assert states.greedy_np[2]
-    assert not states.uses_top_np[2]
+    assert not any(askers.any for askers in asking)
+
+
+def test_what_limits_chance_is_nothing_to_a_greedy_row():
+    states = RequestStates(ROWS, LENGTH, CPU)
+    states.stage(NewRow(1, [5], 1, [], SamplerParams(temperature=0, top_k=7, min_p=0.5)))
+    assert not (states.drawing.any or states.with_top.any or states.with_min_p.any)
 
 
 def test_a_row_that_is_too_long_is_refused():

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from swell.kernels.bitmask import apply_bitmask
+from swell.kernels.host import to_device
+from swell.worker.askers import Askers
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.stage import FORBIDDEN, Askers, Stage
-from swell.worker.staging import to_device
+from swell.worker.sample.stage import FORBIDDEN, Stage
 from swell.worker.wire import NewRow
 
 NOT_ALLOWED = 1e6 * FORBIDDEN
@@ -42,7 +43,7 @@ class AllowedTokens(Stage):
             self._staged[row.slot] = allowed
 
     def rows(self, batch: InputBatch) -> np.ndarray:
-        return self._askers.among(batch.sample_slots_np)
+        return batch.rows_of(self._askers)
 
     def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         rows = to_device(rows_np, logits.device)

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swell.kernels.host import to_device
+from swell.worker.askers import Askers
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.stage import FORBIDDEN, NO_ROWS, Stage
-from swell.worker.staging import to_device
+from swell.worker.sample.stage import FORBIDDEN, Stage
 from swell.worker.wire import NewRow
 
 ALWAYS = np.iinfo(np.int64).max
@@ -77,7 +78,7 @@ class Edits(Stage):
         self._states = states
         # [max_rows]
         self._entries: list[_Entries | None] = [None] * states.max_rows
-        self._slots: set[int] = set()  # those that have entries
+        self._askers = Askers(states.max_rows)
         # [max_rows] first position at which the slot's row has nothing to edit any more
         self._until_np = np.zeros(states.max_rows, dtype=np.int64)
 
@@ -85,13 +86,14 @@ class Edits(Stage):
         entries = _Entries.of(row)
         self._entries[row.slot] = entries
         self._until_np[row.slot] = 0 if entries is None else entries.until.max()
-        (self._slots.discard if entries is None else self._slots.add)(row.slot)
+        self._askers.set(row.slot, entries is not None)
 
     def rows(self, batch: InputBatch) -> np.ndarray:
-        if not self._slots:
-            return NO_ROWS
-        until = self._until_np[batch.sample_slots_np]
-        return np.flatnonzero(batch.sample_positions_np < until)
+        rows = batch.rows_of(self._askers)
+        if not len(rows):
+            return rows
+        until = self._until_np[batch.sample_slots_np[rows]]
+        return rows[batch.sample_positions_np[rows] < until]
 
     def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         slots, positions = batch.sample_slots_np[rows_np], batch.sample_positions_np[rows_np]

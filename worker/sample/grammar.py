@@ -19,13 +19,14 @@ from torch import Tensor
 
 from swell.configs.log import FactLogger
 from swell.kernels.bitmask import apply_bitmask
+from swell.kernels.host import to_device
+from swell.worker.askers import Askers
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
 from swell.worker.sample.allowed import packed_bits
-from swell.worker.sample.stage import Askers, Stage
+from swell.worker.sample.stage import Stage
 from swell.worker.sample.vocabulary import end_token_ids, load_vocabulary
 from swell.worker.sample.wire import GRAMMAR_LIMITS
-from swell.worker.staging import to_device
 from swell.worker.wire import NewRow
 
 KEPT_GRAMMARS = 32
@@ -59,7 +60,7 @@ class GrammarMask(Stage):
             self._followers[slot] = Follower(self._compile(grammar.lark), outputs)
 
     def rows(self, batch: InputBatch) -> np.ndarray:
-        return self._askers.among(batch.sample_slots_np)
+        return batch.rows_of(self._askers)
 
     def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         self._read()

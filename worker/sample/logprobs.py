@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swell.kernels.host import to_device
 from swell.kernels.logprobs import rank_tokens
+from swell.worker.askers import Askers
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.stage import Askers, Note, Reader
+from swell.worker.sample.stage import Note, Reader
 from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
-from swell.worker.staging import to_device
 from swell.worker.wire import NewRow, SchedulerOutput
 
 SLICE_POSITIONS = 256
@@ -85,10 +86,10 @@ class DrawnLogprobs:
     def keep(self, logits: Tensor, batch: InputBatch, will_change: bool) -> list[KeptLogits]:
         """The rows of logits [S, V] float32 that are to be told of, copied if some stage
         `will_change` them; empty: none is told of."""
-        slots = batch.sample_slots_np
-        samples = self._tops.askers.among(slots)
+        samples = batch.rows_of(self._tops.askers)
         if not len(samples):
             return []
+        slots = batch.sample_slots_np
         index = to_device(samples, logits.device)
         tops = self._tops.count_np[slots[samples]].tolist()
         rows = batch.sample_rows_np[samples].tolist()
@@ -151,7 +152,7 @@ class PromptReader(Reader):
         self._prompt_tokens_np[row.slot] = row.prompt_tokens
 
     def reads(self, plan: SchedulerOutput) -> bool:
-        return bool(self._find(plan)[0])
+        return self._tops.askers.any and bool(self._find(plan)[0])
 
     def __call__(self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput) -> list[Note]:
         stretches, indices = self._find(plan)

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swell.kernels.host import to_device
 from swell.kernels.penalties import apply_penalties, count_tokens
+from swell.worker.askers import Askers
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.stage import Askers, Stage
-from swell.worker.staging import to_device
+from swell.worker.sample.stage import Stage
 from swell.worker.wire import NewRow
 
 
@@ -60,7 +61,7 @@ class Penalties(Stage):
             self._staged[slot] = (row.prompt_tokens, len(row.token_ids))
 
     def rows(self, batch: InputBatch) -> np.ndarray:
-        return self._askers.among(batch.sample_slots_np)
+        return batch.rows_of(self._askers)
 
     def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         self._rows = to_device(rows_np, logits.device)

@@ -84,9 +84,8 @@ class Sampler:
 
     def _draw(self, logits: Tensor, batch: InputBatch) -> Tensor:
         """Tokens [S] int64 by temperature, min_p, top_k and top_p."""
-        states, slots_np = self._states, batch.sample_slots_np
-        drawing = ~states.greedy_np[slots_np]
-        if not drawing.any():
+        states = self._states
+        if not len(batch.rows_of(states.drawing)):
             return greedy_tokens(logits)
         slots = batch.sample_slots
         reals, integers = states.reals[slots], states.integers[slots]
@@ -97,6 +96,6 @@ class Sampler:
             reals[:, TOP_P],
             reals[:, MIN_P],
             uniform_noise(integers[:, SEED], batch.sample_positions),
-            any_min_p=bool((drawing & states.uses_min_p_np[slots_np]).any()),
-            any_top=bool((drawing & states.uses_top_np[slots_np]).any()),
+            any_min_p=len(batch.rows_of(states.with_min_p)) > 0,
+            any_top=len(batch.rows_of(states.with_top)) > 0,
         )

@@ -17,28 +17,6 @@ FORBIDDEN = -1e30
 (a grammar leaves one token, and a ban names it), the last one left is drawn, and never NaN."""
 
 
-NO_ROWS = np.zeros(0, dtype=np.int64)
-
-
-class Askers:
-    """The slots whose requests ask for something: most of the time there are none, which costs a
-    step nothing."""
-
-    def __init__(self, max_rows: int) -> None:
-        self._slots: set[int] = set()
-        # [max_rows]
-        self._asks_np = np.zeros(max_rows, dtype=bool)
-
-    def set(self, slot: int, asks: bool) -> None:
-        """Whether the request that takes the slot asks."""
-        self._asks_np[slot] = asks
-        (self._slots.add if asks else self._slots.discard)(slot)
-
-    def among(self, slots_np: np.ndarray) -> np.ndarray:
-        """slots_np [N] -> [M] int64: which of them ask."""
-        return np.flatnonzero(self._asks_np[slots_np]) if self._slots else NO_ROWS
-
-
 class Stage(ABC):
     """One wish about tokens, for all rows that have it.
 
