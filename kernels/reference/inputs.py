@@ -43,11 +43,14 @@ class _Gather:
         return sizes
 
     def _check(self, columns: np.ndarray) -> None:
-        slots, length = self._token_ids.shape
+        slots, starts, counts, _ = columns
+        table, length = self._token_ids.shape
         length = min(length, self._block_table.shape[1] * self._block_tokens)
-        for row, (slot, start, count, _) in enumerate(columns.T.tolist()):
-            if not (0 <= slot < slots and 0 <= start <= start + count <= length):
-                raise outside(row, slot, start, self._token_ids)
+        inside = (slots >= 0) & (slots < table) & (starts >= 0) & (counts >= 0)
+        inside &= starts + counts <= length
+        if not inside.all():
+            row = int(inside.argmin())
+            raise outside(row, int(slots[row]), int(starts[row]), self._token_ids)
 
     def _fill(self, columns: Tensor, sizes: Sizes) -> None:
         """columns [3, R] int64: slots, starts, counts"""
