@@ -145,7 +145,9 @@ def test_groups_that_are_left_in_a_step_are_formed_again(core, whole):
 def test_a_worker_that_fails_by_itself_is_replaced_but_not_for_ever(core, whole, monkeypatch):
     ask(core)
     tokens = answers(core, 8)
-    core.executor.execute(SchedulerOutput(10**6, slots=[10**6], starts=[0], num_tokens=[1]))
+    core.executor.execute(
+        SchedulerOutput(10**6, slots=[10**6], starts=[0], num_tokens=[1], samples=[True])
+    )
     with pytest.raises(WorkerLost, match=r"worker \d .* failed: IndexError") as lost:
         answers(core, tokens=tokens)
     with monkeypatch.context() as patch:
