@@ -39,13 +39,6 @@ SWELL_INLINE Part<DIM> part_of(const T* p, int64_t i, int64_t dim) {
   else return part_8<T, DIM>(p, 8 * i, dim);
 }
 
-template <int DIM>
-SWELL_INLINE Part<DIM> load_as(const float* p) {
-  Part<DIM> v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
 SWELL_INLINE v8 fold(v8 v) { return v; }
 #ifdef __AVX512F__
 SWELL_INLINE v8 fold(lanes v) {
@@ -72,7 +65,7 @@ __attribute__((noinline)) void score_keys(const float* q, const T* k, const T* l
       Part<DIM> part[NK];
       for (int n = 0; n < NK; n++) part[n] = part_of<T, DIM>(keys[n], i, dim);
       for (int m = 0; m < MQ; m++) {
-        const Part<DIM> x = load_as<DIM>(q + m * padded + W * i);
+        const Part<DIM> x = load_as<Part<DIM>>(q + m * padded + W * i);
         for (int n = 0; n < NK; n++) s[m * NK + n] += x * part[n];
       }
     }
@@ -93,7 +86,7 @@ __attribute__((noinline)) void weigh_keys(const float* weight, int64_t weight_st
   const int64_t dim = DIM ? DIM : any_dim, padded = (dim + W - 1) / W * W;
   Part<DIM> o[MQ][NV];
   for (int m = 0; m < MQ; m++)
-    for (int i = 0; i < NV; i++) o[m][i] = load_as<DIM>(acc + m * padded + W * (first + i));
+    for (int i = 0; i < NV; i++) o[m][i] = load_as<Part<DIM>>(acc + m * padded + W * (first + i));
   for (int64_t j = 0; j < count; j++, v += dim) {
     fetch(later ? later + j * dim : nullptr, dim);
     Part<DIM> part[NV];

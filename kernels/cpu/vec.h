@@ -22,19 +22,21 @@ constexpr float kLowest = -3.0e38f;
 
 SWELL_INLINE v8 splat(float x) { return v8{x, x, x, x, x, x, x, x}; }
 
-SWELL_INLINE v8 load(const float* p) {
-  v8 v;
+template <typename V>
+SWELL_INLINE V load_as(const void* p) {
+  V v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-SWELL_INLINE v8 load(const bf16* p) {
-  h8 h;
-  std::memcpy(&h, p, sizeof h);
-  u8 wide = __builtin_convertvector(h, u8) << 16;
-  v8 v;
-  std::memcpy(&v, &wide, sizeof v);
-  return v;
+// V: floats, Bits and Halves: as many uint32_t and uint16_t.
+template <typename V, typename Bits, typename Halves>
+SWELL_INLINE V widen(const bf16* p) {
+  const Bits bits = __builtin_convertvector(load_as<Halves>(p), Bits) << 16;
+  return load_as<V>(&bits);
 }
+
+SWELL_INLINE v8 load(const float* p) { return load_as<v8>(p); }
+SWELL_INLINE v8 load(const bf16* p) { return widen<v8, u8, h8>(p); }
 
 SWELL_INLINE void store(float* p, v8 v) { std::memcpy(p, &v, sizeof v); }
 // Rounds to the nearest, ties to even; NaN stays NaN.
@@ -57,19 +59,8 @@ typedef float lanes __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t lanes_u __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t lanes_h __attribute__((vector_size(kLanes * 2)));
 
-SWELL_INLINE lanes wide(const float* p) {
-  lanes v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-SWELL_INLINE lanes wide(const bf16* p) {
-  lanes_h h;
-  std::memcpy(&h, p, sizeof h);
-  lanes_u bits = __builtin_convertvector(h, lanes_u) << 16;
-  lanes v;
-  std::memcpy(&v, &bits, sizeof v);
-  return v;
-}
+SWELL_INLINE lanes wide(const float* p) { return load_as<lanes>(p); }
+SWELL_INLINE lanes wide(const bf16* p) { return widen<lanes, lanes_u, lanes_h>(p); }
 
 // The first n < 8 elements; the rest is zero, or left alone.
 template <typename T>
