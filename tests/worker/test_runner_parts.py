@@ -347,6 +347,18 @@ def test_the_first_stage_receives_what_it_needs_and_no_more(plan, wanted):
     assert [int(t) for t in written] == [100 + i if i < wanted else 0 for i in range(3)]
 
 
+def test_a_message_that_is_late_goes_where_its_own_step_drew():
+    """The next batch is built where the last one lay."""
+    group, states = ScriptedGroup(), RequestStates(ROWS, LENGTH, CPU)
+    builder = BatchBuilder(states, BlockTables(ROWS, LENGTH, BLOCK, CPU), 256)
+    feedback = FirstStageFeedback(group, states)
+    for slot, start in ((0, 4), (1, 7)):
+        plan = SchedulerOutput(1, slots=[slot], starts=[start], num_tokens=[1], samples=[True])
+        feedback.after_forward(builder.build(plan))
+    feedback.settle()
+    assert int(states.token_ids[0, 5]) == 100 and int(states.token_ids[1, 8]) == 101
+
+
 def test_messages_that_nobody_needs_do_not_pile_up():
     group = ScriptedGroup()
     feedback = FirstStageFeedback(group, RequestStates(ROWS, LENGTH, CPU))
