@@ -22,7 +22,7 @@ constexpr int kRows = kLanes == 16 ? 12 : 6;  // 24 sums of 32 registers, or 12 
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kBlock = 256;
 constexpr int64_t kChunk = 16 * kRows;  // rows that pass over a panel before the next one
-constexpr int64_t kAhead = 32 * kPanel;  // elements between what is read and what is fetched
+constexpr int64_t kAhead = 24 * kPanel;  // elements between what is read and what is fetched
 
 // What is fetched for later: `step` elements for each k.
 template <typename T>

@@ -60,22 +60,20 @@ class Team {
     std::atomic<bool> ended{false}, caller_asleep{false};
     void (*run)(const void*, Tasks&) = nullptr;
     const void* body = nullptr;
-    int64_t count = 0;
     std::mutex mutex;
     std::condition_variable begun, finished;
 
     bool has_work() const { return word.load() & Tasks::kLeft; }
 
-    void share(int64_t tasks_in_all, void (*what)(const void*, Tasks&), const void* of) {
-      run = what, body = of, count = tasks_in_all;
+    void share(int64_t count, void (*what)(const void*, Tasks&), const void* of) {
+      run = what, body = of;
       done.store(0, std::memory_order_relaxed);
-      const uint64_t loop = (word.load(std::memory_order_relaxed) >> 32) + 1;
-      word.store(loop << 32 | uint64_t(count));
+      word.store(uint64_t(count));
       if (asleep.load()) {
         { std::lock_guard<std::mutex> lock(mutex); }
         begun.notify_all();
       }
-      Tasks tasks(&word, loop & Tasks::kLeft, count);
+      Tasks tasks(&word, false);
       run(body, tasks);
       const auto all_done = [&] { return done.load() == count - tasks.taken_; };
       if (wait_awake(kCallerWait, all_done)) return;
@@ -87,12 +85,9 @@ class Team {
 
     void help() {
       while (wait_for_work()) {
-        const uint64_t seen = word.load();
-        Tasks tasks(&word, seen >> 32, 0);
+        Tasks tasks(&word, true);
         if (!tasks.claim()) continue;
-        tasks.count_ = count;  // from here on it is this loop's: the caller waits
-        tasks.task_ = count - tasks.left_;
-        tasks.ahead_ = true;
+        tasks.ahead_ = true;  // from here on run and body are this loop's: the caller waits
         run(body, tasks);
         done.fetch_add(tasks.taken_);
         if (caller_asleep.load()) {

@@ -14,14 +14,14 @@ constexpr int64_t kParallelWork = 1 << 17;
 // Tasks of a thread: a helper that loses its core keeps one of them.
 constexpr int64_t kTasks = 16;
 
-// What one thread takes of a loop.
+// What one thread takes of a loop: the caller from the first on, helpers from the last back, so that
+// each stays among neighbours, and what it fetches beyond a task is its own next one.
 class Tasks {
  public:
   explicit Tasks(int64_t count) : left_(count), count_(count) {}
-  Tasks(std::atomic<uint64_t>* shared, uint64_t loop, int64_t count)
-      : shared_(shared), loop_(loop), count_(count) {}
+  Tasks(std::atomic<uint64_t>* shared, bool helps) : shared_(shared), helps_(helps) {}
 
-  // The next task, from 0 up; negative: there is none left.
+  // The next task; negative: there is none left.
   int64_t next() {
     if (ahead_) {
       ahead_ = false;
@@ -34,24 +34,25 @@ class Tasks {
  private:
   friend class Team;
 
-  // The word is loop << 32 | tasks left: a claim fails if the loop is over.
+  // The word is first << 32 | left: the tasks that nobody has begun. A loop ends when all that were
+  // begun are done, so whoever has claimed one is of this loop.
   bool claim() {
     uint64_t word = shared_->load(std::memory_order_relaxed);
     do {
-      if (word >> 32 != loop_ || !(word & kLeft)) return false;
-    } while (!shared_->compare_exchange_weak(word, word - 1, std::memory_order_acquire,
+      if (!(word & kLeft)) return false;
+    } while (!shared_->compare_exchange_weak(word, word - 1 + (helps_ ? 0 : kFirst),
+                                             std::memory_order_acquire,
                                              std::memory_order_relaxed));
-    left_ = word & kLeft;
-    task_ = count_ - left_;
+    task_ = (word >> 32) + (helps_ ? (word & kLeft) - 1 : 0);
     taken_++;
     return true;
   }
 
-  static constexpr uint64_t kLeft = 0xffffffffu;
+  static constexpr uint64_t kFirst = uint64_t(1) << 32, kLeft = kFirst - 1;
   std::atomic<uint64_t>* shared_ = nullptr;
-  uint64_t loop_ = 0;
-  int64_t left_ = 0, count_, task_ = 0, taken_ = 0;
+  bool helps_ = false;
   bool ahead_ = false;  // task_ is claimed, but not begun
+  int64_t left_ = 0, count_ = 0, task_ = 0, taken_ = 0;
 };
 
 // Of the calling thread: torch.get_num_threads().
