@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 _FORGET_WATCHER_BEATS = 5
 """Heartbeats after which a silent ingress is told nothing more."""
-_TICK_S = 0.1
-"""How often time is looked at."""
+_LOOKS = 10
+"""How often it is looked, while an engine may be silent, whether it is."""
 
 
 def recovery_s(config: ClusterConfig) -> float:
@@ -114,6 +114,8 @@ class CoordinatorService:
         self._unsent: dict[int, list[EngineCommand]] = {}
         """For engines that join and have not introduced themselves yet; the same key."""
         self._changed = threading.Condition()
+        self._told: tuple[int, frozenset[int]] = (0, frozenset())
+        """What those who wait for a change were last woken for: epoch, and who is coming."""
         self._note = ManagerNote()
         self._epoch_seen = 0
         self._hellos: dict[int, EngineHello] = {}
@@ -225,9 +227,7 @@ class CoordinatorService:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            now = time.monotonic()
-            wait_s = min(self._conductor.board.wait_s(now), _TICK_S)
-            for peer, message in self._inbox.receive(wait_s, self._waker):
+            for peer, message in self._inbox.receive(self._wait_s(), self._waker):
                 try:
                     self._take(peer, message)
                 except Exception as error:  # what one peer says ends nothing for the others
@@ -240,7 +240,21 @@ class CoordinatorService:
             now = time.monotonic()
             self._send(self._conductor.tick(now))
             self._publish(now)
+            self._wake_waiting()
+
+    def _wait_s(self) -> float:
+        """Until time has to be looked at again."""
+        now = time.monotonic()
+        if self._recover_until:
+            return max(0.0, self._recover_until - now)
+        look_s = self._config.stall_timeout_s / _LOOKS
+        return min(self._conductor.board.wait_s(now), look_s)
+
+    def _wake_waiting(self) -> None:
+        now = (self._conductor.roster.epoch, frozenset(self._conductor.coming))
+        if now != self._told:
             with self._changed:
+                self._told = now
                 self._changed.notify_all()
 
     def _serve_calls(self) -> None:
