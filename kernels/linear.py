@@ -41,6 +41,14 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return columns.pick("linear", x.device.type).linear(x, weight, bias)  # type: ignore[no-any-return]
 
 
+def largest(x: Tensor, weight: Weight) -> Tensor:
+    """x [S, in], weight [out, in] -> [S] int64: the first of the largest of `linear`'s outputs.
+
+    Columns: reference, cpu.
+    """
+    return columns.pick("linear", x.device.type).largest(x, weight)  # type: ignore[no-any-return]
+
+
 def embedding(ids: Tensor, weight: Weight) -> Tensor:
     """Rows `ids` [T] int of weight [N, hidden] -> new [T, hidden]. Columns: reference, cpu."""
     return columns.pick("linear", ids.device.type).embedding(ids, weight)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.worker.block_tables import BlockTables
 from swell.worker.dispatch import Agreement, make_dispatch
 from swell.worker.feedback import Outbox, make_feedback
-from swell.worker.graphs import make_forward
+from swell.worker.graphs import Head, make_forward
 from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.mesh import Mesh
 from swell.worker.request_states import RequestStates
@@ -119,12 +119,13 @@ class ModelRunner:
         reading = [reader for reader in self.readers if reader.reads(plan)]
         if reading or self.mesh.shares_experts:
             batch = replace(batch, all_wanted=True)  # engines have agreed on all tokens
-        hidden = self._forward(batch)
+        head = Head.MOST_LIKELY if self.sampler.takes_most_likely(batch) else Head.LOGITS
+        hidden = self._forward(batch, head)
         self.feedback.after_forward(batch)
         if hidden is None:
             return None
         notes = [note for reader in reading for note in reader(hidden, batch, plan)]
-        return self._output(plan.step, agreed, self._sample(hidden, batch, notes))
+        return self._output(plan.step, agreed, self._sample(hidden, batch, head, notes))
 
     def settle(self) -> None:
         """Take and send what is under way between the stages: every step has been computed, and
@@ -146,29 +147,31 @@ class ModelRunner:
         self.states.apply()
         self.blocks.apply()
 
-    def _forward(self, batch: InputBatch) -> Tensor | None:
-        """Hidden states of the wanted tokens on the last stage; on others None, they send theirs
-        on."""
+    def _forward(self, batch: InputBatch, head: Head) -> Tensor | None:
+        """Hidden states of the wanted tokens on the last stage, for this head; on others None, they
+        send theirs on."""
         stage, group = self.mesh.stage, self.mesh.pipeline
         intermediate = None
         if not self.mesh.is_first_stage:
             intermediate = self.model.make_empty_intermediate(batch.num_tokens)
             for tensor in intermediate.tensors():
                 group.recv(tensor, stage - 1)
-        result = self._model_step.hidden(batch, intermediate)
+        result = self._model_step.hidden(batch, intermediate, head)
         if self.mesh.is_last_stage:
             assert isinstance(result, Tensor)
             return result
         self._outbox.add([group.send(tensor, stage + 1) for tensor in result.tensors()])
         return None
 
-    def _sample(self, hidden: Tensor, batch: InputBatch, notes: list[Note]) -> Drawn | None:
+    def _sample(
+        self, hidden: Tensor, batch: InputBatch, head: Head, notes: list[Note]
+    ) -> Drawn | None:
         """Draw for the rows that sample and write their tokens to the states; None: no row does,
         and there are no notes either."""
         if batch.num_samples == 0:
             return Drawn(batch.sample_slots, notes) if notes else None
-        logits = self._model_step.logits(hidden, batch)
-        drawn = self.sampler(logits, batch)
+        result = self._model_step.head(head, hidden, batch)
+        drawn = Drawn(result) if head is Head.MOST_LIKELY else self.sampler(result, batch)
         self.states.write_sampled(batch.sample_slots, batch.sample_positions, drawn.tokens)
         self.feedback.after_sampling(drawn.tokens)
         drawn.notes += notes

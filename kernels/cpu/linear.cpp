@@ -10,8 +10,10 @@
 // is that of reading W once, in order; with many, a panel's block stays in the cache meanwhile.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "team.h"
 #include "vec.h"
@@ -23,6 +25,13 @@ constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kBlock = 256;
 constexpr int64_t kChunk = 16 * kRows;  // rows that pass over a panel before the next one
 constexpr int64_t kAhead = 24 * kPanel;  // elements between what is read and what is fetched
+
+constexpr lanes_u lane_numbers() {
+  lanes_u numbers{};
+  for (int i = 0; i < kLanes; i++) numbers[i] = i;
+  return numbers;
+}
+const lanes_u kLaneNumbers = lane_numbers();
 
 // What is fetched for later: `step` elements for each k.
 template <typename T>
@@ -69,31 +78,82 @@ constexpr std::array<Tile<T>, kRows> tiles(std::integer_sequence<int, M...>) {
 template <typename T>
 constexpr auto kTiles = tiles<T>(std::make_integer_sequence<int, kRows>());
 
-// Outputs of a panel: rows `stride` apart, of which `width` of kPanel exist.
+// What becomes of a panel's sums: they are the outputs from `n` on, of rows `stride` apart, of which
+// `width` of kPanel exist. By value: what is stored could be a member of anything else.
 template <typename T>
 struct Out {
   const T* bias;
   T* y;
-  int64_t stride, width;
+  int64_t stride, n, width;
+
+  void take(const float* sums, int64_t first, int64_t rows) const {
+    for (int64_t m = 0; m < rows; m++)
+      for (int64_t i = 0; i < width; i += 8) {
+        v8 v = load(sums + m * kPanel + i);
+        const int64_t left = width - i;
+        if (bias) v += left >= 8 ? load(bias + n + i) : load_part(bias + n + i, left);
+        T* to = y + (first + m) * stride + n + i;
+        left >= 8 ? store(to, v) : store_part(to, v, left);
+      }
+  }
 };
 
-// By value: what is stored could be a member of anything else.
+// Or only the largest of them is kept, for each lane of a row by itself until `best` asks, with the
+// panel where it first stood.
 template <typename T>
-void put(const float* sums, int64_t rows, Out<T> out) {
-  for (int64_t m = 0; m < rows; m++)
-    for (int64_t n = 0; n < out.width; n += 8) {
-      v8 v = load(sums + m * kPanel + n);
-      const int64_t left = out.width - n;
-      if (out.bias) v += left >= 8 ? load(out.bias + n) : load_part(out.bias + n, left);
-      T* to = out.y + m * out.stride + n;
-      left >= 8 ? store(to, v) : store_part(to, v, left);
+struct Largest {
+  struct Row {
+    lanes value[2];
+    lanes_u panel[2];
+  };
+  Row* of_row;
+  int64_t n, width;
+
+  void take(const float* sums, int64_t first, int64_t rows) const {
+    const lanes_u panel = lanes_u{} + uint32_t(n / kPanel);
+    float padded[kPanel];
+    std::fill_n(padded, kPanel, -INFINITY);
+    for (int64_t m = 0; m < rows; m++) {
+      const float* from = sums + m * kPanel;
+      if (width < kPanel) from = std::copy_n(from, width, padded) - width;
+      Row& row = of_row[first + m];
+      for (int i = 0; i < 2; i++) {
+        const lanes v = round_wide<T>(wide(from + i * kLanes));
+        row.panel[i] = v > row.value[i] ? panel : row.panel[i];
+        row.value[i] = v > row.value[i] ? v : row.value[i];
+      }
     }
+  }
+};
+
+struct Best {
+  float value = -INFINITY;
+  int64_t n = -1;  // no number has been seen
+
+  void meet(Best other) {
+    if (other.n < 0 || other.value < value) return;
+    if (n < 0 || other.value > value || other.n < n) *this = other;
+  }
+};
+
+template <typename Row>
+Best best(const Row& row) {
+  float top = -INFINITY;
+  for (int i = 0; i < 2; i++)
+    for (int lane = 0; lane < kLanes; lane++) top = std::max(top, row.value[i][lane]);
+  uint32_t first = UINT32_MAX;
+  for (int i = 0; i < 2; i++) {
+    const lanes_u n = row.panel[i] * uint32_t(kPanel) + kLaneNumbers + uint32_t(i * kLanes);
+    const lanes_u those = row.value[i] == top ? n : lanes_u{} + UINT32_MAX;
+    for (int lane = 0; lane < kLanes; lane++) first = std::min(first, those[lane]);
+  }
+  return top > -INFINITY ? Best{top, first} : Best{};
 }
 
-// out = x [rows][size] times a panel [size][kPanel]; `cold`: nobody has fetched its beginning.
-template <typename T>
+// x [rows][size] times a panel [size][kPanel], for `out`; `cold`: nobody has fetched its beginning.
+template <typename T, typename Output>
 void multiply(const float* x, int64_t x_stride, const T* panel, int64_t rows, int64_t size,
-              bool cold, Out<T> out) {
+              bool cold, Output out) {
   alignas(64) float sums[kChunk * kPanel];
   const int64_t tiles = (rows + kRows - 1) / kRows, some = (rows + tiles - 1) / tiles;
   const int64_t step = kPanel / tiles;
@@ -110,8 +170,7 @@ void multiply(const float* x, int64_t x_stride, const T* panel, int64_t rows, in
       float* to = sums + m * kPanel;
       kTiles<T>[count - 1](x + m * x_stride + k, x_stride, w, block, ahead, k == 0, to);
       if (k + block < size) continue;
-      put(to, count, out);
-      out.y += count * out.stride;
+      out.take(to, m, count);
     }
   }
 }
@@ -133,31 +192,73 @@ const float* as_float(const bf16* x, int64_t rows, int64_t size, int64_t& stride
   return memory.get();
 }
 
+// How products are shared: a task is one chunk of rows and some panels.
+struct Split {
+  int64_t panels, chunks, some, groups;
+
+  Split(int64_t rows, int64_t outs)
+      : panels((outs + kPanel - 1) / kPanel), chunks((rows + kChunk - 1) / kChunk) {
+    const int64_t wanted = std::max<int64_t>(1, kTasks * team_size() / std::max<int64_t>(1, chunks));
+    some = (panels + wanted - 1) / wanted;
+    groups = (panels + some - 1) / some;
+  }
+};
+
+// run(task's number of its chunk, first row, rows, multiply): multiply(output) for each panel.
+template <typename T, typename Run>
+void products(const T* x, const T* w, int64_t rows, int64_t size, int64_t outs, int64_t x_stride,
+              const Split& split, const Run& run) {
+  share(split.chunks * split.groups, rows * size * outs, [&](Tasks& tasks) {
+    for (int64_t task; (task = tasks.next()) >= 0;) {
+      std::unique_ptr<float[]> memory;
+      const int64_t group = task % split.groups;
+      const int64_t m = task / split.groups * kChunk, count = std::min(kChunk, rows - m);
+      int64_t stride = x_stride;
+      const float* from = as_float(x + m * x_stride, count, size, stride, memory);
+      const int64_t first = group * split.some, last = std::min(first + split.some, split.panels);
+      run(m, count, group, [&](auto output) {
+        for (int64_t panel = first; panel < last; panel++) {
+          output.n = panel * kPanel;
+          output.width = std::min(kPanel, outs - output.n);
+          multiply(from, stride, w + output.n * size, count, size, panel == first, output);
+        }
+      });
+    }
+  });
+}
+
 template <typename T>
 void linear(const T* x, const T* w, const T* bias, T* y, int64_t rows, int64_t size, int64_t outs,
             int64_t x_stride) {
-  if (rows == 0) return;
-  const int64_t panels = (outs + kPanel - 1) / kPanel;
-  const int64_t chunks = (rows + kChunk - 1) / kChunk;
-  // A task is one chunk of rows and some panels.
-  const int64_t wanted = std::max<int64_t>(1, kTasks * team_size() / chunks);
-  const int64_t some = (panels + wanted - 1) / wanted;
-  const int64_t groups = (panels + some - 1) / some;
-  share(chunks * groups, rows * size * outs, [=](Tasks& tasks) {
-    for (int64_t task; (task = tasks.next()) >= 0;) {
-      std::unique_ptr<float[]> memory;
-      const int64_t m = task / groups * kChunk, count = std::min(kChunk, rows - m);
-      int64_t stride = x_stride;
-      const float* from = as_float(x + m * x_stride, count, size, stride, memory);
-      const int64_t first = task % groups * some, last = std::min(first + some, panels);
-      for (int64_t panel = first; panel < last; panel++) {
-        const int64_t n = panel * kPanel;
-        const Out<T> out{bias ? bias + n : nullptr, y + m * outs + n, outs,
-                         std::min(kPanel, outs - n)};
-        multiply(from, stride, w + n * size, count, size, panel == first, out);
-      }
-    }
-  });
+  products(x, w, rows, size, outs, x_stride, Split(rows, outs),
+           [=](int64_t m, int64_t, int64_t, const auto& each_panel) {
+             each_panel(Out<T>{bias, y + m * outs, outs, 0, 0});
+           });
+}
+
+template <typename T>
+void largest(const T* x, const T* w, int64_t* y, int64_t rows, int64_t size, int64_t outs,
+             int64_t x_stride) {
+  using Row = typename Largest<T>::Row;
+  const Split split(rows, outs);
+  static thread_local std::vector<Best> parts;
+  parts.resize(rows * split.groups);
+  Best* of_row = parts.data();
+  products(x, w, rows, size, outs, x_stride, split,
+           [=](int64_t m, int64_t count, int64_t group, const auto& each_panel) {
+             const lanes lowest = lanes{} - INFINITY;
+             Row kept[kChunk];
+             std::fill_n(kept, count, Row{{lowest, lowest}, {}});
+             each_panel(Largest<T>{kept, 0, 0});
+             for (int64_t i = 0; i < count; i++)
+               of_row[(m + i) * split.groups + group] = best(kept[i]);
+           });
+  for (int64_t row = 0; row < rows; row++) {
+    Best all;
+    for (int64_t group = 0; group < split.groups; group++)
+      all.meet(of_row[row * split.groups + group]);
+    y[row] = all.n < 0 ? outs - 1 : all.n;
+  }
 }
 
 // A row of W has its elements `panel` apart; 1: W is not packed.
@@ -179,6 +280,11 @@ struct LinearArgs {
   int64_t rows, size, outs, x_stride, is_bf16;
 };
 
+struct LargestArgs {
+  const void *x, *w;
+  int64_t *y, rows, size, outs, x_stride, is_bf16;
+};
+
 struct EmbeddingArgs {
   const int64_t* ids;
   const void* w;
@@ -195,6 +301,15 @@ SWELL_API void swell_linear(const LinearArgs* a) {
     linear(static_cast<const T*>(a->x), static_cast<const T*>(a->w),
            static_cast<const T*>(a->bias), static_cast<T*>(a->y), a->rows, a->size, a->outs,
            a->x_stride);
+  };
+  a->is_bf16 ? run(bf16{}) : run(float{});
+}
+
+SWELL_API void swell_largest(const LargestArgs* a) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    largest(static_cast<const T*>(a->x), static_cast<const T*>(a->w), a->y, a->rows, a->size,
+            a->outs, a->x_stride);
   };
   a->is_bf16 ? run(bf16{}) : run(float{});
 }

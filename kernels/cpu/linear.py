@@ -18,6 +18,12 @@ _linear = Function(
     **dict.fromkeys(("x", "w", "bias", "y"), POINTER),
     **dict.fromkeys(("rows", "size", "outs", "x_stride", "is_bf16"), INT),
 )
+_largest = Function(
+    "swell_largest",
+    "rows",
+    **dict.fromkeys(("x", "w", "y"), POINTER),
+    **dict.fromkeys(("rows", "size", "outs", "x_stride", "is_bf16"), INT),
+)
 _embedding = Function(
     "swell_embedding",
     "tokens",
@@ -58,6 +64,22 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         x.data_ptr(), data.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
         out.numel() // outs, size, outs, x.stride(0) if x.dim() == 2 else size,
         x.dtype == torch.bfloat16, used=(x, data, out) if bias is None else (x, data, out, bias),
+    )  # fmt: skip
+    return out
+
+
+def largest(x: Tensor, weight: Weight) -> Tensor:
+    """See `swell.kernels.linear.largest`; the outputs themselves are not written."""
+    if not isinstance(weight, Packed):
+        return reference.largest(x, weight)
+    data, outs, size = weight.data, weight.out_features, weight.in_features
+    assert x.dim() == 2 and x.shape[1] == size and x.dtype == data.dtype, (x.shape, x.dtype)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(len(x), dtype=torch.int64)
+    _largest(
+        x.data_ptr(), data.data_ptr(), out.data_ptr(), len(x), size, outs, x.stride(0),
+        x.dtype == torch.bfloat16, used=(x, data, out),
     )  # fmt: skip
     return out
 

@@ -88,6 +88,19 @@ SWELL_INLINE v8 round_to<float>(v8 v) {
   return v;
 }
 
+template <typename T>
+SWELL_INLINE lanes round_wide(lanes v);
+template <>
+SWELL_INLINE lanes round_wide<float>(lanes v) {
+  return v;
+}
+template <>
+SWELL_INLINE lanes round_wide<bf16>(lanes v) {
+  lanes_u bits = load_as<lanes_u>(&v);
+  bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+  return v == v ? load_as<lanes>(&bits) : v;
+}
+
 SWELL_INLINE v8 vmax(v8 a, v8 b) { return a > b ? a : b; }
 
 SWELL_INLINE float hmax(v8 v) {

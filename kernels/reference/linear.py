@@ -16,6 +16,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def largest(x: Tensor, weight: Tensor) -> Tensor:
+    """See `swell.kernels.linear.largest`."""
+    return F.linear(x, weight).argmax(dim=-1)
+
+
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """See `swell.kernels.linear.embedding`."""
     return F.embedding(ids, weight)

@@ -97,6 +97,49 @@ def test_a_packed_row_has_its_bits_alone_and_among_others(dtype, threads):
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "size", "outs"),
+    [
+        (0, 64, 32),
+        (1, 64, 32),
+        (1, 300, 1000),
+        (3, 1, 1),
+        (7, 33, 31),
+        (13, 257, 65),
+        (430, 9, 333),
+    ],
+)
+def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size, outs):
+    """Of two outputs in three there is another one that is as large."""
+    torch.manual_seed(0)
+    module, x = column(name), torch.randn(rows, size).to(dtype)
+    weight = torch.randn(outs, size).to(dtype)
+    weight[torch.randint(outs, (2 * outs // 3,))] = weight[torch.randint(outs, (2 * outs // 3,))]
+    packed = module.pack(weight)
+    y = module.linear(x, packed)
+    first = [row.index(max(row)) for row in y.tolist()]
+    found = module.largest(x, packed)
+    assert found.dtype == torch.int64 and found.tolist() == first
+    spread = torch.randn(rows, 2 * size).to(dtype)[:, ::2]
+    spread.copy_(x)
+    assert torch.equal(module.largest(spread, packed), found)
+
+
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_no_output_that_is_none_is_the_largest(dtype, sign):
+    """A packed weight ends in zeros; and what is no number is larger than nothing."""
+    module = column("cpu")
+    weight = -sign * torch.arange(1.0, 34.0)[:, None].to(dtype)
+    x = torch.full((2, 1), float(sign)).to(dtype)
+    assert module.largest(x, module.pack(weight)).tolist() == [0, 0]
+    weight[5:] = float("nan")
+    assert module.largest(x, module.pack(weight)).tolist() == [0, 0]
+    assert module.largest(x, module.pack(weight.fill_(float("nan")))).tolist() == [32, 32]
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
 def test_embedding(name, dtype, integer):
     torch.manual_seed(0)

@@ -83,6 +83,33 @@ def test_replayed_answers_are_the_same_bit_for_bit(
     assert not replayed
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatch, replayed, dtype):
+    """Rows that take the most likely token, alone and beside one that asks for more; both kinds of
+    steps are replayed."""
+    make(tmp_path, "llama")
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    other = SamplingParams(temperature=1, seed=1, max_tokens=5, ignore_eos=True)
+    prompts = [[5, 6, 7], list(range(10, 40)), [8, 9]]
+
+    def tokens(*wishes: SamplingParams) -> list[list[int]]:
+        outputs = llm.generate(prompts[: len(wishes)], list(wishes))
+        return [output.outputs[0].token_ids for output in outputs]
+
+    with LLM(str(tmp_path), **{"model.dtype": dtype, "scheduler.max_rows": 4}) as llm:
+        alone = tokens(greedy, greedy)
+        assert replayed
+        assert tokens(greedy, greedy, other)[:2] == alone
+        assert tokens(greedy, greedy) == alone
+        told = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+        assert tokens(told, told) == alone
+        worker = llm._core.executor._worker
+        assert {c.head for c in worker.runner._model_step._captured} == set(graphs.Head)
+        monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
+        replayed.clear()
+        assert tokens(greedy, greedy) == alone and not replayed
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_neox"])
 def test_models_that_compute_otherwise_run_as_ever(tmp_path, monkeypatch, replayed, family):
     """Experts are chosen on the way; a model of transformers' calls torch."""

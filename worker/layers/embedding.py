@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from swell.kernels.linear import embedding, linear
+from swell.kernels.linear import embedding, largest, linear
+from swell.kernels.sample import greedy_tokens
 from swell.worker.layers.piece import ALL, Piece, empty_parameter
 from swell.worker.layers.weighted import Weighted
 from swell.worker.mesh import Group
@@ -71,3 +72,9 @@ class ParallelLMHead(_VocabRows):
         logits = self.group.all_gather(linear(hidden, self.weight), -1)
         logits = logits[:, : self.vocab]
         return logits if logits.dtype == torch.float32 else logits.float()
+
+    def most_likely(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, hidden] -> [S] int64: the words of the largest logits"""
+        if self.group.size == 1:
+            return largest(hidden, self.weight)
+        return greedy_tokens(self(hidden))

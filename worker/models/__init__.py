@@ -4,6 +4,7 @@ Every model is one stage and one tensor rank's part, and offers
 
     forward(batch, intermediate) -> hidden [T, hidden] of the last stage, else IntermediateTensors
     compute_logits(hidden [S, hidden]) -> [S, vocab] float32, on every tensor rank
+    most_likely(hidden [S, hidden]) -> [S] int64, where the largest logits are, on every tensor rank
     attention_layers() -> the attention layers of the stage, each of which wants a KV cache
     make_empty_intermediate(tokens) -> room for what the stage before sends
     pieces(stored) -> what it reads from a checkpoint that has the tensors named `stored`

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from swell.kernels.sample import greedy_tokens
 from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from swell.worker.layers.piece import Piece, whole
 from swell.worker.mesh import Mesh
@@ -95,6 +96,10 @@ class GenericForCausalLM(nn.Module):
         self._head_input.hidden = hidden[None]
         logits = self.head(input_ids=None, use_cache=False).logits[0]
         return logits[:, : self.vocab].float()
+
+    def most_likely(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, hidden] of the last stage -> [S] int64: tokens of the largest logits"""
+        return greedy_tokens(self.compute_logits(hidden))
 
     def attention_layers(self) -> list[Attention]:
         """Those of this stage, in order: each wants a KV cache."""

@@ -250,6 +250,10 @@ class LlamaForCausalLM(nn.Module):
         """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
         return self.head(hidden)
 
+    def most_likely(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, hidden] of the last stage -> [S] int64: tokens of the largest logits"""
+        return self.head.most_likely(hidden)
+
     def attention_layers(self) -> list[Attention]:
         """Those of this stage, in order: each wants a KV cache."""
         return [layer.attention.attention for layer in self.layers]

@@ -83,6 +83,9 @@ class DrawnLogprobs:
     def take_slot(self, row: NewRow) -> None:
         self._tops.set(row.slot, row.sampler.logprobs)
 
+    def are_asked(self, batch: InputBatch) -> bool:
+        return len(batch.rows_of(self._tops.askers)) > 0
+
     def keep(self, logits: Tensor, batch: InputBatch, will_change: bool) -> list[KeptLogits]:
         """The rows of logits [S, V] float32 that are to be told of, copied if some stage
         `will_change` them; empty: none is told of."""

@@ -71,6 +71,15 @@ class Sampler:
         for stage in self._stages:
             stage.take_slot(row)
 
+    def takes_most_likely(self, batch: InputBatch) -> bool:
+        """Whether it would draw each row's most likely token, and nothing else is asked: who knows
+        these tokens needs no logits."""
+        return not (
+            len(batch.rows_of(self._states.drawing))
+            or self._logprobs.are_asked(batch)
+            or any(len(stage.rows(batch)) for stage in self._stages)
+        )
+
     def __call__(self, logits: Tensor, batch: InputBatch) -> Drawn:
         """logits [S, V] float32, which may be changed in place."""
         asked = [(stage, rows) for stage in self._stages if len(rows := stage.rows(batch))]
