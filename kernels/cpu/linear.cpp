@@ -79,7 +79,7 @@ template <typename T>
 constexpr auto kTiles = tiles<T>(std::make_integer_sequence<int, kRows>());
 
 // What becomes of a panel's sums: they are the outputs from `n` on, of rows `stride` apart, of which
-// `width` of kPanel exist. By value: what is stored could be a member of anything else.
+// `width` of kPanel exist.
 template <typename T>
 struct Out {
   const T* bias;
@@ -204,7 +204,8 @@ struct Split {
   }
 };
 
-// run(task's number of its chunk, first row, rows, multiply): multiply(output) for each panel.
+// run(m, count, group, each_panel) for each task, which has rows m .. m + count: each_panel(output)
+// multiplies them by the panels of that group.
 template <typename T, typename Run>
 void products(const T* x, const T* w, int64_t rows, int64_t size, int64_t outs, int64_t x_stride,
               const Split& split, const Run& run) {

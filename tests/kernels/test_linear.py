@@ -11,6 +11,12 @@ from swell.kernels import columns
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
+SHAPES = [
+    *((0, 64, 32), (1, 64, 32), (1, 300, 1000), (3, 1, 1), (7, 33, 31)),
+    *((13, 257, 65), (50, 256, 96), (430, 9, 333)),
+]
+"""Rows, inputs, outputs: parts of tiles, panels and blocks, and several of each."""
+
 
 def column(name: str):
     module = columns.load(name, "linear")
@@ -27,18 +33,7 @@ def wanted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "size", "outs"),
-    [
-        (0, 64, 32),
-        (1, 64, 32),
-        (1, 300, 1000),
-        (3, 1, 1),
-        (7, 33, 31),
-        (13, 257, 65),
-        (50, 256, 96),
-    ],
-)
+@pytest.mark.parametrize(("rows", "size", "outs"), SHAPES)
 def test_linear(name, dtype, bias, rows, size, outs):
     torch.manual_seed(0)
     x, weight = torch.randn(rows, size).to(dtype), torch.randn(outs, size).to(dtype)
@@ -97,18 +92,7 @@ def test_a_packed_row_has_its_bits_alone_and_among_others(dtype, threads):
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize(
-    ("rows", "size", "outs"),
-    [
-        (0, 64, 32),
-        (1, 64, 32),
-        (1, 300, 1000),
-        (3, 1, 1),
-        (7, 33, 31),
-        (13, 257, 65),
-        (430, 9, 333),
-    ],
-)
+@pytest.mark.parametrize(("rows", "size", "outs"), SHAPES)
 def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size, outs):
     """Of two outputs in three there is another one that is as large."""
     torch.manual_seed(0)
