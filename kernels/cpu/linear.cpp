@@ -87,12 +87,19 @@ struct Out {
   int64_t stride, n, width;
 
   void take(const float* sums, int64_t first, int64_t rows) const {
+    // By value: what is stored could be a member of anything else.
+    put(sums, rows, bias ? bias + n : nullptr, y + first * stride + n, stride, width);
+  }
+
+ private:
+  static void put(const float* sums, int64_t rows, const T* bias, T* y, int64_t stride,
+                  int64_t width) {
     for (int64_t m = 0; m < rows; m++)
       for (int64_t i = 0; i < width; i += 8) {
         v8 v = load(sums + m * kPanel + i);
         const int64_t left = width - i;
-        if (bias) v += left >= 8 ? load(bias + n + i) : load_part(bias + n + i, left);
-        T* to = y + (first + m) * stride + n + i;
+        if (bias) v += left >= 8 ? load(bias + i) : load_part(bias + i, left);
+        T* to = y + m * stride + i;
         left >= 8 ? store(to, v) : store_part(to, v, left);
       }
   }
