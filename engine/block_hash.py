@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 _DIGEST_BYTES = 16
 
@@ -20,15 +20,20 @@ def _root(salt: str | None) -> bytes:
     return hashlib.blake2b(text, digest_size=_DIGEST_BYTES, person=b"swell-root").digest()
 
 
+def pack_tokens(token_ids: Iterable[int]) -> array[int]:
+    """Tokens side by side, four bytes each, as they are hashed."""
+    return array("I", token_ids)
+
+
 def extend_block_hashes(
-    hashes: list[bytes], token_ids: Sequence[int], block_tokens: int, salt: str | None = None
+    hashes: list[bytes], token_ids: array[int], block_tokens: int, salt: str | None = None
 ) -> None:
-    """Append to `hashes` the names of those full blocks of `token_ids` that it lacks.
+    """Append to `hashes` the names of those full blocks of `token_ids` (packed) that it lacks.
 
     `salt` separates tenants: it enters the first block, and chaining spreads it.
     """
     parent = hashes[-1] if hashes else _root(salt)
     for start in range(len(hashes) * block_tokens, len(token_ids) - block_tokens + 1, block_tokens):
-        tokens = array("I", token_ids[start : start + block_tokens]).tobytes()
+        tokens = token_ids[start : start + block_tokens].tobytes()
         parent = hashlib.blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
         hashes.append(parent)

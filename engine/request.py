@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from swell.engine.block_hash import pack_tokens
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import Extra
 
@@ -60,7 +61,7 @@ class Request:
         """Place under the policy; unique, smaller first, kept over preemption."""
         self.status = RequestStatus.WAITING
         self.prompt_tokens = len(core.prompt_token_ids)
-        self.token_ids = core.prompt_token_ids + core.output_token_ids
+        self.token_ids = pack_tokens(core.prompt_token_ids + core.output_token_ids)
         self.computed = 0
         self.pending = 0
         self.slot = -1

@@ -232,7 +232,7 @@ class Scheduler:
         draft.new_rows.append(
             NewRow(
                 slot=request.slot,
-                token_ids=request.token_ids.copy(),
+                token_ids=request.token_ids.tolist(),
                 prompt_tokens=request.prompt_tokens,
                 block_ids=request.block_ids.copy(),
                 sampler=core.sampler,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from swell.coordinator.roster import Member, MemberState
 from swell.coordinator.wire import ClusterView, EngineReport
-from swell.engine.block_hash import extend_block_hashes
+from swell.engine.block_hash import extend_block_hashes, pack_tokens
 
 TOKENS_PER_ROW = 32
 """What a running request costs a newcomer, in tokens: its rows share every step."""
@@ -211,7 +211,7 @@ class Router:
         if not self._active:
             raise NoEngine("no engine takes requests now")
         names: list[bytes] = []
-        extend_block_hashes(names, token_ids, self._block_tokens, salt)
+        extend_block_hashes(names, pack_tokens(token_ids), self._block_tokens, salt)
         if rank is None:
             rank = self._pick(request_id, len(token_ids), names)
         engine = self._engines[rank]

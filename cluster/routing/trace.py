@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from swell.engine.block_hash import extend_block_hashes
+from swell.engine.block_hash import extend_block_hashes, pack_tokens
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def generate(shape: Shape, seed: int, block_tokens: int) -> list[Conversation]:
     while now_s < shape.duration_s:
         token_ids, turns = _talk(draw, shape, draw.choice(systems))
         names: list[bytes] = []
-        extend_block_hashes(names, token_ids, block_tokens)
+        extend_block_hashes(names, pack_tokens(token_ids), block_tokens)
         conversations.append(Conversation(len(conversations), now_s, token_ids, turns, names))
         now_s += draw.expovariate(shape.users_per_s)
     return conversations

@@ -14,7 +14,7 @@ from swell.cluster.routing.router import SLACK_TOKENS, TOKENS_PER_ROW, NoEngine,
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState, Roster, amend
 from swell.coordinator.wire import ClusterView, EngineReport
-from swell.engine.block_hash import extend_block_hashes
+from swell.engine.block_hash import extend_block_hashes, pack_tokens
 
 BLOCK = 4
 ADDRESS = ChannelAddress("machine", "ipc://@a", "tcp://127.0.0.1:1")
@@ -294,7 +294,7 @@ def test_a_full_cache_costs_the_blocks_that_others_must_give_up() -> None:
 
 def names_of(token_ids: list[int]) -> list[bytes]:
     names: list[bytes] = []
-    extend_block_hashes(names, token_ids, BLOCK)
+    extend_block_hashes(names, pack_tokens(token_ids), BLOCK)
     return names
 
 

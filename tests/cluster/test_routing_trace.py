@@ -9,7 +9,7 @@ import pytest
 from swell.cluster.routing.policies import POLICIES
 from swell.cluster.routing.simulation import BLOCK_TOKENS, Outcome, Simulation, Speeds
 from swell.cluster.routing.trace import Shape, generate
-from swell.engine.block_hash import extend_block_hashes
+from swell.engine.block_hash import extend_block_hashes, pack_tokens
 
 SHAPE = Shape(users_per_s=3.0, duration_s=40.0)
 TRACE = generate(SHAPE, 1, BLOCK_TOKENS)
@@ -41,7 +41,7 @@ def test_conversations_are_what_the_shape_says() -> None:
             end = turn.prompt_tokens + turn.answer_tokens
         assert end == len(conversation.token_ids)
         names: list[bytes] = []
-        extend_block_hashes(names, conversation.token_ids, BLOCK_TOKENS)
+        extend_block_hashes(names, pack_tokens(conversation.token_ids), BLOCK_TOKENS)
         assert names == list(conversation.names)
 
 

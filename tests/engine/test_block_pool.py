@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from swell.engine.block_hash import extend_block_hashes
+from swell.engine.block_hash import extend_block_hashes, pack_tokens
 from swell.engine.block_pool import BlockPool
 
 NUM_BLOCKS = 6
@@ -137,7 +137,7 @@ def test_blocks_without_a_name_are_taken_before_any_prefix_is_lost() -> None:
 
 # -------------------------------------------------------------------------------- names
 
-tokens = st.lists(st.integers(0, 2), max_size=24)
+tokens = st.lists(st.integers(0, 2), max_size=24).map(pack_tokens)
 
 
 @given(tokens, tokens, st.integers(1, 5))
@@ -166,5 +166,5 @@ def test_a_salt_separates_every_block() -> None:
     named = []
     for salt in (None, "a", "b"):
         named.append([])
-        extend_block_hashes(named[-1], [1, 2, 3, 4], 2, salt)
+        extend_block_hashes(named[-1], pack_tokens([1, 2, 3, 4]), 2, salt)
     assert len({name for names in named for name in names}) == 6
