@@ -7,6 +7,9 @@ error, so this must be made before they are loaded. Needs nothing but Python.
 import json
 import os
 import sys
+import time
+
+TURN_S = 2.0
 
 
 class Lines:
@@ -23,3 +26,16 @@ class Lines:
     def __iter__(self):
         for line in sys.stdin:
             yield json.loads(line)
+
+    def tell_rates(self, batch):
+        """Whatever is asked, answer with output tokens per second of `batch`, which gives their number.
+
+        A turn is as many batches as it takes, one after another: a short one alone would mostly tell
+        how fast caches warm up behind the others' turns.
+        """
+        for _ in self:
+            started, seconds, tokens = time.perf_counter(), 0.0, 0
+            while seconds < TURN_S:
+                tokens += batch()
+                seconds = time.perf_counter() - started
+            self.tell(tokens_per_s=tokens / seconds)

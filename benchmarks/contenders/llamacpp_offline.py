@@ -1,4 +1,4 @@
-"""llama.cpp with a static batch: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, one batch each time.
+"""llama.cpp with a static batch: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, and batches.
 
 The weights are those of the model's folder, as a float32 GGUF beside them. llama.cpp pairs the
 dimensions that it rotates differently; with random weights that changes tokens, not work.
@@ -8,7 +8,6 @@ import json
 import os
 import random
 import sys
-import time
 from pathlib import Path
 
 from lines import Lines
@@ -99,7 +98,7 @@ class StaticBatch:
         self.batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def run(self, outputs):
-        """Prompts, then `outputs` tokens a row, the most likely one each time."""
+        """Prompts, then `outputs` tokens a row, the most likely one each time; how many that were."""
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
         drawn = self._prefill(random.Random(0))
         for step in range(outputs - 1):
@@ -109,6 +108,7 @@ class StaticBatch:
             self._decode()
             logits = self._logits(self.lib.llama_get_logits(self.context), self.rows)
             drawn = logits.argmax(1).tolist()
+        return self.rows * outputs
 
     def _prefill(self, rng):
         drawn = []
@@ -152,10 +152,7 @@ def main(lines):
     contender = StaticBatch(model, rows, inputs, outputs)
     contender.run(4)
     lines.tell(ready=True)
-    for _ in lines:
-        started = time.perf_counter()
-        contender.run(outputs)
-        lines.tell(tokens_per_s=rows * outputs / (time.perf_counter() - started))
+    lines.tell_rates(lambda: contender.run(outputs))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Our engine in one process: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, and one batch each time."""
+"""Our engine in one process: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, and batches."""
 
 import random
 import sys
-import time
 
 from lines import Lines
+
+
+def count(answers):
+    return sum(len(answer.outputs[0].token_ids) for answer in answers)
 
 
 def main(lines):
@@ -22,12 +25,7 @@ def main(lines):
         params = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
         lines.tell(ready=True)
-        for _ in lines:
-            started = time.perf_counter()
-            answers = llm.generate(prompts, params)
-            seconds = time.perf_counter() - started
-            tokens = sum(len(answer.outputs[0].token_ids) for answer in answers)
-            lines.tell(tokens_per_s=tokens / seconds)
+        lines.tell_rates(lambda: count(llm.generate(prompts, params)))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""vLLM in one process: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, and one batch each time."""
+"""vLLM in one process: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, and batches."""
 
 import random
 import sys
-import time
 
 from lines import Lines
+
+
+def count(answers):
+    return sum(len(answer.outputs[0].token_ids) for answer in answers)
 
 
 def main(lines):
@@ -21,12 +24,7 @@ def main(lines):
     warm = vllm.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     llm.generate(prompts, warm, use_tqdm=False)
     lines.tell(ready=True)
-    for _ in lines:
-        started = time.perf_counter()
-        answers = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        tokens = sum(len(answer.outputs[0].token_ids) for answer in answers)
-        lines.tell(tokens_per_s=tokens / seconds)
+    lines.tell_rates(lambda: count(llm.generate(prompts, params, use_tqdm=False)))
 
 
 if __name__ == "__main__":
