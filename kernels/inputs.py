@@ -69,8 +69,9 @@ class Gather(Protocol):
         """Row r computes `counts[r]` tokens from position `starts[r]` on of the request at
         `slots[r]`, and samples or does not.
 
-        Raises IndexError for a row outside of the tables and ValueError for more tokens or rows
-        than there is room for; the inputs are of no use then.
+        Raises IndexError for a row outside of the tables, the place of the token that it samples
+        included, and ValueError for more tokens or rows than there is room for; the inputs are of
+        no use then.
         """
 
 

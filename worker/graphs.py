@@ -8,7 +8,7 @@ that there may be, on the inputs, which stay where they are; every step fills th
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -19,27 +19,27 @@ from swell.kernels.inputs import Sizes
 from swell.worker.input_batch import InputBatch
 from swell.worker.mesh import Mesh
 from swell.worker.models.intermediate import IntermediateTensors
+from swell.worker.request_states import RequestStates
 
 MAX_SAMPLES = 128
 """Beyond it a step's products far outweigh its Python, and its logits take memory."""
 
 
 class Head(Enum):
-    """What is wanted of the rows that sample, as the model's method that computes it."""
+    """What is wanted of the rows that sample."""
 
-    LOGITS = "compute_logits"
-    MOST_LIKELY = "most_likely"
-
-    def of(self, model: Any, hidden: Tensor) -> Tensor:
-        result: Tensor = getattr(model, self.value)(hidden)
-        return result
+    LOGITS = auto()
+    """[S, vocab]"""
+    MOST_LIKELY = auto()
+    """[S] int64, tokens that are drawn with that: they are written to the states."""
 
 
 class Forward:
     """Hidden states of a batch and what follows from them, by running the model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, states: RequestStates) -> None:
         self._model = model
+        self._states = states
 
     def hidden(
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: Head
@@ -49,10 +49,14 @@ class Forward:
         return self._model(batch, intermediate)
 
     def head(self, head: Head, hidden: Tensor, batch: InputBatch) -> Tensor:
-        """What `hidden` gave of the same batch -> [S, vocab] or [S] of its rows that sample"""
+        """What the last call of `hidden` gave -> what is wanted of the batch's rows that sample"""
         if len(hidden) > batch.num_samples:
             hidden = hidden.index_select(0, batch.logits_indices)
-        return head.of(self._model, hidden)
+        if head is Head.LOGITS:
+            return self._model.compute_logits(hidden)  # type: ignore[no-any-return]
+        tokens: Tensor = self._model.most_likely(hidden)
+        self._states.write_sampled(batch.sample_slots, batch.sample_positions, tokens)
+        return tokens
 
     @property
     def progress(self) -> int:
@@ -63,28 +67,26 @@ class Forward:
 class CapturedForward(Forward):
     """Of a model that is all of its pipeline. What it returns holds until the next call."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, states: RequestStates) -> None:
+        super().__init__(model, states)
         self._captured: tuple[_Captured, ...] = ()
         """At most one for each head."""
         self._capturable = True
-        self._replayed: _Captured | None = None
-        self._hidden: Tensor | None = None
+        self._result: Tensor | None = None
+        """What the last call's replay gave for its head."""
 
     def hidden(
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: Head
     ) -> Any:
-        self._replayed = self._find(batch, head) if _fits(batch) else None
-        if self._replayed is None:
+        captured = self._find(batch, head) if _fits(batch) else None
+        if captured is None:
+            self._result = None
             return super().hidden(batch, intermediate, head)
-        self._hidden = self._replayed.run(batch)
-        return self._hidden
+        hidden, self._result = captured.run(batch)
+        return hidden
 
     def head(self, head: Head, hidden: Tensor, batch: InputBatch) -> Tensor:
-        replayed = self._replayed
-        if replayed is not None and hidden is self._hidden and replayed.gave(head):
-            return replayed.results[0][: len(hidden)]
-        return super().head(head, hidden, batch)
+        return super().head(head, hidden, batch) if self._result is None else self._result
 
     @property
     def progress(self) -> int:
@@ -97,7 +99,7 @@ class CapturedForward(Forward):
         if not self._capturable:
             return None
         try:
-            captured = _Captured(self._model, batch, head)
+            captured = _Captured(Forward(self._model, self._states), batch, head)
         except NotCapturableError:
             self._capturable = False
             return None
@@ -114,7 +116,7 @@ def _fits(batch: InputBatch) -> bool:
 class _Captured:
     """The operations up to one head, on inputs that stay, and where results appear."""
 
-    def __init__(self, model: Any, batch: InputBatch, head: Head) -> None:
+    def __init__(self, forward: Forward, batch: InputBatch, head: Head) -> None:
         """`batch`: any; its inputs lie where those of every step do."""
         self.head = head
         inputs = batch.inputs
@@ -124,31 +126,33 @@ class _Captured:
         largest = replace(batch, sizes=sizes, all_wanted=False)
         device = inputs.input_ids.device.type
         results, self.graph = capture(
-            lambda: _compute(model, largest, head), device, tokens, rows, samples
+            lambda: _compute(forward, largest, head), device, tokens, rows, samples
         )
         # [samples, hidden], and what the head gives, if it was captured
-        self._hidden, *self.results = results
+        self._hidden, self._result = results[0], results[1] if len(results) > 1 else None
+        self._views: dict[int, tuple[Tensor, Tensor | None]] = {}
+        """S -> the first S rows of both."""
 
-    def gave(self, head: Head) -> bool:
-        return head is self.head and bool(self.results)
-
-    def run(self, batch: InputBatch) -> Tensor:
-        """Hidden states [S, hidden]; and the first S rows of the head's result."""
+    def run(self, batch: InputBatch) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [S, hidden], and what the head gives of them, if it was captured."""
         tokens, rows, samples, *_ = batch.sizes
         self.graph.replay(tokens, rows, samples)
-        return self._hidden[:samples]
+        if samples not in self._views:
+            result = None if self._result is None else self._result[:samples]
+            self._views[samples] = (self._hidden[:samples], result)
+        return self._views[samples]
 
 
-def _compute(model: Any, batch: InputBatch, head: Head) -> list[Tensor]:
-    hidden: Tensor = model(batch, None)
+def _compute(forward: Forward, batch: InputBatch, head: Head) -> list[Tensor]:
+    hidden: Tensor = forward.hidden(batch, None, head)
     if head is Head.LOGITS and hidden.dtype != torch.float32:
         return [hidden]  # logits are converted, which is no operation of a column
-    return [hidden, head.of(model, hidden)]
+    return [hidden, forward.head(head, hidden, batch)]
 
 
-def make_forward(model: Any, mesh: Mesh, device: torch.device) -> Forward:
+def make_forward(model: Any, states: RequestStates, mesh: Mesh) -> Forward:
     """Captured where a worker computes without peers."""
     alone = mesh.pipeline.size == mesh.tensor.size == mesh.data.size == 1
-    if alone and can_capture(device.type):
-        return CapturedForward(model)
-    return Forward(model)
+    if alone and can_capture(states.token_ids.device.type):
+        return CapturedForward(model, states)
+    return Forward(model, states)

@@ -89,7 +89,7 @@ class ModelRunner:
         self.feedback = make_feedback(mesh, self.states)
         self.dispatch = make_dispatch(model, mesh)
         self.batches = BatchBuilder(self.states, self.blocks, scheduler.max_tokens_per_step)
-        self._model_step = make_forward(model, mesh, device)
+        self._model_step = make_forward(model, self.states, mesh)
         # The engine does not plan further ahead than this, so an older send has been received.
         self._outbox = Outbox(scheduler.steps_in_flight)
         self._copy_stream: torch.cuda.Stream | None = None
@@ -171,8 +171,11 @@ class ModelRunner:
         if batch.num_samples == 0:
             return Drawn(batch.sample_slots, notes) if notes else None
         result = self._model_step.head(head, hidden, batch)
-        drawn = Drawn(result) if head is Head.MOST_LIKELY else self.sampler(result, batch)
-        self.states.write_sampled(batch.sample_slots, batch.sample_positions, drawn.tokens)
+        if head is Head.MOST_LIKELY:
+            drawn = Drawn(result)
+        else:
+            drawn = self.sampler(result, batch)
+            self.states.write_sampled(batch.sample_slots, batch.sample_positions, drawn.tokens)
         self.feedback.after_sampling(drawn.tokens)
         drawn.notes += notes
         return drawn

@@ -28,10 +28,10 @@ class Lines:
             yield json.loads(line)
 
     def tell_rates(self, batch):
-        """Whatever is asked, answer with output tokens per second of `batch`, which gives their number.
+        """Answer each line with the output tokens per second of `batch`, which gives their number.
 
-        A turn is as many batches as it takes, one after another: a short one alone would mostly tell
-        how fast caches warm up behind the others' turns.
+        A turn is as many batches as it takes, one after another: a short one alone would mostly
+        tell how fast caches warm up behind the others' turns.
         """
         for _ in self:
             started, seconds, tokens = time.perf_counter(), 0.0, 0

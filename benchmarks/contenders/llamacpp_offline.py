@@ -98,7 +98,7 @@ class StaticBatch:
         self.batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def run(self, outputs):
-        """Prompts, then `outputs` tokens a row, the most likely one each time; how many that were."""
+        """Prompts, then `outputs` tokens a row, the most likely each time -> how many."""
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
         drawn = self._prefill(random.Random(0))
         for step in range(outputs - 1):

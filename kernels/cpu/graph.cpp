@@ -8,11 +8,17 @@ struct Call {
   int64_t size;   // which of the sizes it is
 };
 
-SWELL_API void swell_replay(const Call* calls, int64_t count, const int64_t* sizes,
-                            volatile int64_t* progress) {
-  for (int64_t i = 0; i < count; i++) {
-    *calls[i].rows = sizes[calls[i].size];
-    calls[i].run(calls[i].arguments);
-    *progress = *progress + 1;
+struct ReplayArgs {
+  const Call* calls;
+  int64_t count;
+  const int64_t* sizes;
+  volatile int64_t progress;  // calls made so far, by all replays
+};
+
+SWELL_API void swell_replay(ReplayArgs* a) {
+  for (const Call* call = a->calls; call < a->calls + a->count; call++) {
+    *call->rows = a->sizes[call->size];
+    call->run(call->arguments);
+    a->progress = a->progress + 1;
   }
 }

@@ -13,7 +13,8 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from operator import le
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,12 @@ class _Call(ctypes.Structure):
     _fields_ = [("run", POINTER), ("arguments", POINTER), ("rows", POINTER), ("size", INT)]
 
 
+class _Replay(ctypes.Structure):
+    """`ReplayArgs` of graph.cpp."""
+
+    _fields_ = [("calls", POINTER), ("count", INT), ("sizes", POINTER), ("progress", INT)]
+
+
 class _Noted(NamedTuple):
     function: Function
     arguments: ctypes.Structure
@@ -46,8 +53,9 @@ class Recording:
         self._sizes = sizes
         self._noted: list[_Noted] = []
         self._kept: list[object] = []
-        self._calls: ctypes.Array[_Call] = (_Call * 0)()
-        self._progress = INT(0)
+        self._now = (INT * len(sizes))()
+        self._replay = _Replay(sizes=ctypes.addressof(self._now))
+        self._address = ctypes.addressof(self._replay)
 
     def note(
         self, function: Function, arguments: ctypes.Structure, used: tuple[Tensor, ...]
@@ -71,7 +79,9 @@ class Recording:
         for noted in self._noted:
             self._kept.append(noted.arguments)
             self._kept += [t for t in noted.used if t.untyped_storage().data_ptr() not in sizes]
-        self._calls = (_Call * len(self._noted))(*(_call(noted) for noted in self._noted))
+        calls = (_Call * len(self._noted))(*(_call(noted) for noted in self._noted))
+        self._replay.calls, self._replay.count = ctypes.addressof(calls), len(calls)
+        self._kept.append(calls)
         self._noted = []
 
     def _lay_out(self, buffers: list[tuple[int, int]]) -> None:
@@ -97,13 +107,14 @@ class Recording:
 
     def replay(self, *sizes: int) -> None:
         """Make the calls, for the first rows."""
-        assert all(size <= most for size, most in zip(sizes, self._sizes, strict=True)), sizes
-        _replay(self._calls, len(self._calls), (INT * len(sizes))(*sizes), self._progress)
+        assert all(map(le, sizes, self._sizes)), sizes
+        self._now[:] = sizes
+        _replay(self._address)
 
     @property
     def progress(self) -> int:
         """Calls made by all replays."""
-        return self._progress.value
+        return int(self._replay.progress)
 
 
 def _call(noted: _Noted) -> _Call:
@@ -144,15 +155,16 @@ class Function:
         self.address = ctypes.cast(self._run, POINTER).value or 0
         self._struct = type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
-    def __call__(self, *values: float | None, used: tuple[Tensor, ...]) -> None:
-        """`values`: the members of the struct; `used`: the tensors whose addresses are in it."""
+    def __call__(self, *values: float | None, used: tuple[Tensor, ...]) -> Any:
+        """`values`: the members of the struct, which is returned; `used`: the tensors whose
+        addresses are in it."""
         arguments = self._struct(*values)
         if _current.recording is not None:
             _current.recording.note(self, arguments, used)
         else:
             self._run(ctypes.byref(arguments))
+        return arguments
 
 
 _replay = library().swell_replay
-_replay.argtypes = [ctypes.POINTER(_Call), INT, *[ctypes.POINTER(INT)] * 2]
-_replay.restype = None
+_replay.argtypes, _replay.restype = [POINTER], None

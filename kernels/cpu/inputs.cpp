@@ -13,8 +13,8 @@ struct GatherArgs {
   int64_t room_tokens, room_rows;
   int64_t tokens, drawing, max_query, max_context;  // found
 
-  bool holds(int64_t slot, int64_t begin, int64_t end) const {
-    return 0 <= slot && slot < slots && 0 <= begin && begin <= end && end <= width &&
+  bool holds(int64_t slot, int64_t begin, int64_t end, int64_t drawn) const {
+    return 0 <= slot && slot < slots && 0 <= begin && begin <= end && end + drawn <= width &&
            end <= max_blocks * block_tokens;
   }
 };
@@ -28,7 +28,7 @@ SWELL_API int64_t swell_gather_inputs(GatherArgs* a, int64_t rows) {
   a->query_start[0] = 0;
   for (int64_t row = 0; row < rows; row++) {
     const int64_t first = a->tokens, begin = starts[row], end = begin + counts[row];
-    if (!a->holds(slots[row], begin, end)) return row;
+    if (!a->holds(slots[row], begin, end, draws[row])) return row;
     a->tokens += counts[row];
     if (a->tokens > a->room_tokens) return row;
     const int32_t* ids = a->token_ids + slots[row] * a->width;
@@ -54,13 +54,17 @@ SWELL_API int64_t swell_gather_inputs(GatherArgs* a, int64_t rows) {
   return rows;
 }
 
-// As above; token_ids [slots][width].
-SWELL_API int64_t swell_write_tokens(int32_t* token_ids, int64_t slots, int64_t width,
-                                     const int64_t* at, const int64_t* positions,
-                                     const int64_t* tokens, int64_t count) {
-  for (int64_t i = 0; i < count; i++) {
-    if (at[i] < 0 || at[i] >= slots || positions[i] < 0 || positions[i] >= width) return i;
-    token_ids[at[i] * width + positions[i]] = int32_t(tokens[i]);
+struct WriteArgs {
+  int32_t* token_ids;  // [slots][width]
+  const int64_t *at, *positions, *tokens;
+  int64_t slots, width, count;
+  int64_t written;  // less than `count`, if the token of that index has no place
+};
+
+SWELL_API void swell_write_tokens(WriteArgs* a) {
+  for (int64_t i = a->written = 0; i < a->count; a->written = ++i) {
+    const int64_t slot = a->at[i], position = a->positions[i];
+    if (slot < 0 || slot >= a->slots || position < 0 || position >= a->width) return;
+    a->token_ids[slot * a->width + position] = int32_t(a->tokens[i]);
   }
-  return count;
 }

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from swell.kernels.cpu.build import library
+from swell.kernels.cpu.graph import INT, POINTER, Function
 from swell.kernels.inputs import Gather, Inputs, Sizes, check_room, outside
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _INPUTS = ("input_ids", "positions", "slot_mapping", "query_start", "context_tokens", "block_table")
 
 
@@ -19,18 +19,22 @@ class _Arguments(ctypes.Structure):
     """`GatherArgs` of inputs.cpp."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("columns", "token_ids", "blocks")),
-        *((name, _INT) for name in ("slots", "width", "max_blocks", "block_tokens")),
-        *((name, _POINTER) for name in (*_INPUTS, "samples")),
-        *((name, _INT) for name in ("room_tokens", "room_rows")),
-        *((name, _INT) for name in ("tokens", "drawing", "max_query", "max_context")),
+        *((name, POINTER) for name in ("columns", "token_ids", "blocks")),
+        *((name, INT) for name in ("slots", "width", "max_blocks", "block_tokens")),
+        *((name, POINTER) for name in (*_INPUTS, "samples")),
+        *((name, INT) for name in ("room_tokens", "room_rows")),
+        *((name, INT) for name in ("tokens", "drawing", "max_query", "max_context")),
     ]
 
 
-_gather, _write = library().swell_gather_inputs, library().swell_write_tokens
-_gather.argtypes = [_POINTER, _INT]
-_write.argtypes = [_POINTER, *[_INT] * 2, *[_POINTER] * 3, _INT]
-_gather.restype = _write.restype = _INT
+_gather = library().swell_gather_inputs
+_gather.argtypes, _gather.restype = [POINTER, INT], INT
+_write = Function(
+    "swell_write_tokens",
+    "count",
+    **dict.fromkeys(("token_ids", "at", "positions", "tokens"), POINTER),
+    **dict.fromkeys(("slots", "width", "count", "written"), INT),
+)
 
 
 class _Gather:
@@ -78,11 +82,12 @@ def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Te
     assert slots.dtype == positions.dtype == tokens.dtype == torch.int64
     assert len(slots) == len(positions) == len(tokens)
     slots, positions, tokens = (x.contiguous() for x in (slots, positions, tokens))
+    count = len(slots)
     done = _write(
-        token_ids.data_ptr(), *token_ids.shape, slots.data_ptr(), positions.data_ptr(),
-        tokens.data_ptr(), len(slots),
-    )  # fmt: skip
-    if done < len(slots):
+        token_ids.data_ptr(), slots.data_ptr(), positions.data_ptr(), tokens.data_ptr(),
+        *token_ids.shape, count, count, used=(token_ids, slots, positions, tokens),
+    ).written  # fmt: skip
+    if done < count:
         raise IndexError(
             f"there is no place for a token at slot {slots[done]}, position {positions[done]}"
         )

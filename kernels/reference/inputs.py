@@ -43,11 +43,11 @@ class _Gather:
         return sizes
 
     def _check(self, columns: np.ndarray) -> None:
-        slots, starts, counts, _ = columns
+        slots, starts, counts, samples = columns
         table, length = self._token_ids.shape
-        length = min(length, self._block_table.shape[1] * self._block_tokens)
+        room = self._block_table.shape[1] * self._block_tokens
         inside = (slots >= 0) & (slots < table) & (starts >= 0) & (counts >= 0)
-        inside &= starts + counts <= length
+        inside &= (starts + counts + samples <= length) & (starts + counts <= room)
         if not inside.all():
             row = int(inside.argmin())
             raise outside(row, int(slots[row]), int(starts[row]), self._token_ids)

@@ -110,6 +110,17 @@ def test_what_lies_outside_of_the_tables_is_an_error(name, slot, start):
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_sampled_token_has_its_place(name):
+    ids = torch.zeros(SLOTS, LENGTH, dtype=torch.int32)
+    table = torch.zeros(SLOTS, BLOCKS, dtype=torch.int32)
+    out = Inputs.allocate(4, 2, BLOCKS, torch.device("cpu"))
+    gather = column(name).make_gather(ids, table, BLOCK, out)
+    assert gather([1, 0], [LENGTH - 1, LENGTH - 2], [1, 1], [False, True]).samples == 1
+    with pytest.raises(IndexError, match=f"row 1 of the step: slot 0 from position {LENGTH - 1}"):
+        gather([1, 0], [0, LENGTH - 1], [1, 1], [True, True])
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize(("rows", "count", "what"), [(1, 3, "3 tokens"), (3, 0, "3 rows")])
 def test_what_does_not_fit_is_an_error(name, rows, count, what):
     ids = torch.zeros(SLOTS, LENGTH + 1, dtype=torch.int32)
