@@ -13,9 +13,9 @@ EPS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 SHAPES = [
     *((0, 64, 32), (1, 64, 32), (1, 300, 1000), (3, 1, 1), (7, 33, 31)),
-    *((13, 257, 65), (50, 256, 96), (430, 9, 333)),
+    *((13, 257, 65), (50, 256, 96), (430, 9, 333), (6, 300, 1050), (2, 9, 5000)),
 ]
-"""Rows, inputs, outputs: parts of tiles, panels and blocks, and several of each."""
+"""Rows, inputs, outputs: parts of tiles, panels, pairs of these and blocks, and several of each."""
 
 
 def column(name: str):
