@@ -5,11 +5,15 @@ One client for all, in a process of its own: that of `swell bench`.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from swell.benchmarks import models, servers
 from swell.benchmarks.case import PEERS, Case, Measured, Setup
 from swell.benchmarks.results import Figure
-from swell.benchmarks.servers import Client, Server
+from swell.benchmarks.servers import Asked, Client
 from swell.benchmarks.turns import OURS, Numbers, Rounds, Turns
+
+A = TypeVar("A", bound=Asked)
 
 MODEL = "m15"
 SIZES = (128, 64)
@@ -41,14 +45,14 @@ def run(setup: Setup) -> Measured:
     return Measured(figures, turns.troubles)
 
 
-def rounds_of(client: Client, turns: Turns[Server], streams: int, repeats: int) -> Rounds:
+def rounds_of(client: Client, turns: Turns[A], streams: int, repeats: int) -> Rounds:
     """Rounds at so many streams, after some short answers that nobody measures."""
     vocab_size = models.SHAPES[MODEL].vocab_size
 
-    def warm(server: Server) -> Numbers:
+    def warm(server: Asked) -> Numbers:
         return client.load(server, streams, streams, vocab_size, _WARM_SIZES)
 
-    def measure(server: Server) -> Numbers:
+    def measure(server: Asked) -> Numbers:
         return client.load(server, streams, REQUESTS[streams], vocab_size, SIZES)
 
     turns.take(1, warm)

@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from swell.benchmarks.case import CONTENDERS, Setup
 from swell.benchmarks.children import START_S, Child, ContenderFailed, processor_s
-from swell.benchmarks.turns import OURS, tell
+from swell.benchmarks.turns import OURS, Contender, tell
 from swell.cluster.edge import free_port
 
 _HOST = "127.0.0.1"
@@ -19,6 +20,12 @@ _SETTLE_S = 0.5
 """What was due while a server was stopped is done in this time."""
 _COMPLETIONS = "/v1/completions"
 _ONE_TOKEN = b'{"model": "m", "prompt": "a", "max_tokens": 1}'
+
+
+class Asked(Contender, Protocol):
+    """Who answers requests."""
+
+    url: str
 
 
 class Server:
@@ -84,6 +91,29 @@ class Server:
             connection.close()
 
 
+class Beside:
+    """A server while another idles beside it. Both are contenders themselves, who start before."""
+
+    def __init__(self, server: Server, idle: Server) -> None:
+        self.name = f"{server.name}, {idle.name} idle"
+        self.url = server.url
+        self._servers = (server, idle)
+
+    def start(self) -> None:
+        return
+
+    def pause(self) -> None:
+        for server in self._servers:
+            server.pause()
+
+    def resume(self) -> None:
+        for server in self._servers:
+            server.resume()
+
+    def close(self) -> None:
+        return
+
+
 class Client:
     """The load client, in a process of its own."""
 
@@ -101,7 +131,7 @@ class Client:
         self._child.close()
 
     def load(
-        self, server: Server, streams: int, requests: int, vocab_size: int, sizes: tuple[int, int]
+        self, server: Asked, streams: int, requests: int, vocab_size: int, sizes: tuple[int, int]
     ) -> dict[str, float]:
         """Rates and latencies of so many requests. Raises ContenderFailed if one failed."""
         self._seed += 1

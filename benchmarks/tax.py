@@ -2,6 +2,9 @@
 
 Processor time of a token is that of all processes of the cluster together, with a model that
 computes next to nothing (`dot`), so that what it computes can be taken off without much error.
+
+Where a step's threads have all cores of a machine, everything that Ray does there while it waits is
+lost to them too: so the bare engine is also measured with the idle cluster beside it.
 """
 
 from __future__ import annotations
@@ -10,36 +13,48 @@ from swell.benchmarks import models, servers
 from swell.benchmarks.case import Case, Measured, Setup
 from swell.benchmarks.results import Figure
 from swell.benchmarks.served import MODEL, SETTINGS, SIZES, rounds_of
-from swell.benchmarks.servers import Client, Server
+from swell.benchmarks.servers import Asked, Beside, Client, Server
 from swell.benchmarks.turns import OURS, Numbers, Rounds, Turns
 from swell.benchmarks.worker import Worker
 
-_BARE = "bare"
 _TOKEN_STREAMS, _TOKEN_REQUESTS = 64, 256
 
 
 def throughput(setup: Setup) -> Measured:
-    """The whole path beside the bare one, at 1 and at 64 streams."""
+    """The whole path against the bare one, alone and beside the cluster, at 1 and at 64 streams."""
     model = models.prepare(MODEL, setup.models)
-    contenders = [make(model, setup, *SETTINGS) for make in (servers.swell, servers.bare)]
+    whole, bare = (make(model, setup, *SETTINGS) for make in (servers.swell, servers.bare))
+    beside = Beside(bare, whole)
     figures: list[Figure] = []
-    with Client(setup.logs) as client, Turns(contenders) as turns:
+    with (
+        Client(setup.logs) as client,
+        Turns[Asked]([whole, bare, beside]) as turns,
+    ):
         for streams, bounds in ((1, (0.97, 3.0)), (64, (0.97, None))):
-            figures += _compare(streams, rounds_of(client, turns, streams, setup.repeats), bounds)
+            rounds = rounds_of(client, turns, streams, setup.repeats)
+            figures += _compare(streams, rounds, bare.name, bounds)
+            figures.append(_rates(streams, rounds, beside.name))
     return Measured(figures, turns.troubles)
 
 
 def _compare(
-    streams: int, rounds: Rounds, bounds: tuple[float | None, float | None]
+    streams: int, rounds: Rounds, bare: str, bounds: tuple[float | None, float | None]
 ) -> list[Figure]:
-    at = f"{streams} streams" if streams > 1 else "1 stream"
-    rates = [rounds.series(name, "tokens_per_s") for name in (OURS, _BARE)]
-    first = [rounds.series(name, "ttft_p50_ms") for name in (OURS, _BARE)]
+    first = [rounds.series(name, "ttft_p50_ms") for name in (OURS, bare)]
     more = [our - their for our, their in zip(*first, strict=True)]
     return [
-        Figure(f"output tokens/s, {at}", rates[0], _BARE, rates[1], at_least=bounds[0]),
-        Figure(f"TTFT p50 beyond bare, ms, {at}", more, at_most=bounds[1]),
+        _rates(streams, rounds, bare, at_least=bounds[0]),
+        Figure(f"TTFT p50 beyond bare, ms, {_at(streams)}", more, at_most=bounds[1]),
     ]
+
+
+def _rates(streams: int, rounds: Rounds, against: str, at_least: float | None = None) -> Figure:
+    ours, theirs = (rounds.series(name, "tokens_per_s") for name in (OURS, against))
+    return Figure(f"output tokens/s, {_at(streams)}", ours, against, theirs, at_least=at_least)
+
+
+def _at(streams: int) -> str:
+    return f"{streams} streams" if streams > 1 else "1 stream"
 
 
 def processor(setup: Setup) -> Measured:
