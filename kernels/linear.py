@@ -41,12 +41,13 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return columns.pick("linear", x.device.type).linear(x, weight, bias)  # type: ignore[no-any-return]
 
 
-def largest(x: Tensor, weight: Weight) -> Tensor:
-    """x [S, in], weight [out, in] -> [S] int64: the first of the largest of `linear`'s outputs.
+def largest(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
+    """x [S, in], weight [out, in] -> the largest of the first `outs` > 0 outputs of `linear`, [S]
+    float32, and which it is, [S] int64: of equal ones the first.
 
     Columns: reference, cpu.
     """
-    return columns.pick("linear", x.device.type).largest(x, weight)  # type: ignore[no-any-return]
+    return columns.pick("linear", x.device.type).largest(x, weight, outs)  # type: ignore[no-any-return]
 
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:

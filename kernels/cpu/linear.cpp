@@ -263,8 +263,8 @@ void linear(const T* x, const T* w, const T* bias, T* y, int64_t rows, int64_t s
 }
 
 template <typename T>
-void largest(const T* x, const T* w, int64_t* y, int64_t rows, int64_t size, int64_t outs,
-             int64_t x_stride) {
+void largest(const T* x, const T* w, float* values, int64_t* which, int64_t rows, int64_t size,
+             int64_t outs, int64_t x_stride) {
   using Row = typename Largest<T>::Row;
   const Split split(rows, outs);
   static thread_local std::vector<Best> parts;
@@ -283,7 +283,8 @@ void largest(const T* x, const T* w, int64_t* y, int64_t rows, int64_t size, int
     Best all;
     for (int64_t group = 0; group < split.groups; group++)
       all.meet(of_row[row * split.groups + group]);
-    y[row] = all.n < 0 ? outs - 1 : all.n;
+    values[row] = all.value;
+    which[row] = all.n < 0 ? outs - 1 : all.n;
   }
 }
 
@@ -308,7 +309,8 @@ struct LinearArgs {
 
 struct LargestArgs {
   const void *x, *w;
-  int64_t *y, rows, size, outs, x_stride, is_bf16;
+  float* values;
+  int64_t *which, rows, size, outs, x_stride, is_bf16;
 };
 
 struct EmbeddingArgs {
@@ -334,8 +336,8 @@ SWELL_API void swell_linear(const LinearArgs* a) {
 SWELL_API void swell_largest(const LargestArgs* a) {
   const auto run = [&](auto type) {
     using T = decltype(type);
-    largest(static_cast<const T*>(a->x), static_cast<const T*>(a->w), a->y, a->rows, a->size,
-            a->outs, a->x_stride);
+    largest(static_cast<const T*>(a->x), static_cast<const T*>(a->w), a->values, a->which, a->rows,
+            a->size, a->outs, a->x_stride);
   };
   a->is_bf16 ? run(bf16{}) : run(float{});
 }

@@ -21,7 +21,7 @@ _linear = Function(
 _largest = Function(
     "swell_largest",
     "rows",
-    **dict.fromkeys(("x", "w", "y"), POINTER),
+    **dict.fromkeys(("x", "w", "values", "which"), POINTER),
     **dict.fromkeys(("rows", "size", "outs", "x_stride", "is_bf16"), INT),
 )
 _embedding = Function(
@@ -68,20 +68,21 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def largest(x: Tensor, weight: Weight) -> Tensor:
+def largest(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.linear.largest`; the outputs themselves are not written."""
     if not isinstance(weight, Packed):
-        return reference.largest(x, weight)
-    data, outs, size = weight.data, weight.out_features, weight.in_features
+        return reference.largest(x, weight, outs)
+    data, size = weight.data, weight.in_features
+    assert 0 < outs <= weight.out_features, (outs, weight.out_features)
     assert x.dim() == 2 and x.shape[1] == size and x.dtype == data.dtype, (x.shape, x.dtype)
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = torch.empty(len(x), dtype=torch.int64)
+    values, which = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
     _largest(
-        x.data_ptr(), data.data_ptr(), out.data_ptr(), len(x), size, outs, x.stride(0),
-        x.dtype == torch.bfloat16, used=(x, data, out),
+        x.data_ptr(), data.data_ptr(), values.data_ptr(), which.data_ptr(), len(x), size, outs,
+        x.stride(0), x.dtype == torch.bfloat16, used=(x, data, values, which),
     )  # fmt: skip
-    return out
+    return values, which
 
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:

@@ -102,11 +102,15 @@ def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size
     packed = module.pack(weight)
     y = module.linear(x, packed)
     first = [row.index(max(row)) for row in y.tolist()]
-    found = module.largest(x, packed)
+    values, found = module.largest(x, packed, outs)
     assert found.dtype == torch.int64 and found.tolist() == first
+    assert values.dtype == torch.float32 and values.tolist() == [max(row) for row in y.tolist()]
     spread = torch.randn(rows, 2 * size).to(dtype)[:, ::2]
     spread.copy_(x)
-    assert torch.equal(module.largest(spread, packed), found)
+    assert torch.equal(module.largest(spread, packed, outs)[1], found)
+    some = (outs + 1) // 2
+    for row, value, which in zip(y.tolist(), *module.largest(x, packed, some), strict=True):
+        assert (value, which) == (max(row[:some]), row.index(max(row[:some])))
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
@@ -116,10 +120,14 @@ def test_no_output_that_is_none_is_the_largest(dtype, sign):
     module = column("cpu")
     weight = -sign * torch.arange(1.0, 34.0)[:, None].to(dtype)
     x = torch.full((2, 1), float(sign)).to(dtype)
-    assert module.largest(x, module.pack(weight)).tolist() == [0, 0]
+
+    def found(weight: Tensor) -> list[int]:
+        return module.largest(x, module.pack(weight), 33)[1].tolist()
+
+    assert found(weight) == [0, 0]
     weight[5:] = float("nan")
-    assert module.largest(x, module.pack(weight)).tolist() == [0, 0]
-    assert module.largest(x, module.pack(weight.fill_(float("nan")))).tolist() == [32, 32]
+    assert found(weight) == [0, 0]
+    assert found(weight.fill_(float("nan"))) == [32, 32]
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])

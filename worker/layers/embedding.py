@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 
 from swell.kernels.linear import embedding, largest, linear
-from swell.kernels.sample import greedy_tokens
 from swell.worker.layers.piece import ALL, Piece, empty_parameter
 from swell.worker.layers.weighted import Weighted
 from swell.worker.mesh import Group
@@ -25,15 +24,14 @@ class _VocabRows(Weighted):
         self.vocab, self.hidden, self.group = vocab, hidden, group
         self.rows = -(-vocab // group.size)
         self.start = group.rank * self.rows
+        self.words = max(0, min(self.rows, vocab - self.start))
         self.weight = empty_parameter(self.rows, hidden)
 
     def pieces(self, name: str) -> Iterator[Piece]:
-        end = min(self.start + self.rows, self.vocab)
-        if self.start < end:
-            target = self.weight[: end - self.start]
-            yield Piece(
-                f"{name}.weight", target, (slice(self.start, end), ALL), (self.vocab, self.hidden)
-            )
+        if self.words:
+            place = slice(self.start, self.start + self.words)
+            target = self.weight[: self.words]
+            yield Piece(f"{name}.weight", target, (place, ALL), (self.vocab, self.hidden))
 
 
 class VocabParallelEmbedding(_VocabRows):
@@ -74,7 +72,18 @@ class ParallelLMHead(_VocabRows):
         return logits if logits.dtype == torch.float32 else logits.float()
 
     def most_likely(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, hidden] -> [S] int64: the words of the largest logits"""
+        """hidden [S, hidden] -> [S] int64: the words of the largest logits
+
+        Of each rank two numbers a row go around, not all its logits.
+        """
         if self.group.size == 1:
-            return largest(hidden, self.weight)
-        return greedy_tokens(self(hidden))
+            return largest(hidden, self.weight, self.words)[1]
+        if self.words:
+            values, which = largest(hidden, self.weight, self.words)
+        else:
+            values = hidden.new_full((len(hidden),), -torch.inf)
+            which = torch.zeros_like(values)
+        # [1, S, 2]; both fit into a float64
+        pairs = torch.stack((values.double(), which.double() + self.start), -1).unsqueeze(0)
+        values, words = self.group.all_gather(pairs, 0).unbind(-1)
+        return words.gather(0, values.argmax(0, keepdim=True))[0].long()
