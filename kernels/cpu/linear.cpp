@@ -100,8 +100,9 @@ struct Out {
   }
 
  private:
-  static void put(const float* sums, int64_t rows, const T* bias, T* y, int64_t stride,
-                  int64_t width) {
+  // Inlined into the product's loops it would make all of them 3 % slower.
+  [[gnu::noinline]] static void put(const float* sums, int64_t rows, const T* bias, T* y,
+                                    int64_t stride, int64_t width) {
     for (int64_t m = 0; m < rows; m++)
       for (int64_t i = 0; i < width; i += 8) {
         v8 v = load(sums + m * kPanel + i);
