@@ -22,7 +22,7 @@ from swell.cluster.edge import EdgeServer, claim_port
 from swell.cluster.ingress import Ingress
 from swell.cluster.link import EngineId, OnGap, OnOutputs, OnView
 from swell.configs.log import configure_logging
-from swell.configs.process import sleep_at_barriers
+from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load, parse_override
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, Roster
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], type=parse_override, metavar="K=V")
     args = parser.parse_args()
     configure_logging()
-    sleep_at_barriers()
+    prepare_for_torch()
     uvloop.run(serve(args.model, {**dict(args.set), "serve.port": args.port}))
 
 

@@ -18,7 +18,7 @@ from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
 from swell.cluster.structured import compile_grammar
 from swell.cluster.validate import validate
 from swell.cluster.words import bad_word_tokens
-from swell.configs.process import sleep_at_barriers
+from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
@@ -29,7 +29,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 _CLIENT = b"local"
 _KIND = RequestOutputKind.FINAL_ONLY
 
-sleep_at_barriers()
+prepare_for_torch()
 
 
 class LLM:

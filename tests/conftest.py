@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from swell.configs.process import sleep_at_barriers
+from swell.configs.process import prepare_for_torch
 
-sleep_at_barriers()
+prepare_for_torch()
 
 SLOW = (
     *("/e2e/", "/worker/", "/kernels/", "/judges/", "test_token_exact", "test_local", "test_cli"),

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import ray
 
-from swell.configs.process import keep_what_is_here, sleep_at_barriers
+from swell.configs.process import keep_what_is_here, prepare_for_torch
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
 from swell.worker.wire import WorkerCommand, WorkerLimits, WorkerProgress
@@ -38,7 +38,7 @@ class WorkerActor:
 
     def load(self) -> WorkerLimits:
         """Load the model, in no group yet."""
-        sleep_at_barriers()
+        prepare_for_torch()
         from swell.worker.worker import Worker
 
         # Ray shows a worker only the GPU that it gave it.

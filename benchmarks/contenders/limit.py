@@ -1,11 +1,13 @@
 """The limit of a batch, measured: `MODEL_NAME ROWS INPUT_TOKENS OUTPUT_TOKENS`."""
 
+import os
 import sys
 
 from lines import Lines
 
 
 def main(lines):
+    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages, as our processes have them
     from swell.benchmarks import limits
     from swell.benchmarks.models import SHAPES
     from swell.benchmarks.steps import steps

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from swell.configs.process import sleep_at_barriers
+from swell.configs.process import prepare_for_torch
 from swell.configs.schema import Config, ConfigError
 from swell.engine.executor import (
     Executor,
@@ -62,7 +62,7 @@ class InlineExecutor(Executor):
         self._failure: BaseException | None = None
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
-        sleep_at_barriers()
+        prepare_for_torch()
         from swell.worker.worker import GroupError, Worker  # type: ignore[attr-defined]
 
         self._group_error = GroupError

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from swell.configs.process import sleep_at_barriers
+from swell.configs.process import prepare_for_torch
 from swell.configs.schema import Config, ConfigError
 from swell.engine.executor import (
     Executor,
@@ -162,7 +162,7 @@ class InprocExecutor(Executor):
         self._threads: list[WorkerThread] = []
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
-        sleep_at_barriers()
+        prepare_for_torch()
         # Threads that import at the same time can see half of a module.
         import torch.distributed as dist
 

@@ -217,7 +217,8 @@ struct Split {
       : panels((outs + kPanel - 1) / kPanel), chunks((rows + kChunk - 1) / kChunk) {
     const int64_t wanted = std::max<int64_t>(1, kTasks * team_size() / std::max<int64_t>(1, chunks));
     some = (panels + wanted - 1) / wanted;
-    if (rows <= kPairRows) some = (some + 1) / 2 * 2;
+    // As long as each thread has two pairs to begin with.
+    if (rows <= kPairRows && panels >= 4 * team_size()) some = (some + 1) / 2 * 2;
     groups = (panels + some - 1) / some;
   }
 };
