@@ -28,7 +28,7 @@ ENVIRONMENT = {
 }
 """Of every contender, so that none asks the network."""
 _EXIT_S = 5.0
-_STOP_S = 30.0
+_STOP_S = 60.0
 _VANISH_S = 3.0
 _LAST_LINES = 12
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
