@@ -88,7 +88,8 @@ def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: 
 
 def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """token_ids[slots[i], positions[i]] = tokens[i]; all [S] int64, and token_ids as in
-    `make_gather`. Columns: reference, cpu."""
+    `make_gather`. Raises IndexError for a place outside of it; not in a replay, whose places a
+    `Gather` has checked. Columns: reference, cpu."""
     columns.pick("inputs", token_ids.device.type).write_tokens(token_ids, slots, positions, tokens)
 
 

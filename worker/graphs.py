@@ -31,7 +31,8 @@ class Head(Enum):
     LOGITS = auto()
     """[S, vocab]"""
     MOST_LIKELY = auto()
-    """[S] int64, tokens that are drawn with that: they are written to the states."""
+    """[S] int64, the tokens of the largest logits; they are drawn with that, and written to the
+    states."""
 
 
 class Forward:

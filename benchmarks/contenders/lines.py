@@ -10,6 +10,7 @@ import sys
 import time
 
 TURN_S = 2.0
+"""At least."""
 
 
 class Lines:

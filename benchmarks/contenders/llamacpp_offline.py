@@ -1,4 +1,4 @@
-"""llama.cpp with a static batch: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, and batches.
+"""llama.cpp with a static batch: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, batches by turns.
 
 The weights are those of the model's folder, as a float32 GGUF beside them. llama.cpp pairs the
 dimensions that it rotates differently; with random weights that changes tokens, not work.

@@ -1,4 +1,4 @@
-"""Our engine in one process: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, and batches."""
+"""Our engine in one process: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, batches by turns."""
 
 import random
 import sys

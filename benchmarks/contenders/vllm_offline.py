@@ -1,4 +1,4 @@
-"""vLLM in one process: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, and batches."""
+"""vLLM in one process: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, batches by turns."""
 
 import random
 import sys
