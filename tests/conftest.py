@@ -22,6 +22,13 @@ SLOW = (
 `make test-fast`."""
 
 
+def pytest_sessionstart() -> None:
+    """Oracles compute in this process too, some before the first engine of it."""
+    from swell.worker.vector_math import settle_vector_math
+
+    settle_vector_math()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(part in str(item.path) for part in SLOW):

@@ -21,6 +21,7 @@ from swell.worker.loader import load_config, load_weights, max_model_len, resolv
 from swell.worker.mesh import GROUP_TIMEOUT_S, GroupError, Mesh
 from swell.worker.models import build_model
 from swell.worker.runner import ModelRunner
+from swell.worker.vector_math import settle_vector_math
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,
@@ -56,6 +57,7 @@ class Worker:
         local_rank: int | None = None,
         progress: LoadProgress | None = None,
     ) -> None:
+        settle_vector_math()
         self.config = config
         self.rank = rank
         self.local_workers = max(1, local_workers)

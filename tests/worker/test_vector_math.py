@@ -1,0 +1,57 @@
+"""Functions whose first call must not be shared by threads: torch's own source says which."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from swell.configs.schema import Config, ModelConfig
+from swell.worker import vector_math, worker
+
+SOURCE = Path(torch.__path__[0]) / "include" / "ATen" / "cpu" / "vml.h"
+OF_MKL = re.compile(r"^IMPLEMENT_VML_MKL\((\w+),", re.MULTILINE)
+
+
+def test_the_functions_are_those_that_torch_leaves_to_mkl() -> None:
+    assert SOURCE.exists(), "torch has moved its header: look there what MKL computes now"
+    names = OF_MKL.findall(SOURCE.read_text())
+    assert sorted(function.__name__ for function in vector_math.FUNCTIONS) == sorted(names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_is_called_by_one_thread_alone(dtype: torch.dtype) -> None:
+    called = []
+
+    def watched(function):
+        def call(number: torch.Tensor) -> torch.Tensor:
+            called.append((function, number.dtype, number.numel()))
+            return function(number)
+
+        return call
+
+    watching = tuple(watched(function) for function in vector_math.FUNCTIONS)
+    with patch.object(vector_math, "FUNCTIONS", watching):
+        vector_math.settle_vector_math()
+    # One number is no work to divide.
+    assert [(function, dtype, 1) for function in vector_math.FUNCTIONS] == [
+        call for call in called if call[1] == dtype
+    ]
+
+
+def test_they_are_settled_before_a_worker_computes_anything() -> None:
+    class Settled(Exception):
+        pass
+
+    def settle() -> None:
+        raise Settled
+
+    with (
+        patch.object(worker, "settle_vector_math", settle),
+        patch.object(worker, "_device", side_effect=AssertionError("came first")),
+        pytest.raises(Settled),
+    ):
+        worker.Worker(Config(model=ModelConfig(path="anything")))
