@@ -21,7 +21,7 @@ def settle_vector_math() -> None:
 
     MKL finds the code of a function for this processor when it is first called. Where threads
     share that call, one of them may compute its part by a variant that gives half of the digits
-    (oneMKL 2024.2, https://github.com/pytorch/pytorch/issues/188792). One engine in eight had a
+    (oneMKL 2024.2, https://github.com/pytorch/pytorch/issues/188792). One process in seven had a
     table of cosines that was off by 1.5e-4 so, and answers that were not its peers'.
     """
     with _lock:
