@@ -19,7 +19,7 @@ from swell.cluster.anthropic.blocks import (
     ToolUseBlock,
 )
 from swell.cluster.openai.base import RequestBody
-from swell.cluster.openai.generation import check_routing
+from swell.cluster.openai.wishes import check_routing
 from swell.cluster.params import BadRequest, shown
 from swell.cluster.validate import MAX_STOP_CHARS, MAX_STOP_STRINGS
 

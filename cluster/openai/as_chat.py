@@ -37,30 +37,13 @@ from swell.cluster.openai.responses import (
     ResponsesRequest,
     TextFormat,
 )
+from swell.cluster.openai.wishes import TokenWishes
 from swell.cluster.params import BadRequest
 
 _SAME = (
-    "temperature",
-    "top_p",
+    *TokenWishes.__struct_fields__,
     "parallel_tool_calls",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "structured_outputs",
     "chat_template_kwargs",
-    "priority",
-    "cache_salt",
-    "data_parallel_rank",
     "stream",
 )
 """Fields that mean the same in both."""

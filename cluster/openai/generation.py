@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from swell.cluster.openai.base import RequestBody
+from swell.cluster.openai.wishes import TokenWishes, check_routing
 from swell.cluster.params import BadRequest, SamplingParams, StructuredOutputs, shown
 
 
@@ -49,44 +50,17 @@ class ResponseFormat(RequestBody, kw_only=True):
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
-class GenerationRequest(RequestBody, kw_only=True):
+class GenerationRequest(TokenWishes, kw_only=True):
     model: str
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    """Token id -> -100 .. 100, added to its logit."""
-    bad_words: list[str] | None = None
-    """Texts that the answer must not hold, as the tokenizer writes them."""
-    allowed_token_ids: list[int] | None = None
-    """The answer has no other tokens."""
     prompt_logprobs: int | None = None
     """Tell each prompt token's log probability, and those of this many most likely ones."""
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    """A form for the answer: json, json_object, regex, choice or grammar."""
-
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None
-    """Smaller runs first under `scheduler.policy: priority`."""
-    cache_salt: str | None = None
-    """Prefixes are shared only among requests of equal salt."""
-    data_parallel_rank: int | None = None
-    """Ask for one engine."""
     return_token_ids: bool | None = None
 
     user: Any = None
@@ -175,21 +149,6 @@ SAME_NAME = tuple(
     if name in GenerationRequest.__struct_fields__ and name not in _OTHERWISE
 )
 """Fields that mean the same in a request and in `SamplingParams`."""
-
-
-def check_routing(cache_salt: str | None, rank: int | None, priority: int | None) -> None:
-    """The fields that say where and when, not what."""
-    if cache_salt == "":
-        raise BadRequest("cache_salt='' must not be empty; leave it out", "cache_salt")
-    if rank is not None and not 0 <= rank < 2**31:
-        raise BadRequest(
-            f"data_parallel_rank={shown(rank)} must be at least 0 and name an engine that serves",
-            "data_parallel_rank",
-        )
-    if priority is not None and not -(2**31) <= priority < 2**31:
-        raise BadRequest(
-            f"priority={shown(priority)} must be between {-(2**31)} and {2**31 - 1}", "priority"
-        )
 
 
 def _bias(bias: Mapping[str, float]) -> dict[int, float]:

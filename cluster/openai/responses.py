@@ -8,10 +8,11 @@ import msgspec
 
 from swell.cluster.openai.base import RequestBody
 from swell.cluster.openai.decode import decode
-from swell.cluster.openai.generation import StreamOptions, check_routing
+from swell.cluster.openai.generation import StreamOptions
 from swell.cluster.openai.input_items import read_input
 from swell.cluster.openai.items import Item
-from swell.cluster.params import BadRequest, StructuredOutputs, shown
+from swell.cluster.openai.wishes import TokenWishes, check_routing
+from swell.cluster.params import BadRequest, shown
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = (LOGPROBS, "reasoning.encrypted_content")
@@ -73,7 +74,7 @@ class FunctionChoice(RequestBody, kw_only=True):
     name: str
 
 
-class ResponsesRequest(RequestBody, kw_only=True):
+class ResponsesRequest(TokenWishes, kw_only=True):
     model: str
     input: str | list[msgspec.Raw]
     """A text, or items: messages, function_call, function_call_output, reasoning."""
@@ -82,8 +83,6 @@ class ResponsesRequest(RequestBody, kw_only=True):
     previous_response_id: str | None = None
     """A stored response: its input and output stand before this input."""
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: list[dict[str, Any]] | None = None
     """Function tools; the built-in ones are refused."""
     tool_choice: str | dict[str, Any] | None = None
@@ -108,25 +107,7 @@ class ResponsesRequest(RequestBody, kw_only=True):
     prompt_cache_options: Any = None
     service_tier: Any = None
 
-    top_k: int | None = None
-    """From here on not OpenAI's; as in `/v1/chat/completions`."""
-    min_p: float | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    data_parallel_rank: int | None = None
 
     truncation: str | None = None
     max_tool_calls: int | None = None

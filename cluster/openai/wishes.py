@@ -1,0 +1,52 @@
+"""What may be asked of an answer's tokens: the same words at every endpoint of OpenAI's kind."""
+
+from __future__ import annotations
+
+from swell.cluster.openai.base import RequestBody
+from swell.cluster.params import BadRequest, StructuredOutputs, shown
+
+
+class TokenWishes(RequestBody, kw_only=True):
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """OpenAI has few of the fields from here on; vLLM has them under the same names."""
+    min_p: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """Token id -> -100 .. 100, added to its logit."""
+    bad_words: list[str] | None = None
+    """Texts that the answer must not hold, as the tokenizer writes them."""
+    allowed_token_ids: list[int] | None = None
+    """The answer has no other tokens."""
+    structured_outputs: StructuredOutputs | None = None
+    """A form for the answer: json, json_object, regex, choice or grammar."""
+
+    priority: int | None = None
+    """Smaller runs first under `scheduler.policy: priority`."""
+    cache_salt: str | None = None
+    """Prefixes are shared only among requests of equal salt."""
+    data_parallel_rank: int | None = None
+    """Ask for one engine."""
+
+
+def check_routing(cache_salt: str | None, rank: int | None, priority: int | None) -> None:
+    """The fields that say where and when, not what."""
+    if cache_salt == "":
+        raise BadRequest("cache_salt='' must not be empty; leave it out", "cache_salt")
+    if rank is not None and not 0 <= rank < 2**31:
+        raise BadRequest(
+            f"data_parallel_rank={shown(rank)} must be at least 0 and name an engine that serves",
+            "data_parallel_rank",
+        )
+    if priority is not None and not -(2**31) <= priority < 2**31:
+        raise BadRequest(
+            f"priority={shown(priority)} must be between {-(2**31)} and {2**31 - 1}", "priority"
+        )
