@@ -20,7 +20,7 @@ import uvloop
 
 from swell.cluster.edge import EdgeServer, claim_port
 from swell.cluster.ingress import Ingress
-from swell.cluster.link import EngineId, OnGap, OnOutputs, OnView
+from swell.cluster.link import Counted, EngineId, OnGap, OnOutputs, OnView
 from swell.configs.log import configure_logging
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load, parse_override
@@ -48,6 +48,7 @@ class BareEngine:
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
+        counted: Counted,
     ) -> None:
         self._core = core
         self._on_outputs = on_outputs

@@ -20,7 +20,7 @@ import uvloop
 
 from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.ingress import Ingress
-from swell.cluster.link import EngineId, OnGap, OnOutputs, OnView
+from swell.cluster.link import Counted, EngineId, OnGap, OnOutputs, OnView
 from swell.cluster.prompt import load_tokenizer
 from swell.cluster.sse import ChatStream
 from swell.configs.schema import load
@@ -52,6 +52,7 @@ class StubEngine:
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
+        counted: Counted,
     ) -> None:
         self.requests: list[str] = []
         self._token_ids = token_ids

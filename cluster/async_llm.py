@@ -87,6 +87,7 @@ class AsyncLLM:
             on_view=self._on_view,
             on_outputs=self._on_outputs,
             on_gap=lambda engine: self._move_all(engine, Move.UNHEARD),
+            counted=metrics,
         )
 
     @property

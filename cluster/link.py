@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from swell.configs.log import FactLogger
 from swell.coordinator.channel import AsyncOutlet, ChannelAddress, ChannelKeys
 from swell.coordinator.roster import Member
-from swell.coordinator.wire import ClusterView, Watch
+from swell.coordinator.wire import ClusterView, Counts, IngressWord, Watch
 from swell.engine.wire import EngineCoreOutputs, KeepAlive
 
 M = TypeVar("M")
@@ -55,6 +55,14 @@ class Links(Protocol):
     def close(self) -> None: ...
 
 
+class Counted(Protocol):
+    """What an ingress has counted, and where it learns what all others have."""
+
+    def counts(self) -> Counts: ...
+
+    def take_others(self, counts: Counts) -> None: ...
+
+
 class Connect(Protocol):
     """Opens links; what the callbacks mean is said at `EngineLinks`."""
 
@@ -66,6 +74,7 @@ class Connect(Protocol):
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
+        counted: Counted,
     ) -> Links: ...
 
 
@@ -99,8 +108,9 @@ class EngineLinks:
     and the engines that it no longer has, of which nothing is heard afterwards; `on_outputs` with
     each message of an engine; `on_gap` before it, where messages of that engine were lost.
 
-    Every `heartbeat_s` the coordinator is told the newest epoch that was seen, and each engine
-    that we still wait. A coordinator that died and was started again at its address hears so that
+    Every `heartbeat_s` the coordinator is told the newest epoch that was seen and what this ingress
+    has counted, and each engine that we still wait. The coordinator answers with what all others
+    have counted (`counted`). One that died and was started again at its address hears so that
     there are watchers, and from which epoch to go on; a view of an older epoch is dropped.
     """
 
@@ -114,6 +124,7 @@ class EngineLinks:
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
+        counted: Counted,
     ) -> None:
         self._keys = keys
         self._client_index = client_index
@@ -121,10 +132,11 @@ class EngineLinks:
         self._on_view = on_view
         self._on_outputs = on_outputs
         self._on_gap = on_gap
+        self._counted = counted
         self._links: dict[EngineId, _Link] = {}
         self._epoch = 0
-        self._outlet: AsyncOutlet[ClusterView] = AsyncOutlet(
-            coordinator, ClusterView, keys, _guarded(self._follow)
+        self._outlet: AsyncOutlet[IngressWord] = AsyncOutlet(
+            coordinator, IngressWord, keys, _guarded(self._hear)
         )
         self._beats = asyncio.create_task(self._beat())
 
@@ -142,10 +154,16 @@ class EngineLinks:
 
     async def _beat(self) -> None:
         while True:
-            self._outlet.send(Watch(self._client_index, self._epoch))
+            self._outlet.send(Watch(self._client_index, self._epoch, self._counted.counts()))
             for link in self._links.values():
                 link.outlet.send(KeepAlive())
             await asyncio.sleep(self._heartbeat_s)
+
+    def _hear(self, word: IngressWord) -> None:
+        if isinstance(word, ClusterView):
+            self._follow(word)
+        else:
+            self._counted.take_others(word.counts)
 
     def _follow(self, view: ClusterView) -> None:
         if view.roster.epoch < self._epoch:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from swell.cluster.stats import IterationStats
+from swell.coordinator.ledger import add
+from swell.coordinator.wire import Counts
+from swell.engine.wire import FinishReason
 
 FIRST_TOKEN_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -33,36 +37,64 @@ class Histogram:
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         """`bounds`: the largest value of each bucket, ascending; one more has what is above."""
-        self._name = name
+        self.name = name
         self._text = text
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.numbers = [0.0] * (len(bounds) + 2)
+        """Values in each bucket, and their sum."""
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.numbers[bisect_left(self._bounds, value)] += 1
+        self.numbers[-1] += value
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
+    def shown(self, numbers: Sequence[float]) -> Metric:
         """Each bucket with those below it, as a registry wants it."""
         bounds = map(floatToGoString, (*self._bounds, float("inf")))
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+        buckets = list(zip(bounds, accumulate(numbers[:-1]), strict=True))
+        return HistogramMetricFamily(self.name, self._text, buckets=buckets, sum_value=numbers[-1])
 
 
-class PrometheusStats:
-    """A `StatsSink` with a registry of its own, so that many may live in one process."""
+class Counter:
+    """One number, or one for each value of a label, which are known beforehand."""
+
+    def __init__(self, name: str, text: str, label: str = "", values: Sequence[str] = ()) -> None:
+        self.name = name
+        self._text = text
+        self._label = label
+        self._places = {value: place for place, value in enumerate(values or [""])}
+        self.numbers = [0.0] * len(self._places)
+
+    def inc(self, amount: float = 1.0, value: str = "") -> None:
+        self.numbers[self._places[value]] += amount
+
+    def shown(self, numbers: Sequence[float]) -> Metric:
+        labels = [self._label] if self._label else []
+        family = CounterMetricFamily(self.name, self._text, labels=labels)
+        for value, place in self._places.items():
+            family.add_metric([value] if self._label else [], numbers[place])
+        return family
+
+
+class PrometheusStats(Collector):
+    """A `StatsSink` with a registry of its own, so that many may live in one process.
+
+    It shows the sum of what it has counted and what all other ingresses have, as it was told.
+    """
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
+        self._parts: list[Histogram | Counter] = []
+        self._others: Counts = {}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(f"swell_{name}", text, buckets)
-            registry.register(made)
+            self._parts.append(made)
             return made
 
-        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"swell_{name}", text, labels, registry=registry)
+        def counter(name: str, text: str, label: str = "", values: Sequence[str] = ()) -> Counter:
+            made = Counter(f"swell_{name}", text, label, values)
+            self._parts.append(made)
+            return made
 
         self._first_token = histogram(
             "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BUCKETS_S
@@ -91,13 +123,15 @@ class PrometheusStats:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._success = counter(
-            "request_success", "Requests that ended, by reason.", ("finished_reason",)
+            "request_success",
+            "Requests that ended, by reason.",
+            "finished_reason",
+            [str(reason) for reason in FinishReason],
         )
         self._resubmitted = counter(
             "resubmitted_requests", "Requests that moved to another engine."
         )
-        for reason in ("stop", "length", "abort", "error"):
-            self._success.labels(reason)
+        self.registry.register(self)
 
     def record(self, stats: IterationStats) -> None:
         if stats.num_output_tokens:
@@ -108,7 +142,7 @@ class PrometheusStats:
         for seconds in stats.inter_token_latency_s:
             self._inter_token.observe(seconds)
         for request in stats.finished:
-            self._success.labels(request.finish_reason).inc()
+            self._success.inc(value=request.finish_reason)
             self._e2e.observe(request.e2e_s)
             self._queue.observe(request.queue_s)
             self._prefill.observe(request.prefill_s)
@@ -119,6 +153,19 @@ class PrometheusStats:
     def resubmitted(self) -> None:
         """A request moved to another engine."""
         self._resubmitted.inc()
+
+    def counts(self) -> Counts:
+        """What this ingress has counted."""
+        return {part.name: part.numbers for part in self._parts}
+
+    def take_others(self, counts: Counts) -> None:
+        """What all other ingresses have counted."""
+        self._others = counts
+
+    def collect(self) -> Iterator[Metric]:
+        total = add(self.counts(), self._others)
+        for part in self._parts:
+            yield part.shown(total[part.name])
 
     def render(self) -> bytes:
         """The text of `/metrics`."""

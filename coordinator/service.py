@@ -23,6 +23,7 @@ from swell.configs.log import FactLogger
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Waker, make_keys
 from swell.coordinator.conductor import Conductor
+from swell.coordinator.ledger import Ledger
 from swell.coordinator.liveness import Verdict
 from swell.coordinator.pauses import NullCoordinator
 from swell.coordinator.roster import Member, Roster
@@ -34,6 +35,7 @@ from swell.coordinator.wire import (
     EngineHello,
     EngineReport,
     Introduce,
+    OthersCounts,
     Watch,
 )
 
@@ -109,6 +111,7 @@ class CoordinatorService:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._watchers: dict[bytes, float] = {}
         """Ingresses, and when each spoke last."""
+        self._ledger = Ledger()
         self._peers: dict[int, bytes] = {}
         """Engines that have spoken, by incarnation: a rank may have had others."""
         self._unsent: dict[int, list[EngineCommand]] = {}
@@ -269,14 +272,7 @@ class CoordinatorService:
         now = time.monotonic()
         match message:
             case Watch():
-                self._epoch_seen = max(self._epoch_seen, message.epoch)
-                stranger = peer not in self._watchers
-                self._watchers[peer] = now
-                if self._recover_until:
-                    return
-                self._conductor.outrun(message.epoch, now)
-                if stranger:
-                    self._inbox.send(peer, self._conductor.view())
+                self._take_watch(peer, message, now)
             case EngineHello():
                 self._peers[message.member.incarnation] = peer
                 if self._recover_until:
@@ -289,6 +285,20 @@ class CoordinatorService:
                     self._send(self._conductor.hear(message, now))
                 elif self._recover_until and isinstance(message, EngineReport):
                     self._inbox.send(peer, Introduce())
+
+    def _take_watch(self, peer: bytes, watch: Watch, now: float) -> None:
+        self._epoch_seen = max(self._epoch_seen, watch.epoch)
+        stranger = peer not in self._watchers
+        self._watchers[peer] = now
+        if watch.counts:
+            self._ledger.take(watch.client_index, watch.counts, now)
+        if self._recover_until:
+            return
+        if watch.counts:
+            self._inbox.send(peer, OthersCounts(self._ledger.others(watch.client_index)))
+        self._conductor.outrun(watch.epoch, now)
+        if stranger:
+            self._inbox.send(peer, self._conductor.view())
 
     def _send(self, sends: Sends) -> None:
         """An engine that has not introduced itself yet is told when it does; the dead are not."""

@@ -14,6 +14,9 @@ from swell.coordinator.roster import Member, Roster
 
 # ---------------------------------------------------------------- ingresses
 
+Counts = dict[str, list[float]]
+"""What has been counted since a start: numbers that only grow, by metric."""
+
 
 class Watch(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
     """An ingress wants every `ClusterView`; repeated every `heartbeat_s`, else it is forgotten."""
@@ -21,6 +24,8 @@ class Watch(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
     client_index: int
     epoch: int = 0
     """The newest that it has seen: a restarted coordinator goes on from there."""
+    counts: Counts = {}
+    """What it has counted of its requests; if anything, the answer is `OthersCounts`."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
@@ -78,6 +83,15 @@ class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False)
     """How long the last change of the group kept its engines from stepping, in seconds."""
     phase: str = "idle"
     """Of the manager's change of engines: idle | prepare | commit | drain | failed."""
+
+
+class OthersCounts(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
+    """Answers a `Watch` with counts: the sums over all other ingresses, past ones too."""
+
+    counts: Counts
+
+
+IngressWord = ClusterView | OthersCounts
 
 
 # ---------------------------------------------------------------- engine -> coordinator

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 import threading
 from collections.abc import AsyncIterator
@@ -226,6 +227,36 @@ def test_two_ingresses_share_the_engines_without_crossing(folder):
 
     with building(folder, 2) as house:
         assert asyncio.run(ask(house)) == [truth(p, 60, seed=3) for p in prompts]
+
+
+def test_any_ingress_tells_what_all_have_counted(folder):
+    """Also of those that are gone, and of those that a restarted coordinator hears again."""
+
+    async def ended(client: httpx.AsyncClient) -> float:
+        text = (await client.get("/metrics")).text
+        line = r'^swell_request_success_total{finished_reason="length"} (\S+)$'
+        (count,) = re.findall(line, text, re.MULTILINE)
+        return float(count)
+
+    async def all_tell(count: int, *clients: httpx.AsyncClient) -> None:
+        async with asyncio.timeout(30):
+            while {await ended(client) for client in clients} != {count}:
+                await asyncio.sleep(0.02)
+
+    async def ask(house: Building) -> float:
+        async with house.serving() as one:
+            async with house.serving() as two:
+                for client in (one, two, two):
+                    await read_stream(client, body([1], 3))
+                await all_tell(3, one, two)
+                await asyncio.to_thread(house.replace_coordinator)
+                await read_stream(one, body([2], 3))
+                await all_tell(4, one, two)
+            async with house.serving() as three:
+                return await ended(three)
+
+    with building(folder, 1) as house:
+        assert asyncio.run(ask(house)) == 4
 
 
 def test_everything_is_free_after_clients_left(folder):

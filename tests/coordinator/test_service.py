@@ -17,7 +17,9 @@ from swell.coordinator.wire import (
     EngineCommand,
     EngineHello,
     EngineReport,
+    IngressWord,
     Joined,
+    OthersCounts,
     ReconfigureDistributedRequest,
     Resume,
     Watch,
@@ -93,6 +95,28 @@ def test_a_report_reaches_the_watchers(service, connect) -> None:
     engine.send(EngineReport(5, steps=1))
     engine.send(report)
     assert hear(watcher, lambda view: bool(view.reports)).reports == [report]
+
+
+def test_each_ingress_is_told_what_all_others_have_counted(service) -> None:
+    def said(index: int, *, total: float) -> dict[str, list[float]]:
+        """What ingress `index` is told when it has counted so much."""
+        outlet: Outlet[IngressWord] = Outlet(service.address, IngressWord, service.keys)
+        try:
+            outlet.send(Watch(index, counts={"n": [total]}))
+            deadline = time.monotonic() + SOON_S
+            while time.monotonic() < deadline:
+                word = outlet.receive(0.5)
+                if isinstance(word, OthersCounts):
+                    return word.counts
+            raise AssertionError("nothing was told")
+        finally:
+            outlet.close()
+
+    assert said(1, total=3) == {}
+    assert said(2, total=4) == {"n": [3.0]}
+    assert said(3, total=1) == {"n": [7.0]}
+    assert said(1, total=5) == {"n": [5.0]}
+    assert said(2, total=4) == {"n": [6.0]}
 
 
 def test_who_does_not_watch_hears_nothing(service, connect) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import Iterator
 
 import openai
@@ -52,3 +54,22 @@ def test_answers_equal_transformers(cluster, heldout, truth):
     ranks = [(w["pipeline"], w["tensor"]) for w in engines[0]["workers"]]
     assert ranks == sorted(ranks), "tensor-parallel ranks are neighbours"
     assert len({w["pid"] for engine in engines for w in engine["workers"]}) == 4
+
+
+def ended(cluster: Cluster) -> set[float]:
+    """How many requests have ended, as several looks tell it: each time the kernel decides which
+    ingress answers."""
+    pattern = r"^swell_request_success_total{.*} (\S+)$"
+    texts = [cluster.get("/metrics").text for _ in range(12)]
+    return {sum(map(float, re.findall(pattern, text, re.MULTILINE))) for text in texts}
+
+
+def test_any_ingress_tells_of_all_requests(cluster):
+    time.sleep(3)  # three heartbeats: all has been told
+    (before,) = ended(cluster)
+    wish = {"model": "nano", "prompt": "count from 1 to 9", "max_tokens": 8}
+    for _ in range(12):
+        cluster.post("/v1/completions", wish)
+    deadline = time.monotonic() + 30
+    while (told := ended(cluster)) != {before + 12}:
+        assert time.monotonic() < deadline, f"{told}, and it were {before}"
