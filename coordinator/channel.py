@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 import threading
@@ -27,10 +28,16 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
+from swell.configs.log import FactLogger
+
 M = TypeVar("M")
 
 _LINGER_MS = 1000
 """How long a closing end tries to deliver what it was given."""
+_ATTEMPT_S = 0.05
+"""Between two attempts at an address that is taken."""
+_TOLD_ATTEMPTS = 100
+"""Attempts after which the log is told again."""
 _MAX_BURST = 4096
 """Messages that are handed over at a time."""
 
@@ -123,7 +130,7 @@ class Inbox(Generic[M]):
         port: int = 0,
     ) -> None:
         """`name` and `port` let a successor be found where its predecessor was; else they are
-        chosen here."""
+        chosen here. While another process holds them, be it one that is still dying, it waits."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = _LINGER_MS
@@ -133,14 +140,27 @@ class Inbox(Generic[M]):
         self._socket.curve_publickey = keys.public
         self._socket.curve_secretkey = keys.secret
         ipc = f"ipc://@swell-{name or secrets.token_hex(8)}"
-        self._socket.bind(ipc)
+        self._bind(ipc)
         if port:
-            self._socket.bind(f"tcp://{host}:{port}")
+            self._bind(f"tcp://{host}:{port}")
         else:
             port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = ChannelAddress(this_machine(), ipc, f"tcp://{host}:{port}")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(message_type)
+
+    def _bind(self, address: str) -> None:
+        for attempt in itertools.count():
+            try:
+                self._socket.bind(address)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE:
+                    self._context.destroy(linger=0)
+                    raise
+            if attempt % _TOLD_ATTEMPTS == 0:
+                FactLogger("coordinator.channel").warning("address is taken", address=address)
+            time.sleep(_ATTEMPT_S)
 
     def send(self, peer: bytes, message: Any) -> None:
         """Queue a message; dropped if the peer is gone."""

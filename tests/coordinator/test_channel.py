@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -205,6 +207,29 @@ def test_the_name_on_one_machine_is_abstract_and_leaves_no_file(inbox) -> None:
     assert name in Path("/proc/net/unix").read_text()
     assert inbox.address.machine == this_machine()
     assert inbox.address.tcp.startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize("taken", ["name", "port"])
+def test_a_successor_waits_until_its_address_is_free(keys, taken) -> None:
+    first: Inbox[str] = Inbox(str, keys, name=secrets.token_hex(8))
+    name, port = first.address.ipc.rpartition("-")[2], int(first.address.tcp.split(":")[-1])
+    place = {"name": name} if taken == "name" else {"port": port}
+    made: Future[Inbox[str]] = Future()
+    thread = threading.Thread(target=lambda: made.set_result(Inbox(str, keys, **place)))
+    thread.start()
+    time.sleep(NEVER_S)
+    assert not made.done()
+    first.close()
+    second = made.result(SOON_S)
+    thread.join()
+    same = "ipc" if taken == "name" else "tcp"
+    assert getattr(second.address, same) == getattr(first.address, same)
+    second.close()
+
+
+def test_an_address_that_cannot_be_had_is_an_error(keys) -> None:
+    with pytest.raises(zmq.ZMQError, match="assign"):
+        Inbox(str, keys, "192.0.2.1", port=20_000)
 
 
 # -------------------------------------------------------------------------------- strangers
