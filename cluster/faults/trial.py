@@ -66,7 +66,7 @@ class Cell(msgspec.Struct, frozen=True):
     recover_s: float | None
     """From the fault to full capacity; of a row the longest; None if it was not reached."""
     resubmitted: int
-    """By the counter of the ingress that was asked last; a fresh one has counted nothing."""
+    """By the counters of all ingresses; a coordinator that dies forgets those of past ones."""
     troubles: list[str]
 
     @property
