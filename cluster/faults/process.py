@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -21,6 +22,8 @@ _STOP_S = 60
 _VANISH_S = 20
 """Ray's processes may end a little after the one that started them."""
 _IDLE_S = 30
+_LISTEN = "0A"
+"""The state of a listening socket in `/proc/net/tcp`."""
 _RAY_FOLDER = re.compile(r"/tmp/swell-\w+")
 """What `swell serve` gives to its own Ray."""
 
@@ -154,6 +157,10 @@ class Cluster:
         """Living processes of ours whose title holds `part`."""
         return [pid for pid in self.members() if part in title(pid)]
 
+    def listeners(self) -> int:
+        """How many sockets listen at its port: one of each ingress."""
+        return listeners(urlsplit(self.url).port or 80)
+
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -169,6 +176,13 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def listeners(port: int) -> int:
+    """Sockets of this machine that listen at `port`; several may share it."""
+    tables = [table for name in ("tcp", "tcp6") if (table := Path("/proc/net", name)).exists()]
+    rows = [line.split() for table in tables for line in table.read_text().splitlines()]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] == _LISTEN for row in rows)
 
 
 def title(pid: int) -> str:

@@ -98,6 +98,9 @@ class Watch:
         counts = {part: len(self.cluster.named(part)) for part in _TITLES}
         if counts != self._counts:
             return f"processes {counts}, were {self._counts}"
+        listening = self.cluster.listeners()
+        if listening != counts[INGRESS]:
+            return f"{listening} of {counts[INGRESS]} ingresses listen"
         return await self._not_ready()
 
     async def _not_ready(self) -> str | None:

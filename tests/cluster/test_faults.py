@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -21,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from swell.cluster.faults import __main__ as command
 from swell.cluster.faults import events, load, moments, report
 from swell.cluster.faults.load import DECODE, PREFILL, Answer, Load, compare, make_asks, reference
-from swell.cluster.faults.process import alive, title
+from swell.cluster.faults.process import alive, listeners, title
 from swell.cluster.faults.report import Result
 from swell.cluster.faults.trial import Cell
 from swell.cluster.faults.watch import Missed
@@ -265,6 +267,22 @@ def test_living_processes_are_told_from_zombies(sleeper: subprocess.Popen[bytes]
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
     assert not alive(sleeper.pid)
+
+
+def test_listeners_of_a_shared_port_are_counted() -> None:
+    with contextlib.ExitStack() as stack:
+        first, *others = (stack.enter_context(socket.socket()) for _ in range(3))
+        for sock in (first, *others):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        first.bind(("127.0.0.1", 0))
+        port = first.getsockname()[1]
+        for count, sock in enumerate((first, *others)):
+            if sock is not first:
+                sock.bind(("127.0.0.1", port))
+            assert listeners(port) == count, "one that is only bound is none"
+            sock.listen()
+        assert listeners(port) == 3
+    assert listeners(port) == 0
 
 
 def test_who_is_not_there_is_missed() -> None:
