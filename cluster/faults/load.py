@@ -32,7 +32,7 @@ class Shape(msgspec.Struct, frozen=True):
     output_tokens: tuple[int, int]
 
 
-DECODE = Shape((2, 12), (200, 600))
+DECODE = Shape((2, 12), (150, 350))
 """Answers that last: a fault hits them in the middle."""
 PREFILL = Shape((120, 200), (4, 24))
 """Prompts that last: about six bytes a word, and nano's tokens are bytes."""

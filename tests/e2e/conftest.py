@@ -39,7 +39,7 @@ def truth():
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """One engine with one worker, as the demo has it; shared by everything that leaves it so."""
-    with Cluster(NANO, "model.dtype=float32") as running:
+    with Cluster(NANO, "model.dtype=float32", "cluster.stall_timeout_s=5") as running:
         yield running
 
 

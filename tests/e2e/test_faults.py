@@ -88,11 +88,10 @@ def test_expert_parallel_grows_and_shrinks(expert: Trial) -> None:
     assert_kept(expert.row("1, 3, 1, 2", sizes(1, 3, 1, 2), DECODE))
 
 
-@pytest.mark.parametrize("setup", ["dense", "expert"])
-def test_random_faults_in_a_row(setup: str, request: pytest.FixtureRequest) -> None:
+def test_random_faults_in_a_row(expert: Trial) -> None:
     names = ("kill-engine", "kill-worker", "kill-coordinator", "slow-engine", "scale-up", "drain")
     drawn = soak_events([events.named(name) for name in names], 4, seed=3)
-    assert_kept(request.getfixturevalue(setup).row("soak", drawn, DECODE))
+    assert_kept(expert.row("soak", drawn, DECODE))
 
 
 def sizes(*wanted: int) -> list[events.Event]:
