@@ -151,10 +151,20 @@ async def answer_into(answer: Answer, client: httpx.AsyncClient, url: str, ask: 
     except (TimeoutError, httpx.TimeoutException):
         answer.error = f"no end after {time.monotonic() - answer.began_s:.0f} s"
     except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
-        answer.error, answer.cut = f"{type(error).__name__}: {error}", True
+        answer.error, answer.cut = _told(error), True
     except (httpx.TransportError, msgspec.MsgspecError, _Refused) as error:
-        answer.error = f"{type(error).__name__}: {error}"
+        answer.error = _told(error)
     answer.ended_s = time.monotonic()
+
+
+def _told(error: BaseException) -> str:
+    """The error, and what the system said beneath it."""
+    text = f"{type(error).__name__}: {error}"
+    beneath: BaseException | None = error
+    while (beneath := beneath.__cause__ or beneath.__context__) is not None:
+        if isinstance(beneath, OSError) and beneath.errno is not None:
+            return f"{text} ({beneath})"
+    return text
 
 
 async def _read_events(answer: Answer, response: httpx.Response) -> None:
