@@ -160,10 +160,11 @@ async def answer_into(answer: Answer, client: httpx.AsyncClient, url: str, ask: 
 def _told(error: BaseException) -> str:
     """The error, and what the system said beneath it."""
     text = f"{type(error).__name__}: {error}"
-    beneath: BaseException | None = error
-    while (beneath := beneath.__cause__ or beneath.__context__) is not None:
+    beneath = error.__cause__ or error.__context__
+    while beneath is not None:
         if isinstance(beneath, OSError) and beneath.errno is not None:
             return f"{text} ({beneath})"
+        beneath = beneath.__cause__ or beneath.__context__
     return text
 
 
