@@ -20,6 +20,9 @@ import msgspec
 _ANSWER_S = 120.0
 """An answer that takes longer has failed; a replacement takes a fraction of it."""
 _CONNECT_S = 10.0
+_CUT = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+"""The connection was there and ended. So did one that is reset while the client still waits to hear
+that it is there: the dead one's kernel had taken it."""
 _CALM_STREAMS = 8
 """Requests that run at once while the oracle is made."""
 _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "kitten", "moon")
@@ -150,22 +153,21 @@ async def answer_into(answer: Answer, client: httpx.AsyncClient, url: str, ask: 
                 _take(answer, await response.aread())
     except (TimeoutError, httpx.TimeoutException):
         answer.error = f"no end after {time.monotonic() - answer.began_s:.0f} s"
-    except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
-        answer.error, answer.cut = _told(error), True
     except (httpx.TransportError, msgspec.MsgspecError, _Refused) as error:
-        answer.error = _told(error)
+        beneath = _beneath(error)
+        answer.error = f"{type(error).__name__}: {error}" + (f" ({beneath})" if beneath else "")
+        answer.cut = isinstance(error, _CUT) or isinstance(beneath, ConnectionResetError)
     answer.ended_s = time.monotonic()
 
 
-def _told(error: BaseException) -> str:
-    """The error, and what the system said beneath it."""
-    text = f"{type(error).__name__}: {error}"
+def _beneath(error: BaseException) -> OSError | None:
+    """What the system said."""
     beneath = error.__cause__ or error.__context__
     while beneath is not None:
         if isinstance(beneath, OSError) and beneath.errno is not None:
-            return f"{text} ({beneath})"
+            return beneath
         beneath = beneath.__cause__ or beneath.__context__
-    return text
+    return None
 
 
 async def _read_events(answer: Answer, response: httpx.Response) -> None:

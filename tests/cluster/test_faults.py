@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,33 @@ def test_a_cut_connection_is_cut_and_what_came_must_be_right(text: str, wrong: i
     expected = Answer(0, 0.0, text="ab ab", finish_reason="length", usage=(1, 2))
     verdict = compare([expected], asyncio.run(work()))
     assert (verdict.failed, verdict.cut, verdict.wrong) == (0, 1, wrong)
+
+
+@pytest.mark.parametrize("dies", ["before", "meanwhile"])
+def test_one_that_dies_while_a_client_connects_has_cut_it(
+    monkeypatch: pytest.MonkeyPatch, dies: str
+) -> None:
+    """Its kernel had taken the connection; without a listener there is none to cut."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    connect = BaseSelectorEventLoop._sock_connect
+
+    def connect_and_die(*args: Any) -> None:
+        connect(*args)
+        listener.close()
+
+    if dies == "before":
+        listener.close()
+    monkeypatch.setattr(BaseSelectorEventLoop, "_sock_connect", connect_and_die)
+
+    async def work() -> list[Answer]:
+        running = Load([url], [load.Ask("/v1/completions", {})], 1)
+        running.start(1)
+        return await running.ended()
+
+    (answer,) = asyncio.run(work())
+    assert answer.error is not None and answer.error.startswith("ConnectError")
+    assert answer.cut == (dies == "meanwhile"), answer.error
 
 
 @pytest.mark.parametrize(
