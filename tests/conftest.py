@@ -17,9 +17,12 @@ SLOW = (
         "test_waves_explorer",
         "test_routing_trace",
     ),
+    *("test_ingress", "test_failover", "test_responses", "test_messages.py", "test_benchmarks"),
+    *("test_server", "test_mending", "test_lockstep", "test_channel"),
+    *("test_laws", "test_json_stream", "test_structured.py"),
 )
-"""What starts clusters or processes, computes with tensors, or searches long: not part of
-`make test-fast`."""
+"""What starts clusters or processes, talks over sockets, computes with tensors, or searches long:
+not part of `make test-fast`."""
 
 
 def pytest_sessionstart() -> None:
