@@ -127,7 +127,9 @@ class AskMaker:
             prompts=prompts,
             params=params,
             budgets=budgets,
-            bad_words=bad_word_tokens(processor.tokenizer, params.bad_words),
+            bad_words=bad_word_tokens(
+                processor.tokenizer, params.bad_words, vocab_size=processor.vocab_size
+            ),
             grammar=None if grammar is None else await asyncio.to_thread(grammar),
             stream=bool(body.stream),
             priority=body.priority or 0,

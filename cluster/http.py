@@ -23,7 +23,7 @@ from swell.cluster.anthropic import errors as anthropic
 from swell.cluster.openai.base import error_body
 from swell.cluster.params import BadRequest, shown
 from swell.cluster.routing.router import NoEngine
-from swell.cluster.tickets import EngineGone
+from swell.cluster.tickets import EngineGone, RequestFailed
 from swell.configs.log import FactLogger
 from swell.configs.schema import ConfigError
 
@@ -91,6 +91,8 @@ def failure_of(error: Exception) -> Failure:
             return Failure(503, str(error), "server_error", code="no_engine", headers=_RETRY_AFTER)
         case EngineGone():
             return Failure(500, str(error), "server_error", code="engine_failed")
+        case RequestFailed():
+            return Failure(500, str(error), "server_error", code="request_failed")
     FactLogger("cluster.ingress").error("unexpected", error=f"{type(error).__name__}: {error}")
     return Failure(500, "internal error", "server_error")
 

@@ -153,7 +153,9 @@ class LLM:
         max_tokens = self._prompts.resolve_max_tokens(
             len(prompt), wish.max_tokens, min_tokens=wish.min_tokens
         )
-        bad_words = bad_word_tokens(self._prompts.tokenizer, wish.bad_words)
+        bad_words = bad_word_tokens(
+            self._prompts.tokenizer, wish.bad_words, vocab_size=self._prompts.vocab_size
+        )
         form = wish.structured_outputs
         grammar = None if form is None else compile_grammar(form)
         for index, child in enumerate(children(wish)):

@@ -33,7 +33,7 @@ from swell.cluster.params import BadRequest, shown
 from swell.cluster.response_store import ResponseStore
 from swell.cluster.routing.router import NoEngine
 from swell.cluster.stored import Cancel, Delete, Fate, Found, Kept, Read
-from swell.cluster.tickets import EngineGone
+from swell.cluster.tickets import EngineGone, RequestFailed
 from swell.configs.log import FactLogger
 from swell.configs.schema import ServeConfig
 
@@ -179,7 +179,7 @@ class ResponseRoutes:
         _, generator = self._floor()
         try:
             await generator.answer(request, ask, answer)
-        except (EngineGone, NoEngine, BadRequest) as error:
+        except (EngineGone, NoEngine, RequestFailed, BadRequest) as error:
             answer.fail(str(error))
         except Exception as error:
             self._log.error("unexpected", error=f"{type(error).__name__}: {error}")

@@ -21,6 +21,10 @@ class EngineGone(RuntimeError):
     """A request could not be finished by any engine."""
 
 
+class RequestFailed(RuntimeError):
+    """A request cannot go on, by its own fault; its engine serves all others as before."""
+
+
 class Move(enum.StrEnum):
     """Why a request goes on elsewhere."""
 

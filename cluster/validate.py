@@ -17,6 +17,8 @@ MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
+"""It divides: logits over something near zero are infinite."""
 MAX_REPETITION_PENALTY = 100.0
 
 
@@ -61,7 +63,10 @@ def _check_filters(params: SamplingParams) -> None:
     _number("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _number("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     _number(
-        "repetition_penalty", params.repetition_penalty, 0, MAX_REPETITION_PENALTY, above_low=True
+        "repetition_penalty",
+        params.repetition_penalty,
+        MIN_REPETITION_PENALTY,
+        MAX_REPETITION_PENALTY,
     )
     if params.seed is not None:
         _integer("seed", params.seed, -(2**63), 2**63 - 1)

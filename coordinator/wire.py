@@ -67,6 +67,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     """Workers replaced since the start."""
     resets: int = 0
     """Times that its groups broke and were formed again."""
+    nans_in_logits: int = 0
+    """Requests that ended because their logits were no numbers."""
 
 
 class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):

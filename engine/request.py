@@ -95,6 +95,11 @@ class Request:
             return 0
         return known - self.computed
 
+    def fail(self, message: str) -> EngineCoreOutput:
+        """End with an error that says so."""
+        self.status = RequestStatus.FINISHED
+        return EngineCoreOutput(self.request_id, [], FinishReason.ERROR, message)
+
     def append(self, token_id: int, extras: list[Extra]) -> EngineCoreOutput:
         """Take in a drawn token, decide whether it is the last, and say so."""
         core = self.core

@@ -29,10 +29,14 @@ from operator import itemgetter
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.engine.kv_cache_manager import KVCacheManager, Lead
 from swell.engine.request import Request, RequestStatus
+from swell.engine.validate import problem
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import Extra
 from swell.worker.wire import BlockGrowth, ModelRunnerOutput, NewRow, SchedulerOutput
 
+NANS_IN_LOGITS = (
+    "the model's logits for this request are no numbers (NaN or infinity), so no token can be drawn"
+)
 _NO_EXTRAS: list[Extra] = []
 _Waiting = tuple[tuple[int, int], Request, Lead | None]
 """Place under the policy, and what the request followed when it was last looked at."""
@@ -83,6 +87,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_generated_tokens = 0
         self.num_prompt_tokens = 0
+        self.num_nans_in_logits = 0
+        """Requests that ended because their logits were no numbers."""
         self._waiting: list[_Waiting] = []
         """Heap in policy order; finished requests are dropped when they surface."""
         self._free_slots = list(range(config.max_rows))
@@ -112,9 +118,11 @@ class Scheduler:
 
     def add(self, core: EngineCoreRequest, client: bytes) -> EngineCoreOutput | None:
         """Take a request in. One that can never run is answered at once."""
-        problem = self._problem(core)
-        if problem:
-            return EngineCoreOutput(core.request_id, [], FinishReason.ERROR, problem)
+        trouble = problem(core, self.vocab_size, self.max_model_len)
+        if core.request_id in self.requests:
+            trouble = f"request id {core.request_id!r} is already being served"
+        if trouble:
+            return EngineCoreOutput(core.request_id, [], FinishReason.ERROR, trouble)
         if len(core.output_token_ids) >= core.max_tokens:
             return EngineCoreOutput(core.request_id, [], FinishReason.LENGTH)
         priority = core.priority if self.config.policy == "priority" else 0
@@ -131,22 +139,6 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is not None:
                 self._finish(request)
-
-    def _problem(self, core: EngineCoreRequest) -> str | None:
-        if core.request_id in self.requests:
-            return f"request id {core.request_id!r} is already being served"
-        if not core.prompt_token_ids:
-            return "the prompt holds no tokens"
-        for ids in (core.prompt_token_ids, core.output_token_ids):
-            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-                return f"a token id lies outside of the vocabulary, 0 .. {self.vocab_size - 1}"
-        longest = len(core.prompt_token_ids) + core.max_tokens
-        if longest > self.max_model_len:
-            return (
-                f"{len(core.prompt_token_ids)} prompt tokens and max_tokens={core.max_tokens} "
-                f"exceed the maximum context length of {self.max_model_len} tokens"
-            )
-        return None
 
     def _finish(self, request: Request) -> None:
         if request.slot >= 0:
@@ -307,13 +299,19 @@ class Scheduler:
     def update(
         self, step: ScheduledStep, output: ModelRunnerOutput
     ) -> dict[bytes, list[EngineCoreOutput]]:
-        """Take in what a step gave; outputs for each ingress."""
+        """Take in what a step gave; outputs for each ingress. A row that failed ends its request,
+        and nothing else."""
         assert output.step == step.plan.step, f"step {output.step} answers {step.plan.step}"
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         drawn = iter(output.sampled_token_ids)
+        failed = self._failed(step, output)
         for row, (request, draws) in enumerate(zip(step.rows, step.plan.samples, strict=True)):
             token_id = next(drawn) if draws else None
             if request.status is RequestStatus.FINISHED:
+                continue
+            if row in failed:
+                outputs.setdefault(request.client, []).append(request.fail(failed[row]))
+                self._finish(request)
                 continue
             extras = output.extras.get(row, _NO_EXTRAS) if output.extras else _NO_EXTRAS
             if token_id is not None:
@@ -328,6 +326,18 @@ class Scheduler:
             outputs.setdefault(request.client, []).append(answer)
         assert next(drawn, None) is None, f"step {output.step} drew more tokens than were asked for"
         return outputs
+
+    def _failed(self, step: ScheduledStep, output: ModelRunnerOutput) -> dict[int, str]:
+        """Rows that failed, and why; what such a request has computed is given to nobody else."""
+        if not (output.failed or output.rows_with_nans):
+            return {}
+        failed = dict.fromkeys(output.rows_with_nans, NANS_IN_LOGITS) | output.failed
+        for row in failed:
+            request = step.rows[row]
+            if request.status is not RequestStatus.FINISHED:
+                self.kv.disown(request)
+                self.num_nans_in_logits += row in output.rows_with_nans
+        return failed
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot is free."""

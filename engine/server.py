@@ -365,4 +365,5 @@ class EngineServer:
             sync_s=core.sync_s,
             repairs=self.repairs,
             resets=self._resets,
+            nans_in_logits=scheduler.num_nans_in_logits,
         )

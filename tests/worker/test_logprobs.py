@@ -135,7 +135,8 @@ def test_each_computed_position_tells_of_the_prompt_token_behind_it(step, at_onc
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SLICE_POSITIONS", at_once)
         reads = reader.reads(plan)
-        drawn = Drawn(batch.sample_slots[:0], reader(hidden, batch, plan) if reads else [])
+        nothing = batch.sample_slots[:0]
+        drawn = Drawn(batch, nothing, nothing, reader(hidden, batch, plan) if reads else [])
     given_out = extras(drawn)
     first = total = 0
     for place, row in enumerate(rows):
@@ -173,7 +174,7 @@ def test_drawn_tokens_are_told_with_the_logits_that_were_kept(step) -> None:
     own, tokens = logits.clone(), torch.randint(VOCAB, (batch.num_samples,))
     kept = of_drawn.keep(logits, batch, will_change=True)
     logits.fill_(-1e30)  # as stages do
-    given_out = extras(Drawn(tokens, [some.note(tokens) for some in kept]))
+    given_out = extras(Drawn(batch, tokens, tokens, [some.note(tokens) for some in kept]))
     asking = 0
     for sample, place in enumerate(batch.sample_rows_np.tolist()):
         top = rows[place].sampler.logprobs
