@@ -226,7 +226,8 @@ def test_both_kinds_of_one_row_leave_together() -> None:
     kept = of_drawn.keep(hidden[batch.logits_indices], batch, will_change=False)
     tokens = torch.tensor([7])
     notes = [*reader(hidden, batch, plan), *(some.note(tokens) for some in kept)]
-    output = (drawn := Drawn(tokens, notes)).fill(ModelRunnerOutput(0), drawn.tensors())
+    drawn = Drawn(batch, tokens, tokens, notes)
+    output = drawn.fill(ModelRunnerOutput(0), drawn.tensors())
     assert output.sampled_token_ids == [7]
     assert {row: [type(extra) for extra in told] for row, told in output.extras.items()} == {
         0: [PromptLogprobs, TokenLogprobs],
