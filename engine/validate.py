@@ -22,8 +22,10 @@ MAX_BAD_WORD_TOKENS = 1 << 16
 MAX_LOGPROBS = 1024
 MAX_GRAMMAR_CHARS = 4 * GRAMMAR_LIMITS["max_grammar_size"]
 MAX_TEXT_CHARS = 4096
-"""Of an id, a salt, a header."""
+"""Of an id or a salt."""
 MAX_HEADERS = 64
+MAX_HEADER_CHARS = 1 << 16
+"""Of a trace header with its name: more than HTTP servers take."""
 LARGEST = 1e6
 """Of temperatures, penalties and biases: beyond it float32 logits overflow."""
 SMALLEST = 1e-6
@@ -72,14 +74,19 @@ def _texts(request: EngineCoreRequest) -> Iterator[str]:
         "cache_salt": request.cache_salt or "",
         "external_req_id": request.external_req_id or "",
     }
-    headers = request.trace_headers or {}
-    if len(headers) > MAX_HEADERS:
-        yield f"trace_headers holds {len(headers)} headers; at most {MAX_HEADERS} are taken"
-    else:
-        texts |= {f"trace_headers[{name[:20]!r}]": name + text for name, text in headers.items()}
     for name, text in texts.items():
         if len(text) > MAX_TEXT_CHARS:
             yield f"{name} has {len(text)} characters; at most {MAX_TEXT_CHARS} are taken"
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            yield f"{name} holds a lone surrogate, which is no text"
+    headers = request.trace_headers or {}
+    if len(headers) > MAX_HEADERS:
+        yield f"trace_headers holds {len(headers)} headers; at most {MAX_HEADERS} are taken"
+    longest = max((len(name) + len(text) for name, text in headers.items()), default=0)
+    if longest > MAX_HEADER_CHARS:
+        yield (
+            f"trace_headers holds one of {longest} characters; at most {MAX_HEADER_CHARS} are taken"
+        )
 
 
 def _numbers(sampler: SamplerParams) -> Iterator[str]:
