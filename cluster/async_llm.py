@@ -180,6 +180,9 @@ class AsyncLLM:
             self._calls.answer(message.utility_output.call_id, message.utility_output)
         outputs: list[EngineCoreOutput] = []
         dropped: list[Ticket] = []
+        for run_id in message.started:
+            if run_id in self._runs:
+                self._runs[run_id].started = True
         for output in message.outputs:
             ticket = self._runs.get(output.request_id)
             if ticket is None:
@@ -223,7 +226,10 @@ class AsyncLLM:
         ticket.place(EngineId.of(member), len(request.output_token_ids))
         self._runs[ticket.run_id] = ticket
         self._links.send(
-            EngineId.of(member), msgspec.structs.replace(request, request_id=ticket.run_id)
+            EngineId.of(member),
+            msgspec.structs.replace(
+                request, request_id=ticket.run_id, failed_attempts=ticket.failed_attempts
+            ),
         )
         if begun:
             self._metrics.resubmitted()

@@ -28,7 +28,7 @@ from operator import itemgetter
 
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.engine.kv_cache_manager import KVCacheManager, Lead
-from swell.engine.request import Request, RequestStatus
+from swell.engine.request import MAX_FAILED_ATTEMPTS, Request, RequestStatus
 from swell.engine.validate import problem
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import Extra
@@ -48,6 +48,15 @@ class ScheduledStep:
 
     plan: SchedulerOutput
     rows: list[Request]
+
+    def started(self) -> dict[bytes, list[str]]:
+        """Requests that take their slots with this step, by ingress."""
+        slots = {row.slot for row in self.plan.new_rows}
+        ids: dict[bytes, list[str]] = {}
+        for request in self.rows if slots else ():
+            if request.slot in slots:
+                ids.setdefault(request.client, []).append(request.request_id)
+        return ids
 
 
 @dataclass(slots=True)
@@ -198,6 +207,10 @@ class Scheduler:
             # the worker yet.
             if request.pending:
                 break
+            if request.failed_attempts and any(r.failed_attempts for r in self.running):
+                followers.append((order, request, lead))
+                heapq.heappop(self._waiting)
+                continue
             lead = self.kv.follow(request, lead)
             if lead is not None:
                 followers.append((order, request, lead))
@@ -215,6 +228,7 @@ class Scheduler:
     def _enter_slot(self, request: Request, draft: _Draft) -> None:
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
+        request.entered_tokens = len(request.token_ids)
         insort(self.running, request, key=lambda r: r.order)
         if request.queue_s < 0:
             request.queue_s = self._clock() - request.queued_at
@@ -259,6 +273,22 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         heapq.heappush(self._waiting, (request.order, request, None))
+
+    def count_failed_attempt(self) -> dict[bytes, list[EngineCoreOutput]]:
+        """A worker was lost. Who was being computed may be the reason, and ends if that was so too
+        often; the outputs that say so, for each ingress."""
+        outputs: dict[bytes, list[EngineCoreOutput]] = {}
+        for request in self.running.copy():
+            if len(request.token_ids) > request.entered_tokens:
+                continue  # it had gone on
+            request.failed_attempts += 1
+            if request.failed_attempts >= MAX_FAILED_ATTEMPTS:
+                why = (
+                    f"{request.failed_attempts} workers or engines in a row were lost in its steps"
+                )
+                outputs.setdefault(request.client, []).append(request.fail(why))
+                self._finish(request)
+        return outputs
 
     def preempt_all(self) -> None:
         """Every step whose results were not read is lost, and with it the KV cache.

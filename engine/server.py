@@ -92,6 +92,7 @@ class EngineServer:
         self.repairs = 0
         self.core = core
         core.member.rank, core.member.incarnation = rank, self.incarnation
+        core.on_start = self._send_started
         self._resets = 0
         self._log = FactLogger("engine", rank=rank)
         self._inbox: Inbox[EngineMessage] = Inbox(EngineMessage, keys, host)
@@ -237,6 +238,11 @@ class EngineServer:
         seq = self._clients.next_seq(client)
         self._inbox.send(client, EngineCoreOutputs(self.rank, outputs, time.monotonic(), seq=seq))
 
+    def _send_started(self, started: dict[bytes, list[str]]) -> None:
+        for client, ids in started.items():
+            seq = self._clients.next_seq(client)
+            self._inbox.send(client, EngineCoreOutputs(self.rank, seq=seq, started=ids))
+
     # ---------------------------------------------------------------- groups and workers
 
     def _on_command(self, command: EngineCommand) -> None:
@@ -299,6 +305,9 @@ class EngineServer:
         member = self.core.member
         self._resets += 1
         self.core.lose_steps()
+        for failed in self.core.take_failed():
+            for client, outputs in failed.items():
+                self._send(client, outputs)
         self._tell(member.broken(str(failure), repairing=lost))
         if lost:
             self.core.executor.repair()

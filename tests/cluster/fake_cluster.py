@@ -149,6 +149,15 @@ class FakeEngine(_Threaded):
 
         self.call(add)
 
+    def begin(self) -> None:
+        """A step begins with all that is here, and does not end."""
+
+        def tell() -> None:
+            for request_id, (peer, _request, _tokens) in self.requests.items():
+                self._send(peer, [], started=[request_id])
+
+        self.call(tell)
+
     def drop_clients(self, *, recount: bool) -> None:
         """Take all clients for dead, and perhaps count their messages anew."""
 
@@ -209,13 +218,13 @@ class FakeEngine(_Threaded):
         assert tokens == self._script[: len(tokens)]
         return self._script[len(tokens)]
 
-    def _send(self, peer: bytes, outputs: list[EngineCoreOutput]) -> None:
+    def _send(self, peer: bytes, outputs: list[EngineCoreOutput], **fields: Any) -> None:
         self.counts[peer] = self.counts.get(peer, 0) + 1
         if self.to_lose:
             self.to_lose -= 1
             return
         seq = self.counts[peer]
-        self.inbox.send(peer, EngineCoreOutputs(self.member.rank, outputs, seq=seq))
+        self.inbox.send(peer, EngineCoreOutputs(self.member.rank, outputs, seq=seq, **fields))
 
 
 class FakeManager:

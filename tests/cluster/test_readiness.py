@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swell.cluster.backoff import MAX_DEATHS
 from swell.cluster.link import EngineId, Tally
 from swell.cluster.outputs import RequestOutputKind
 from swell.cluster.readiness import Readiness
-from swell.cluster.tickets import MAX_STRIKES, EngineGone, Move, Ticket
+from swell.cluster.tickets import MAX_LOST_RUNS, EngineGone, Move, Ticket
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineReport
+from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
 from tests.cluster import tokenizers_for_tests
@@ -98,27 +100,37 @@ def ticket() -> Ticket:
     return Ticket(request, RequestOutputKind.DELTA)
 
 
-@pytest.mark.parametrize(
-    ("reason", "gained", "endless"),
-    [
-        (Move.LEFT, 0, True),
-        *((move, 0, False) for move in Move if move is not Move.LEFT),
-        *((move, 1, True) for move in Move),
-    ],
-)
+LOSSES = (Move.DIED, Move.REPAIRING)
+ENDS = {
+    # why runs end -> how many of them, in a row and in vain
+    **dict.fromkeys(LOSSES, MAX_FAILED_ATTEMPTS),
+    **dict.fromkeys((Move.DROPPED, Move.UNHEARD), MAX_LOST_RUNS + 1),
+}
+
+
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("gained", [0, 1])
+@pytest.mark.parametrize("reason", list(Move))
 def test_only_what_loses_many_engines_in_vain_is_given_up(
-    reason: Move, gained: int, endless: bool
+    reason: Move, gained: int, started: bool
 ) -> None:
+    """Whoever only waited where an engine was lost had no part in it."""
+    endless = gained or reason is Move.LEFT or (reason in LOSSES and not started)
     one, names = ticket(), set()
-    for run in range(MAX_STRIKES + 20):
+    for run in range(40):
         one.place(EngineId(run % 2, 1), run * gained)
+        one.started = started
         names.add(one.run_id)
-        if run == MAX_STRIKES and not endless:
+        if not endless and run == ENDS[reason] - 1:
             with pytest.raises(EngineGone, match=str(reason)):
                 one.displace(reason, (run + 1) * gained)
             break
         one.displace(reason, (run + 1) * gained)
     assert len(names) == len(one.ranks), "every run has a name of its own"
+
+
+def test_a_request_costs_fewer_engines_than_the_manager_replaces() -> None:
+    assert MAX_FAILED_ATTEMPTS < MAX_DEATHS
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -34,7 +34,10 @@ class FragileExecutor(StepExecutor):
     repair_fails = False
     mended: tuple[str, ...] = ()
 
+    sees: Callable[[SchedulerOutput], None] = staticmethod(lambda plan: None)
+
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
+        self.sees(plan)
         return _Fragile(self, super().execute(plan))
 
     def repair(self) -> None:
@@ -123,6 +126,29 @@ def test_requests_go_on_as_if_nothing_had_happened(world, error) -> None:
     assert (broken.repairing, broken.reason) == (lost, str(error))
     if lost:
         assert ear.until(Repaired).incarnation == broken.incarnation == engine.server.incarnation
+    client.wait_until_idle()
+
+
+def test_who_is_there_whenever_a_worker_is_lost_goes_no_further(world) -> None:
+    """Those beside it go on: after the first loss no two suspects are computed together."""
+    engine, _ear = world
+    prompts = {"poison": [13] * 9, **{f"r{i}": [1, i] for i in range(4)}}
+
+    def lose_worker(plan: SchedulerOutput) -> None:
+        slots = {row.slot for row in plan.new_rows if row.token_ids[0] == 13}
+        if slots.intersection(plan.slots):
+            engine.executor.breaks_by = WorkerLost("worker 1 died")
+
+    engine.executor.sees = lose_worker
+    client = engine.client()
+    for name, prompt in prompts.items():
+        client.send(request(name, prompt, max_tokens=20))
+    client.hear_until(lambda: len(client.ended) == len(prompts))
+    reason, text = client.ended.pop("poison")
+    assert reason is FinishReason.ERROR and "2 workers or engines in a row" in str(text)
+    assert engine.executor.mended.count("repair") == 2
+    for name in client.ended:
+        assert client.tokens[name] == expected(request(name, prompts[name], max_tokens=20))
     client.wait_until_idle()
 
 
