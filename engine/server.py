@@ -52,6 +52,10 @@ from swell.engine.wire import (
 )
 from swell.worker.wire import GroupPlan
 
+_LEAVE_S = 0.005
+"""Within it a message that was sent has left the process: ten times what that takes on cores that
+others keep busy."""
+
 
 class LoadReporter:
     """When the coordinator is told what: a deadline after a change, else a heartbeat."""
@@ -239,9 +243,14 @@ class EngineServer:
         self._inbox.send(client, EngineCoreOutputs(self.rank, outputs, time.monotonic(), seq=seq))
 
     def _send_started(self, started: dict[bytes, list[str]]) -> None:
+        """A step that ends this process may begin now. Of a suspect it must be known, so it waits
+        until the message has surely left; of others, that a step's first millisecond is enough."""
         for client, ids in started.items():
             seq = self._clients.next_seq(client)
             self._inbox.send(client, EngineCoreOutputs(self.rank, seq=seq, started=ids))
+        requests = self.core.scheduler.requests
+        if any(requests[i].failed_attempts for ids in started.values() for i in ids):
+            time.sleep(_LEAVE_S)
 
     # ---------------------------------------------------------------- groups and workers
 

@@ -158,6 +158,17 @@ class FakeEngine(_Threaded):
 
         self.call(tell)
 
+    def fail(self, message: str) -> None:
+        """No request that is here can go on."""
+
+        def end() -> None:
+            held, self.requests = self.requests, {}
+            for request_id, (peer, _request, _tokens) in held.items():
+                answer = EngineCoreOutput(request_id, [], FinishReason.ERROR, message)
+                self._send(peer, [answer])
+
+        self.call(end)
+
     def drop_clients(self, *, recount: bool) -> None:
         """Take all clients for dead, and perhaps count their messages anew."""
 
