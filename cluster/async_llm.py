@@ -62,6 +62,7 @@ class AsyncLLM:
         connect: Connect,
         metrics: PrometheusStats,
         on_limits: Callable[[int, int], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.view = ClusterView(Roster())
         self.client_index = secrets.randbits(31)
@@ -71,7 +72,7 @@ class AsyncLLM:
         self._config = config
         self._metrics = metrics
         self._on_limits = on_limits
-        self._processor = OutputProcessor(detokenizer, stats=metrics)
+        self._processor = OutputProcessor(detokenizer, stats=metrics, clock=clock)
         self._router = Router(config.cache.block_tokens)
         self._tickets: dict[str, Ticket] = {}
         self._runs: dict[str, Ticket] = {}
@@ -222,6 +223,7 @@ class AsyncLLM:
         assert member is not None, f"the router chose engine {rank}, which is not here"
         ticket.place(EngineId.of(member), len(request.output_token_ids))
         self._runs[ticket.run_id] = ticket
+        self._processor.sent(request_id)
         self._links.send(
             EngineId.of(member), msgspec.structs.replace(request, request_id=ticket.run_id)
         )

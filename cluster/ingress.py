@@ -23,6 +23,7 @@ from swell.cluster.asks import AskMaker
 from swell.cluster.async_llm import AsyncLLM
 from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.generation import Generator
+from swell.cluster.generation_config import read_generation_config
 from swell.cluster.http import (
     HTTPError,
     KeyRing,
@@ -92,7 +93,8 @@ class Ingress:
             self._model,
             read_template(config.serve.chat_template),
         )
-        self._asks = AskMaker(self._prompts, config.serve)
+        defaults = await asyncio.to_thread(read_generation_config, config.model)
+        self._asks = AskMaker(self._prompts, config, defaults)
         self.llm = AsyncLLM(
             Detokenizer(tokenizer),
             config,

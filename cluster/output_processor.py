@@ -252,6 +252,10 @@ class OutputProcessor:
         self._drained.clear()
         return state
 
+    def sent(self, request_id: str) -> None:
+        """An engine gets the request, for the first time or again: it waits for one no longer."""
+        self.request_states[request_id].times.sent(self._clock())
+
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> OutputProcessorOutput:
         """Outputs of unknown requests are ignored: they were aborted or have ended here."""
         result = OutputProcessorOutput([], [])

@@ -91,6 +91,7 @@ class ResponseRoutes:
             ask = await asks.chat(chat)
         except BadRequest as error:
             raise in_our_words(error) from None
+        response.temperature, response.top_p = ask.params.temperature, ask.params.top_p
         items = _encode([*before, *own])
         settle = self._settle_in_background if body.background else self._settle
         logprobs = LOGPROBS in (body.include or ())

@@ -47,6 +47,10 @@ class ModelConfig(Section, frozen=True):
     """Seed of dummy weights."""
     backend: Literal["auto", "native", "transformers"] = "auto"
     """`auto` takes a native model where one exists, else transformers' own through our cache."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """`auto`: the temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
+    model's generation_config.json are the defaults of a request that does not say: its makers'
+    advice, as in vLLM. `none`: neutral ones. End tokens are read from the file in either case."""
     cpu_threads: NonNegative = 0
     """Threads of one worker's matrix products on CPU; 0: the cores shared among the workers."""
 
