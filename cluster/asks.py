@@ -15,7 +15,7 @@ from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.completions import CompletionRequest
 from swell.cluster.openai.generation import GenerationRequest
 from swell.cluster.openai.models import TokenizeRequest
-from swell.cluster.params import BadRequest, SamplingParams
+from swell.cluster.params import BadRequest, SamplingParams, shown
 from swell.cluster.parsers.base import ContentParser, Parser
 from swell.cluster.prompt import PromptProcessor
 from swell.cluster.structured import compile_grammar
@@ -67,10 +67,12 @@ class AskMaker:
         self._formats = ModelFormats(prompts.tokenizer, prompts.template.text, config.serve)
 
     async def completion(self, body: CompletionRequest) -> Ask:
+        self._check_priority(body.priority)
         prompts = await self._tokenize(body.prompt, self._prompts.completion_prompts, body.prompt)
         return await self._ask(body, self._params(body), prompts, "prompt")
 
     async def chat(self, body: ChatCompletionRequest) -> Ask:
+        self._check_priority(body.priority)
         form = self._formats.of(body)
         options = TemplateOptions(
             tools=form.tools,
@@ -151,6 +153,16 @@ class AskMaker:
 
     def _params(self, body: GenerationRequest) -> SamplingParams:
         return body.sampling_params(self._defaults.sampling)
+
+    def _check_priority(self, priority: int | None) -> None:
+        if priority and self._policy != "priority":
+            raise BadRequest(
+                f"priority={shown(priority)} has no effect here: scheduler.policy="
+                f"{self._policy!r} takes requests as they come; leave it out, or set "
+                "scheduler.policy=priority",
+                "priority",
+                "unsupported_value",
+            )
 
     def _template(self, template: str | None) -> str | None:
         """A template is a program: only whom the operator trusts may send one."""

@@ -26,7 +26,7 @@ from swell.cluster.openai import (
     responses,
 )
 from swell.cluster.openai.base import ErrorBody, RequestBody
-from swell.cluster.openai.messages import ChatMessage
+from swell.cluster.openai.messages import ChatMessage, ContentPart, ToolDefinition
 from swell.cluster.openapi_limits import GENERATION_LIMITS, state_limits
 
 _SCHEMAS = "#/components/schemas/{name}"
@@ -240,6 +240,8 @@ def openapi_document() -> dict[str, Any]:
         completions.CompletionRequest,
         chat.ChatCompletionRequest,
         ChatMessage,
+        ContentPart,
+        ToolDefinition,
         responses.ResponsesRequest,
         responses.ReasoningOptions,
         responses.TextOptions,
