@@ -131,6 +131,12 @@ class PrometheusStats(Collector):
         self._resubmitted = counter(
             "resubmitted_requests", "Requests that moved to another engine."
         )
+        self._refused = counter(
+            "refused_requests",
+            "Requests that were not taken in: too many wait.",
+            "reason",
+            ["too_many_waiting_requests", "too_many_waiting_tokens"],
+        )
         self.registry.register(self)
 
     def record(self, stats: IterationStats) -> None:
@@ -157,6 +163,10 @@ class PrometheusStats(Collector):
     def resubmitted(self) -> None:
         """A request moved to another engine."""
         self._resubmitted.inc()
+
+    def refused(self, reason: str) -> None:
+        """A request was not taken in."""
+        self._refused.inc(value=reason)
 
     def counts(self) -> Counts:
         """What this ingress has counted."""

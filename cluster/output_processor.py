@@ -308,16 +308,19 @@ class OutputProcessor:
         return list(self._internal_ids.get(external_req_id, ()))
 
     def propagate_error(
-        self, error: Exception, request_ids: Iterable[str] | None = None
+        self,
+        error: Exception,
+        request_ids: Iterable[str] | None = None,
+        reason: FinishReason = FinishReason.ERROR,
     ) -> list[str]:
         """End the given requests (internal ids; None: all) with an exception, so that nobody
-        waits for ever. Returns the internal ids that ended."""
+        waits for ever. Returns the internal ids that ended; `reason` is for statistics."""
         stats, now_s, ended = IterationStats(), self._clock(), []
         for request_id in list(self.request_states if request_ids is None else request_ids):
             state = self.request_states.get(request_id)
             if state is None:
                 continue
-            state.finish_reason = FinishReason.ERROR
+            state.finish_reason = reason
             if state.queue is not None:
                 state.queue.put(error)
             self._remove(state, now_s, stats)

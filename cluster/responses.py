@@ -12,10 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from swell.cluster.admission import TooManyWaiting
 from swell.cluster.answers.base import ENGINES
 from swell.cluster.answers.responses import ResponsesAnswer
 from swell.cluster.asks import Ask, AskMaker
 from swell.cluster.background import Background
+from swell.cluster.deadline import RequestTimedOut
 from swell.cluster.generation import Generator
 from swell.cluster.http import HTTPError, KeyRing, json_response, route
 from swell.cluster.openai.as_chat import chat_request, in_our_words
@@ -180,7 +182,7 @@ class ResponseRoutes:
         _, generator = self._floor()
         try:
             await generator.answer(request, ask, answer)
-        except (EngineGone, NoEngine, BadRequest) as error:
+        except (EngineGone, NoEngine, BadRequest, TooManyWaiting, RequestTimedOut) as error:
             answer.fail(str(error))
         except Exception as error:
             self._log.error("unexpected", error=f"{type(error).__name__}: {error}")

@@ -133,6 +133,14 @@ class ServeConfig(Section, frozen=True):
     no_engine_timeout_s: Seconds = 60.0
     """A request that arrives while all engines are gone or under repair waits for one this long,
     then it is a 503; longer than a replacement takes to start."""
+    max_waiting_requests: Positive = 4096
+    """Requests that may wait for a slot, in all engines together; one more is a 429 that says when
+    to come back. Each child of `n` answers is one. At a hundred a second the last of so many waits
+    for 40 s, which is as long as most clients do; a load test of thousands of streams passes."""
+    max_waiting_tokens: Positive = 16_777_216
+    """Prompt tokens that may wait to be computed, in all engines together; likewise. They are lists
+    of numbers, in an ingress and in an engine: so many take some 0.7 GiB in each. 128 prompts of
+    128 Ki tokens fit."""
 
 
 class ClusterConfig(Section, frozen=True):

@@ -67,6 +67,10 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     """Workers replaced since the start."""
     resets: int = 0
     """Times that its groups broke and were formed again."""
+    started_requests: int = 0
+    """Requests that came to be computed, each once, since the start."""
+    started_tokens: int = 0
+    """Tokens that they had then."""
 
 
 class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):

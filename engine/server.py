@@ -365,4 +365,6 @@ class EngineServer:
             sync_s=core.sync_s,
             repairs=self.repairs,
             resets=self._resets,
+            started_requests=scheduler.num_started_requests,
+            started_tokens=scheduler.num_started_tokens,
         )

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 import msgspec
 
+from swell.cluster.deadline import RequestTimedOut
 from swell.cluster.openai.base import ErrorBody, ErrorDetail, Usage, usage
 from swell.cluster.outputs import CompletionOutput, RequestOutput
 from swell.cluster.routing.router import NoEngine
@@ -16,7 +17,11 @@ from swell.cluster.tickets import Batch, EngineGone
 
 ENGINES = "x-swell-engine"
 """The header that names the ranks that served, in order."""
-_CODES = {EngineGone: "engine_failed", NoEngine: "no_engine"}
+_CODES: dict[type[Exception], str] = {
+    EngineGone: "engine_failed",
+    NoEngine: "no_engine",
+    RequestTimedOut: "request_timeout",
+}
 
 Batches = AsyncIterator[Batch]
 
@@ -75,7 +80,7 @@ class Answer(ABC):
                 if said:
                     yield b"".join(said)
                     said = []
-        except (EngineGone, NoEngine) as error:
+        except tuple(_CODES) as error:
             said += self.failure(error, _CODES[type(error)])
         else:
             said += self.closing(stream_usage(last, self.n))
