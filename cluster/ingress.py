@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -44,6 +45,7 @@ from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.completions import CompletionRequest
 from swell.cluster.openai.decode import decode
 from swell.cluster.openapi import openapi_document
+from swell.cluster.pacing import PacedStart
 from swell.cluster.params import BadRequest
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer, read_template
 from swell.cluster.responses import ResponseRoutes
@@ -79,7 +81,9 @@ class Ingress:
         )
         self.llm: AsyncLLM
         self.app = Starlette(
-            routes=self._routes(), exception_handlers={404: no_such_route, 405: no_such_route}
+            routes=self._routes(),
+            exception_handlers={404: no_such_route, 405: no_such_route},
+            middleware=[Middleware(PacedStart)],
         )
 
     async def start(self) -> None:
