@@ -10,18 +10,19 @@ from typing import Any, TypeVar
 import msgspec
 
 from swell.cluster.formats import ModelFormats
+from swell.cluster.generation_config import GenerationDefaults
 from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.completions import CompletionRequest
 from swell.cluster.openai.generation import GenerationRequest
 from swell.cluster.openai.models import TokenizeRequest
-from swell.cluster.params import BadRequest, SamplingParams
+from swell.cluster.params import BadRequest, SamplingParams, shown
 from swell.cluster.parsers.base import ContentParser, Parser
 from swell.cluster.prompt import PromptProcessor
 from swell.cluster.structured import compile_grammar
 from swell.cluster.templates import TemplateOptions
 from swell.cluster.validate import validate
 from swell.cluster.words import bad_word_tokens
-from swell.configs.schema import ServeConfig
+from swell.configs.schema import Config
 from swell.worker.sample.wire import Grammar
 
 TAIL_TOKENS = 16
@@ -52,16 +53,26 @@ class AskMaker:
     """One model's way from a typed body to an ask. What takes long runs in a thread: it must not
     hold up everybody else's tokens."""
 
-    def __init__(self, prompts: PromptProcessor, config: ServeConfig) -> None:
+    def __init__(
+        self,
+        prompts: PromptProcessor,
+        config: Config,
+        defaults: GenerationDefaults,
+    ) -> None:
+        """`defaults`: the model's, for requests that do not say."""
         self._prompts = prompts
-        self._trusts_templates = config.request_chat_template
-        self._formats = ModelFormats(prompts.tokenizer, prompts.template.text, config)
+        self._defaults = defaults
+        self._trusts_templates = config.serve.request_chat_template
+        self._policy = config.scheduler.policy
+        self._formats = ModelFormats(prompts.tokenizer, prompts.template.text, config.serve)
 
     async def completion(self, body: CompletionRequest) -> Ask:
+        self._check_priority(body.priority)
         prompts = await self._tokenize(body.prompt, self._prompts.completion_prompts, body.prompt)
-        return await self._ask(body, body.sampling_params(), prompts, "prompt")
+        return await self._ask(body, self._params(body), prompts, "prompt")
 
     async def chat(self, body: ChatCompletionRequest) -> Ask:
+        self._check_priority(body.priority)
         form = self._formats.of(body)
         options = TemplateOptions(
             tools=form.tools,
@@ -73,7 +84,7 @@ class AskMaker:
         prompt = await self._tokenize(
             body.messages, self._prompts.chat_prompt, body.messages, options
         )
-        params = body.sampling_params()
+        params = self._params(body)
         if form.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         ask = await self._ask(body, params, [prompt], "messages", form.grammar)
@@ -115,9 +126,14 @@ class AskMaker:
         """`grammar` is that of tool calls; the wish's own is made here."""
         processor = self._prompts
         validate(params, vocab_size=processor.vocab_size)
+        longest = self._defaults.max_new_tokens if params.max_tokens is None else None
         budgets = [
             processor.resolve_max_tokens(
-                len(prompt), params.max_tokens, min_tokens=params.min_tokens, field=field
+                len(prompt),
+                params.max_tokens,
+                default=longest,
+                min_tokens=params.min_tokens,
+                field=field,
             )
             for prompt in prompts
         ]
@@ -136,6 +152,19 @@ class AskMaker:
             cache_salt=body.cache_salt,
             data_parallel_rank=body.data_parallel_rank,
         )
+
+    def _params(self, body: GenerationRequest) -> SamplingParams:
+        return body.sampling_params(self._defaults.sampling)
+
+    def _check_priority(self, priority: int | None) -> None:
+        if priority and self._policy != "priority":
+            raise BadRequest(
+                f"priority={shown(priority)} has no effect here: scheduler.policy="
+                f"{self._policy!r} takes requests as they come; leave it out, or set "
+                "scheduler.policy=priority",
+                "priority",
+                "unsupported_value",
+            )
 
     def _template(self, template: str | None) -> str | None:
         """A template is a program: only whom the operator trusts may send one."""

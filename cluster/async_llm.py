@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from swell.cluster.admission import Admission, TooManyWaiting
+from swell.cluster.deadline import RequestTimedOut
 from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.link import Connect, EngineId
 from swell.cluster.metrics import PrometheusStats
@@ -62,6 +64,7 @@ class AsyncLLM:
         connect: Connect,
         metrics: PrometheusStats,
         on_limits: Callable[[int, int], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.view = ClusterView(Roster())
         self.client_index = secrets.randbits(31)
@@ -69,9 +72,15 @@ class AsyncLLM:
         self.met_engine = False
         """There was an engine at some time, so its limits are known."""
         self._config = config
+        self._admission = Admission(
+            config.serve.max_waiting_requests,
+            config.serve.max_waiting_tokens,
+            config.serve.ingress_replicas,
+        )
+        self._clock = clock
         self._metrics = metrics
         self._on_limits = on_limits
-        self._processor = OutputProcessor(detokenizer, stats=metrics)
+        self._processor = OutputProcessor(detokenizer, stats=metrics, clock=clock)
         self._router = Router(config.cache.block_tokens)
         self._tickets: dict[str, Ticket] = {}
         self._runs: dict[str, Ticket] = {}
@@ -79,6 +88,8 @@ class AsyncLLM:
         self._calls: CallTable[UtilityOutput] = CallTable()
         self._homeless: dict[str, asyncio.TimerHandle] = {}
         """Requests that wait for an engine to come, and when they give up."""
+        self._homeless_tokens = 0
+        """Of their prompts."""
         self._first_view = asyncio.Event()
         self._log = FactLogger("cluster.ingress", client=self.client_index)
         self._links = connect(
@@ -102,6 +113,20 @@ class AsyncLLM:
         except TimeoutError:
             self._log.warning("the coordinator is silent")
 
+    def check_room(self) -> None:
+        """Raises TooManyWaiting if another request may not wait (see `admission.py`). Those that
+        have an engine already, or had one, may."""
+        told = self._router.backlog(self._config.scheduler.max_rows)
+        backlog = told._replace(
+            own_requests=told.own_requests + len(self._homeless),
+            own_tokens=told.own_tokens + self._homeless_tokens,
+        )
+        try:
+            self._admission.check(backlog, self._clock())
+        except TooManyWaiting as refusal:
+            self._metrics.refused(refusal.code)
+            raise
+
     def submit(
         self,
         request: EngineCoreRequest,
@@ -122,6 +147,11 @@ class AsyncLLM:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Nobody wants these any more; unknown and finished ones are ignored."""
         self._end(self._processor.abort_requests(request_ids, internal=True))
+
+    def expire(self, request_ids: Sequence[str], timeout_s: float) -> None:
+        """Their client waits no longer: those that have not ended end with RequestTimedOut."""
+        error = RequestTimedOut(timeout_s)
+        self._end(self._processor.propagate_error(error, request_ids, FinishReason.ABORT))
 
     async def call_engine(self, rank: int, method: str, *args: str | int, timeout_s: float) -> Any:
         """Call a service of an engine. Raises EngineCallFailed with what the engine said, and
@@ -156,6 +186,7 @@ class AsyncLLM:
         compute nothing, then place what waits for an engine."""
         before, self.view = self.view.roster, view
         self._router.update(view)
+        self._admission.observe(view, self._clock())
         self.readiness.follow(view, time.monotonic())
         self._first_view.set()
         members = view.roster.members
@@ -225,6 +256,7 @@ class AsyncLLM:
         assert member is not None, f"the router chose engine {rank}, which is not here"
         ticket.place(EngineId.of(member), len(request.output_token_ids))
         self._runs[ticket.run_id] = ticket
+        self._processor.sent(request_id)
         self._links.send(
             EngineId.of(member),
             msgspec.structs.replace(
@@ -243,6 +275,7 @@ class AsyncLLM:
         begun = bool(ticket.ranks)
         limit_s = config.cluster.start_timeout_s if begun else config.serve.no_engine_timeout_s
         error = NoEngine(f"{reason}; waited {limit_s:g} s for one")
+        self._homeless_tokens += len(ticket.request.prompt_token_ids)
         self._homeless[request_id] = asyncio.get_running_loop().call_later(
             limit_s, self._fail, [request_id], error
         )
@@ -252,6 +285,7 @@ class AsyncLLM:
         timer = self._homeless.pop(request_id, None)
         if timer is not None:
             timer.cancel()
+            self._homeless_tokens -= len(self._tickets[request_id].request.prompt_token_ids)
 
     def _move_all(self, engine: EngineId, reason: Move) -> None:
         """Continue elsewhere what an engine holds."""

@@ -17,9 +17,12 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from swell.cluster.acceptor import Acceptor
 from swell.configs.schema import Config, ConfigError
 
-_BACKLOG = 2048
+_BACKLOG = 4096
+"""Connections that wait to be taken, as many as the kernel allows (`net.core.somaxconn`). Those
+beyond them try again after a second."""
 
 
 def port_is_free(host: str, port: int) -> bool:
@@ -86,6 +89,16 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._ending = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which then closes what stands in `servers`."""
+        await super().startup(sockets=[])
+        self.servers += [Acceptor(listener, self._protocol) for listener in sockets or ()]
+
+    def _protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
     def end(self) -> None:
         self.should_exit = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from swell.cluster.answers.base import ENGINES, Answer, checked, usage_of
 from swell.cluster.asks import Ask
 from swell.cluster.async_llm import AsyncLLM
+from swell.cluster.deadline import Deadline
 from swell.cluster.http import EventStream, json_response, request_id, unless_gone
 from swell.cluster.outputs import RequestOutput, RequestOutputKind
 from swell.cluster.parallel import best, children, fold
@@ -29,9 +31,11 @@ class Generator:
     async def answer(self, request: Request, ask: Ask, answer: Answer) -> Any:
         """Submit everything, then answer whole or as a stream."""
         tickets = self._submit(request, ask)
+        timer = self._end_at_deadline(request, tickets)
         try:
             if not ask.stream:
                 whole = await unless_gone(request, self._gather(tickets))
+                self._leave(tickets, timer)
                 return json_response(self._whole(ask, answer, whole), headers=_served_by(tickets))
             # The status line waits for the first token: what fails before it has a status.
             outputs = Outputs(tickets)
@@ -41,9 +45,9 @@ class Generator:
             events = answer.events(
                 outputs, len(tickets), told=headers[ENGINES], engines=lambda: engines_of(tickets)
             )
-            return EventStream(events, headers, on_end=lambda: self._abort(tickets))
+            return EventStream(events, headers, on_end=lambda: self._leave(tickets, timer))
         except BaseException:
-            self._abort(tickets)
+            self._leave(tickets, timer)
             raise
 
     def _whole(self, ask: Ask, answer: Answer, outputs: list[RequestOutput]) -> Any:
@@ -60,6 +64,7 @@ class Generator:
 
     def _submit(self, request: Request, ask: Ask) -> list[Ticket]:
         """All children of all prompts, or none."""
+        self._llm.check_room()
         self._check_rank(ask.data_parallel_rank)
         headers = {
             name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers
@@ -89,8 +94,21 @@ class Generator:
         ]
         return [self._llm.submit(core, params, kind, index) for core, params, index in wishes]
 
-    def _abort(self, tickets: Sequence[Ticket]) -> None:
+    def _end_at_deadline(
+        self, request: Request, tickets: Sequence[Ticket]
+    ) -> asyncio.TimerHandle | None:
+        """What ends the requests when their client waits no longer, if it said when."""
+        deadline: Deadline | None = getattr(request.state, "deadline", None)
+        if deadline is None:
+            return None
+        ids = [ticket.request.request_id for ticket in tickets]
+        loop = asyncio.get_running_loop()
+        return loop.call_at(deadline.at_s, self._llm.expire, ids, deadline.timeout_s)
+
+    def _leave(self, tickets: Sequence[Ticket], timer: asyncio.TimerHandle | None) -> None:
         """Nobody reads these any more; what has ended is left alone."""
+        if timer is not None:
+            timer.cancel()
         self._llm.abort([ticket.request.request_id for ticket in tickets])
 
     async def _gather(self, tickets: Sequence[Ticket]) -> list[RequestOutput]:

@@ -19,7 +19,9 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
+from swell.cluster.admission import TooManyWaiting
 from swell.cluster.anthropic import errors as anthropic
+from swell.cluster.deadline import RequestTimedOut
 from swell.cluster.openai.base import error_body
 from swell.cluster.params import BadRequest, shown
 from swell.cluster.routing.router import NoEngine
@@ -87,6 +89,11 @@ def failure_of(error: Exception) -> Failure:
             return Failure(
                 error.status, str(error), error.kind, code=error.code, headers=error.headers
             )
+        case TooManyWaiting():
+            again = {"retry-after": str(error.retry_after_s)}
+            return Failure(429, str(error), "rate_limit_exceeded", code=error.code, headers=again)
+        case RequestTimedOut():
+            return Failure(504, str(error), "server_error", code="request_timeout")
         case NoEngine():
             return Failure(503, str(error), "server_error", code="no_engine", headers=_RETRY_AFTER)
         case EngineGone():

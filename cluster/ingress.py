@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,8 +22,11 @@ from swell.cluster.anthropic.requests import CountTokensRequest, MessagesRequest
 from swell.cluster.anthropic.responses import TokenCount
 from swell.cluster.asks import AskMaker
 from swell.cluster.async_llm import AsyncLLM
+from swell.cluster.deadline import HEADER as TIMEOUT
+from swell.cluster.deadline import deadline_of
 from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.generation import Generator
+from swell.cluster.generation_config import read_generation_config
 from swell.cluster.http import (
     HTTPError,
     KeyRing,
@@ -41,6 +45,7 @@ from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.completions import CompletionRequest
 from swell.cluster.openai.decode import decode
 from swell.cluster.openapi import openapi_document
+from swell.cluster.pacing import PacedStart
 from swell.cluster.params import BadRequest
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer, read_template
 from swell.cluster.responses import ResponseRoutes
@@ -71,12 +76,14 @@ class Ingress:
             self._model,
             self._users,
             manager,
-            self._body,
+            self._wish,
             lambda: (self._asks, self._generator),
         )
         self.llm: AsyncLLM
         self.app = Starlette(
-            routes=self._routes(), exception_handlers={404: no_such_route, 405: no_such_route}
+            routes=self._routes(),
+            exception_handlers={404: no_such_route, 405: no_such_route},
+            middleware=[Middleware(PacedStart)],
         )
 
     async def start(self) -> None:
@@ -92,7 +99,8 @@ class Ingress:
             self._model,
             read_template(config.serve.chat_template),
         )
-        self._asks = AskMaker(self._prompts, config.serve)
+        defaults = await asyncio.to_thread(read_generation_config, config.model)
+        self._asks = AskMaker(self._prompts, config, defaults)
         self.llm = AsyncLLM(
             Detokenizer(tokenizer),
             config,
@@ -134,21 +142,21 @@ class Ingress:
     # ---------------------------------------------------------------- generation
 
     async def _completions(self, request: Request) -> Any:
-        body = await self._body(request, CompletionRequest)
+        body = await self._wish(request, CompletionRequest)
         ask = await self._asks.completion(body)
         id = f"cmpl-{request_id(request)}"
         answer = CompletionAnswer(id, self._model, body, self._prompts.text)
         return await self._generator.answer(request, ask, answer)
 
     async def _chat(self, request: Request) -> Any:
-        body = await self._body(request, ChatCompletionRequest)
+        body = await self._wish(request, ChatCompletionRequest)
         ask = await self._asks.chat(body)
         id = f"chatcmpl-{request_id(request)}"
         answer = ChatAnswer(id, self._model, body, ask.make_parser)
         return await self._generator.answer(request, ask, answer)
 
     async def _messages(self, request: Request) -> Any:
-        body = await self._body(request, MessagesRequest)
+        body = await self._wish(request, MessagesRequest)
         ask = await self._asks.chat(chat_request(body))
         ask = replace(ask, budgets=[min(left, body.max_tokens) for left in ask.budgets])
         answer = MessagesAnswer(request_id(request), self._model, body, ask.make_parser)
@@ -158,6 +166,16 @@ class Ingress:
         body = await self._body(request, CountTokensRequest)
         ids = await self._asks.tokens(tokenize_request(body))
         return json_response(TokenCount(input_tokens=len(ids)))
+
+    async def _wish(self, request: Request, kind: type[Any]) -> Any:
+        """The body of a request for an answer. Raises TooManyWaiting before it is read where too
+        many wait: thousands are refused as fast as they come."""
+        self._users.check(request)
+        if self.llm.met_engine:
+            self.llm.check_room()
+        now_s = asyncio.get_running_loop().time()
+        request.state.deadline = deadline_of(request.headers.get(TIMEOUT), now_s)
+        return await self._body(request, kind)
 
     async def _body(self, request: Request, kind: type[Any]) -> Any:
         """A checked body for this model. Raises BadRequest, HTTPError, and NoEngine before the

@@ -9,6 +9,7 @@ from typing import Any
 from rich.progress import Progress
 
 from swell.cluster.detokenizer import Detokenizer
+from swell.cluster.generation_config import read_generation_config
 from swell.cluster.output_processor import OutputProcessor
 from swell.cluster.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 from swell.cluster.parallel import ParentRequest, children
@@ -45,6 +46,7 @@ class LLM:
         self.config = load(model, overrides)
         check(self.config)
         path = self.config.model.path
+        self._defaults = read_generation_config(self.config.model)
         tokenizer = load_tokenizer(path)
         executor = build_executor(self.config)
         limits = executor.start()
@@ -87,6 +89,11 @@ class LLM:
         ]
         return self._run(prompts, sampling_params, use_tqdm)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of a call without `sampling_params`: what the model's generation_config.json says,
+        and else neutral. A `SamplingParams` that is given is taken as it is, as in vLLM."""
+        return self._defaults.sampling_params()
+
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot of the engine is free."""
         self._core.check_idle()
@@ -111,6 +118,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         parents = self._submit(prompts, _spread(sampling_params, len(prompts)))
         answers: dict[str, RequestOutput] = {}
         with Progress(disable=not use_tqdm, transient=False) as progress:
@@ -192,11 +201,9 @@ class LLM:
             self._core.step()
 
 
-def _spread(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling params for {count} prompts; give one or {count}")
     return list(params)

@@ -131,6 +131,12 @@ class PrometheusStats(Collector):
         self._resubmitted = counter(
             "resubmitted_requests", "Requests that moved to another engine."
         )
+        self._refused = counter(
+            "refused_requests",
+            "Requests that were not taken in: too many wait.",
+            "reason",
+            ["too_many_waiting_requests", "too_many_waiting_tokens"],
+        )
         self.registry.register(self)
 
     def record(self, stats: IterationStats) -> None:
@@ -144,15 +150,23 @@ class PrometheusStats(Collector):
         for request in stats.finished:
             self._success.inc(value=request.finish_reason)
             self._e2e.observe(request.e2e_s)
-            self._queue.observe(request.queue_s)
-            self._prefill.observe(request.prefill_s)
-            self._decode.observe(request.decode_s)
+            for histogram, seconds in (
+                (self._queue, request.queue_s),
+                (self._prefill, request.prefill_s),
+                (self._decode, request.decode_s),
+            ):
+                if seconds is not None:
+                    histogram.observe(seconds)
             self._request_prompt.observe(request.num_prompt_tokens)
             self._request_generation.observe(request.num_output_tokens)
 
     def resubmitted(self) -> None:
         """A request moved to another engine."""
         self._resubmitted.inc()
+
+    def refused(self, reason: str) -> None:
+        """A request was not taken in."""
+        self._refused.inc(value=reason)
 
     def counts(self) -> Counts:
         """What this ingress has counted."""

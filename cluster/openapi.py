@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from swell.cluster import deadline
 from swell.cluster.anthropic import requests as anthropic
 from swell.cluster.anthropic.responses import (
     Message,
@@ -26,7 +27,7 @@ from swell.cluster.openai import (
     responses,
 )
 from swell.cluster.openai.base import ErrorBody, RequestBody
-from swell.cluster.openai.messages import ChatMessage
+from swell.cluster.openai.messages import ChatMessage, ContentPart, ToolDefinition
 from swell.cluster.openapi_limits import GENERATION_LIMITS, state_limits
 
 _SCHEMAS = "#/components/schemas/{name}"
@@ -40,11 +41,22 @@ _ERRORS = {
     409: "Another change of the cluster is running.",
     413: "The body is longer than `serve.max_body_bytes`.",
     415: "The content type is not application/json.",
+    429: "More requests wait than `serve.max_waiting_requests`, or more of their tokens than "
+    "`serve.max_waiting_tokens`; the header `retry-after` says when to come back.",
     500: "An engine failed and the request could not be moved.",
     503: "No engine came in time, or stored responses cannot be reached now; try again later.",
+    504: "The answer was not complete in the time of the header `x-request-timeout-s`.",
     529: "No engine came in time; try again later.",
 }
 _BODY_ERRORS = (400, 401, 413, 415)
+_ANSWER_ERRORS = (*_BODY_ERRORS, 404, 429, 500, 504)
+_TIMEOUT = {
+    "name": deadline.HEADER,
+    "in": "header",
+    "required": False,
+    "description": "Seconds for which the client waits for the answer; then the request ends.",
+    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": deadline.MAX_TIMEOUT_S},
+}
 _ENGINES = {
     "x-swell-engine": {
         "description": "Ranks of the engines that served, in order, comma-separated. A stream that "
@@ -93,7 +105,7 @@ OPERATIONS = (
         completions.Completion,
         completions.CompletionRequest,
         completions.CompletionChunk,
-        (*_BODY_ERRORS, 404, 500, 503),
+        (*_ANSWER_ERRORS, 503),
     ),
     Operation(
         "post",
@@ -102,7 +114,7 @@ OPERATIONS = (
         chat.ChatCompletion,
         chat.ChatCompletionRequest,
         chat.ChatChunk,
-        (*_BODY_ERRORS, 404, 500, 503),
+        (*_ANSWER_ERRORS, 503),
     ),
     Operation(
         "post",
@@ -111,7 +123,7 @@ OPERATIONS = (
         response_body.ResponseBody,
         responses.ResponsesRequest,
         response_events.ResponseEvent,
-        (*_BODY_ERRORS, 404, 500, 503),
+        (*_ANSWER_ERRORS, 503),
         events="With `stream: true`: events `event: TYPE` and `data: JSON`; the last one is "
         "`response.completed`, `response.incomplete` or `response.failed`.",
         named_events=True,
@@ -151,7 +163,7 @@ OPERATIONS = (
         Message,
         anthropic.MessagesRequest,
         StreamEvent,
-        (*_BODY_ERRORS, 404, 500, 529),
+        (*_ANSWER_ERRORS, 529),
         error=MessagesError,
         events="With `stream: true`: events `event: TYPE` and `data: JSON`; after a failure the "
         "last one is an error.",
@@ -240,6 +252,8 @@ def openapi_document() -> dict[str, Any]:
         completions.CompletionRequest,
         chat.ChatCompletionRequest,
         ChatMessage,
+        ContentPart,
+        ToolDefinition,
         responses.ResponsesRequest,
         responses.ReasoningOptions,
         responses.TextOptions,
@@ -309,6 +323,8 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ]
+    if operation.chunk is not None:
+        described["parameters"] = [*described.get("parameters", ()), _TIMEOUT]
     if operation.body is not None:
         content = {_JSON: {"schema": schema_of[operation.body]}}
         described["requestBody"] = {"required": True, "content": content}

@@ -255,6 +255,10 @@ class OutputProcessor:
         self._drained.clear()
         return state
 
+    def sent(self, request_id: str) -> None:
+        """An engine gets the request, for the first time or again: it waits for one no longer."""
+        self.request_states[request_id].times.sent(self._clock())
+
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> OutputProcessorOutput:
         """Outputs of unknown requests are ignored: they were aborted or have ended here."""
         result = OutputProcessorOutput([], [])
@@ -307,16 +311,19 @@ class OutputProcessor:
         return list(self._internal_ids.get(external_req_id, ()))
 
     def propagate_error(
-        self, error: Exception, request_ids: Iterable[str] | None = None
+        self,
+        error: Exception,
+        request_ids: Iterable[str] | None = None,
+        reason: FinishReason = FinishReason.ERROR,
     ) -> list[str]:
         """End the given requests (internal ids; None: all) with an exception, so that nobody
-        waits for ever. Returns the internal ids that ended."""
+        waits for ever. Returns the internal ids that ended; `reason` is for statistics."""
         stats, now_s, ended = IterationStats(), self._clock(), []
         for request_id in list(self.request_states if request_ids is None else request_ids):
             state = self.request_states.get(request_id)
             if state is None:
                 continue
-            state.finish_reason = FinishReason.ERROR
+            state.finish_reason = reason
             if state.queue is not None:
                 state.queue.put(error)
             self._remove(state, now_s, stats)

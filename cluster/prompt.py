@@ -67,7 +67,7 @@ def end_token_ids(path: str, tokenizer: Any) -> list[int]:
     tokenizer's own."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        ids = _read_json(path, name).get("eos_token_id")
+        ids = read_json(path, name).get("eos_token_id")
         if ids is not None:
             found = [ids] if isinstance(ids, int) else list(ids)
             break
@@ -76,7 +76,7 @@ def end_token_ids(path: str, tokenizer: Any) -> list[int]:
     return sorted(set(found))
 
 
-def _read_json(path: str, name: str) -> dict[str, Any]:
+def read_json(path: str, name: str) -> dict[str, Any]:
     """A JSON file of a model, or nothing where there is none."""
     file = Path(path) / name
     if not Path(path).is_dir():
@@ -235,16 +235,20 @@ class PromptProcessor:
         num_prompt_tokens: int,
         max_tokens: int | None,
         *,
+        default: int | None = None,
         min_tokens: int = 0,
         field: str = "prompt",
     ) -> int:
-        """The answer's budget: as asked, or what the prompt leaves (None)."""
+        """The answer's budget: as asked, or what the prompt leaves (None), but then no more than
+        `default` and no less than `min_tokens`."""
         if num_prompt_tokens >= self.max_model_len:
             raise self._too_long(num_prompt_tokens, field, max_tokens)
         left = self.max_model_len - num_prompt_tokens
         if max_tokens is not None and max_tokens > left:
             raise self._too_long(num_prompt_tokens, field, max_tokens)
         budget = left if max_tokens is None else max_tokens
+        if max_tokens is None and default is not None:
+            budget = min(left, max(default, min_tokens))
         if min_tokens > budget:
             raise BadRequest(
                 f"min_tokens={shown(min_tokens)} is above the {budget} tokens that the answer "

@@ -12,10 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from swell.cluster.admission import TooManyWaiting
 from swell.cluster.answers.base import ENGINES
 from swell.cluster.answers.responses import ResponsesAnswer
 from swell.cluster.asks import Ask, AskMaker
 from swell.cluster.background import Background
+from swell.cluster.deadline import RequestTimedOut
 from swell.cluster.generation import Generator
 from swell.cluster.http import HTTPError, KeyRing, json_response, route
 from swell.cluster.openai.as_chat import chat_request, in_our_words
@@ -91,6 +93,7 @@ class ResponseRoutes:
             ask = await asks.chat(chat)
         except BadRequest as error:
             raise in_our_words(error) from None
+        response.temperature, response.top_p = ask.params.temperature, ask.params.top_p
         items = _encode([*before, *own])
         settle = self._settle_in_background if body.background else self._settle
         logprobs = LOGPROBS in (body.include or ())
@@ -179,7 +182,14 @@ class ResponseRoutes:
         _, generator = self._floor()
         try:
             await generator.answer(request, ask, answer)
-        except (EngineGone, NoEngine, RequestFailed, BadRequest) as error:
+        except (
+            EngineGone,
+            NoEngine,
+            RequestFailed,
+            BadRequest,
+            TooManyWaiting,
+            RequestTimedOut,
+        ) as error:
             answer.fail(str(error))
         except Exception as error:
             self._log.error("unexpected", error=f"{type(error).__name__}: {error}")

@@ -4,7 +4,11 @@
     |<------------- time to first token ------------->|<- inter-token ->|
     |<------------------------------- end to end -------------------------------->|
 
-`queue` is measured by the engine on its own clock; everything else on the ingress's.
+`queue` ends with the first schedule on the engine that gave the first token. What went by before
+that engine got the request (no engine was there, or another one was lost) is measured by the
+ingress, the rest of the queue by the engine on its own clock; everything else by the ingress. What
+ended before its first token has no prefill and no decode, and its queue is known only if it never
+came to an engine.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ class FinishedRequestStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_output_tokens: int
     e2e_s: float
-    queue_s: float
-    prefill_s: float
+    queue_s: float | None
+    """From arrival to first schedule. None, here and below: not known, or there was none."""
+    prefill_s: float | None
     """From first schedule to first token."""
-    decode_s: float
+    decode_s: float | None
     """From first to last token."""
 
 
@@ -59,7 +64,14 @@ class RequestTimes:
         self.arrival_s = arrival_s
         self.first_token_s: float | None = None
         self.last_token_s = arrival_s
-        self.queue_s = 0.0
+        self._sent_s: float | None = None
+        """When the engine got it that gave its first token, or else the last one."""
+        self._engine_queue_s = 0.0
+
+    def sent(self, now_s: float) -> None:
+        """An engine gets the request."""
+        if self.first_token_s is None:
+            self._sent_s = now_s
 
     def tokens(
         self, output: EngineCoreOutput, num_prompt_tokens: int, now_s: float, stats: IterationStats
@@ -71,7 +83,7 @@ class RequestTimes:
         stats.num_output_tokens += count
         if self.first_token_s is None:
             self.first_token_s = self.last_token_s = now_s
-            self.queue_s = output.queue_s
+            self._engine_queue_s = output.queue_s
             stats.num_prompt_tokens += num_prompt_tokens
             stats.time_to_first_token_s.append(now_s - self.arrival_s)
             count -= 1
@@ -83,13 +95,20 @@ class RequestTimes:
     def finish(
         self, reason: str, num_prompt_tokens: int, num_output_tokens: int, now_s: float
     ) -> FinishedRequestStats:
-        first_s = now_s if self.first_token_s is None else self.first_token_s
+        queue_s = prefill_s = decode_s = None
+        if self.first_token_s is not None:
+            sent_s = self.arrival_s if self._sent_s is None else self._sent_s
+            queue_s = sent_s - self.arrival_s + self._engine_queue_s
+            prefill_s = max(self.first_token_s - self.arrival_s - queue_s, 0.0)
+            decode_s = max(self.last_token_s - self.first_token_s, 0.0)
+        elif self._sent_s is None:
+            queue_s = now_s - self.arrival_s
         return FinishedRequestStats(
             finish_reason=reason,
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=num_output_tokens,
             e2e_s=now_s - self.arrival_s,
-            queue_s=self.queue_s,
-            prefill_s=max(first_s - self.arrival_s - self.queue_s, 0.0),
-            decode_s=max(self.last_token_s - first_s, 0.0),
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
         )

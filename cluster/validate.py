@@ -24,8 +24,8 @@ MAX_REPETITION_PENALTY = 100.0
 
 def validate(params: SamplingParams, *, vocab_size: int) -> None:
     """Check every field; raises `BadRequest` naming field, value and limit."""
-    _check_filters(params)
-    _check_length(params)
+    check_filters(params)
+    check_length(params)
     _check_strings("stop", params.stop, MAX_STOP_STRINGS)
     _check_strings("bad_words", params.bad_words, MAX_BAD_WORDS)
     _check_tokens("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS, vocab_size)
@@ -55,7 +55,7 @@ def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
             )
 
 
-def _check_filters(params: SamplingParams) -> None:
+def check_filters(params: SamplingParams) -> None:
     _number("temperature", params.temperature, 0, MAX_TEMPERATURE)
     _number("top_p", params.top_p, 0, 1, above_low=True)
     _number("min_p", params.min_p, 0, 1)
@@ -72,7 +72,7 @@ def _check_filters(params: SamplingParams) -> None:
         _integer("seed", params.seed, -(2**63), 2**63 - 1)
 
 
-def _check_length(params: SamplingParams) -> None:
+def check_length(params: SamplingParams) -> None:
     if params.max_tokens is not None:
         _integer("max_tokens", params.max_tokens, 1, None)
     _integer("min_tokens", params.min_tokens, 0, None)

@@ -47,6 +47,10 @@ class ModelConfig(Section, frozen=True):
     """Seed of dummy weights."""
     backend: Literal["auto", "native", "transformers"] = "auto"
     """`auto` takes a native model where one exists, else transformers' own through our cache."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """`auto`: the temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
+    model's generation_config.json are the defaults of a request that does not say: its makers'
+    advice, as in vLLM. `none`: neutral ones. End tokens are read from the file in either case."""
     cpu_threads: NonNegative = 0
     """Threads of one worker's matrix products on CPU; 0: the cores shared among the workers."""
 
@@ -129,6 +133,14 @@ class ServeConfig(Section, frozen=True):
     no_engine_timeout_s: Seconds = 60.0
     """A request that arrives while all engines are gone or under repair waits for one this long,
     then it is a 503; longer than a replacement takes to start."""
+    max_waiting_requests: Positive = 4096
+    """Requests that may wait for a slot, in all engines together; one more is a 429 that says when
+    to come back. Each child of `n` answers is one. At a hundred a second the last of so many waits
+    for 40 s, which is as long as most clients do; a load test of thousands of streams passes."""
+    max_waiting_tokens: Positive = 16_777_216
+    """Prompt tokens that may wait to be computed, in all engines together; likewise. They are lists
+    of numbers, in an ingress and in an engine: so many take some 0.7 GiB in each. 128 prompts of
+    128 Ki tokens fit."""
 
 
 class ClusterConfig(Section, frozen=True):

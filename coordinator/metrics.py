@@ -19,8 +19,11 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
 _COUNTERS: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
     "swell_engine_steps": ("Steps done.", lambda r: r.steps),
     "swell_num_preemptions": ("Requests that lost their blocks.", lambda r: r.preemptions),
-    "swell_prefix_cache_queries": ("Tokens looked up.", lambda r: r.prefix_queries),
-    "swell_prefix_cache_hits": ("Tokens found.", lambda r: r.prefix_hits),
+    "swell_prefix_cache_queries": (
+        "Prompt tokens looked up, once a request.",
+        lambda r: r.prefix_queries,
+    ),
+    "swell_prefix_cache_hits": ("Prompt tokens found.", lambda r: r.prefix_hits),
     "swell_waves": ("Waves completed.", lambda r: r.waves),
     "swell_dummy_steps": ("Lockstep steps without rows.", lambda r: r.dummy_steps),
     "swell_engine_repairs": ("Workers replaced.", lambda r: r.repairs),

@@ -69,6 +69,10 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     """Times that its groups broke and were formed again."""
     nans_in_logits: int = 0
     """Requests that ended because their logits were no numbers."""
+    started_requests: int = 0
+    """Requests that came to be computed, each once, since the start."""
+    started_tokens: int = 0
+    """Tokens that they had then."""
 
 
 class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):

@@ -36,7 +36,9 @@ class KVCacheManager:
         self._promised: dict[bytes, Request] = {}
         """Name -> who will give it: of several the first in order."""
         self.num_queried_tokens = 0
+        """Prompt tokens that were looked up, once a request."""
         self.num_hit_tokens = 0
+        """Those that were found."""
 
     @property
     def usage(self) -> float:
@@ -58,8 +60,7 @@ class KVCacheManager:
         request.room_tokens = len(request.block_ids) * self.block_tokens
         request.computed = len(cached) * self.block_tokens
         self._set_named(request, len(cached))
-        self.num_queried_tokens += len(request.token_ids)
-        self.num_hit_tokens += request.computed
+        self._count_lookup(request)
         self._promise(request)
         return True
 
@@ -124,6 +125,15 @@ class KVCacheManager:
         """Raise AssertionError unless every block is free and no name is promised."""
         self.pool.check_idle()
         assert not self._promised, f"{len(self._promised)} blocks are promised by nobody"
+
+    def _count_lookup(self, request: Request) -> None:
+        """A request that starts again, here or from another engine, finds its own blocks or none:
+        that says nothing of how much requests share."""
+        core = request.core
+        looked_up = self.prefix_caching and not core.skip_prefix_cache
+        if looked_up and not request.num_preemptions and not core.output_token_ids:
+            self.num_queried_tokens += request.prompt_tokens
+            self.num_hit_tokens += request.computed
 
     def _promise(self, request: Request) -> None:
         """`request` computes every block from here on of which it knows all tokens."""

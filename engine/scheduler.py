@@ -98,6 +98,8 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_nans_in_logits = 0
         """Requests that ended because their logits were no numbers."""
+        self.num_started_requests = 0
+        self.num_started_tokens = 0
         self._waiting: list[_Waiting] = []
         """Heap in policy order; finished requests are dropped when they surface."""
         self._free_slots = list(range(config.max_rows))
@@ -233,6 +235,8 @@ class Scheduler:
         if request.queue_s < 0:
             request.queue_s = self._clock() - request.queued_at
             request.num_cached_tokens = min(request.computed, request.prompt_tokens)
+            self.num_started_requests += 1
+            self.num_started_tokens += request.total_tokens
         core = request.core
         ends = core.eos_token_ids + core.stop_token_ids if core.min_tokens else []
         draft.new_rows.append(

@@ -384,4 +384,6 @@ class EngineServer:
             repairs=self.repairs,
             resets=self._resets,
             nans_in_logits=scheduler.num_nans_in_logits,
+            started_requests=scheduler.num_started_requests,
+            started_tokens=scheduler.num_started_tokens,
         )

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 import msgspec
 
+from swell.cluster.deadline import RequestTimedOut
 from swell.cluster.openai.base import ErrorBody, ErrorDetail, Usage, usage
 from swell.cluster.outputs import CompletionOutput, RequestOutput
 from swell.cluster.routing.router import NoEngine
@@ -20,6 +21,7 @@ _CODES: dict[type[Exception], str] = {
     EngineGone: "engine_failed",
     NoEngine: "no_engine",
     RequestFailed: "request_failed",
+    RequestTimedOut: "request_timeout",
 }
 
 Batches = AsyncIterator[Batch]

@@ -129,11 +129,14 @@ class GenerationRequest(TokenWishes, kw_only=True):
         """Sampling parameters that this endpoint writes in a way of its own."""
         return {}
 
-    def sampling_params(self) -> SamplingParams:
-        """The wish in our own form; to be checked with `validate`."""
-        wishes: dict[str, Any] = {
-            name: value for name in SAME_NAME if (value := getattr(self, name)) is not None
-        }
+    def sampling_params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """The wish in our own form; to be checked with `validate`. `defaults` are the model's, for
+        fields that the request leaves out."""
+        wishes: dict[str, Any] = dict(defaults or {})
+        for name in SAME_NAME:
+            value = getattr(self, name)
+            if value is not None:
+                wishes[name] = value
         if self.logit_bias:
             wishes["logit_bias"] = _bias(self.logit_bias)
         wishes.update(self.own_wishes())

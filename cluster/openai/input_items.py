@@ -43,6 +43,19 @@ class InputPart(RequestBody, kw_only=True):
     detail: Any = None
     input_audio: Any = None
 
+    NOT_SERVED = dict.fromkeys(
+        (
+            "image_url",
+            "file_id",
+            "file_data",
+            "file_url",
+            "filename",
+            "detail",
+            "input_audio",
+        ),
+        (),
+    )
+
     def told(self, path: str, *types: str) -> str:
         """The text; raises `BadRequest` unless the part is of one of `types`."""
         if self.type not in types:
@@ -58,6 +71,7 @@ class InputPart(RequestBody, kw_only=True):
             raise BadRequest(
                 f"the required field '{path}.{name}' is missing", f"{path}.{name}", "missing_field"
             )
+        self.refuse_unsupported(path + ".")
         return text
 
 

@@ -30,6 +30,8 @@ class ContentPart(RequestBody, kw_only=True):
     cache_control: Any = None
     """Accepted; prefixes are always shared."""
 
+    NOT_SERVED = dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file"), ())
+
 
 class FunctionCall(RequestBody, kw_only=True):
     name: str
@@ -119,6 +121,7 @@ def _check_part(part: ContentPart, path: str) -> None:
             f"{path}.{part.type}",
             "missing_field",
         )
+    part.refuse_unsupported(path + ".")
 
 
 def check_messages(messages: list[ChatMessage]) -> None:
@@ -142,6 +145,8 @@ class ToolDefinition(RequestBody, kw_only=True):
     function: FunctionDefinition | None = None
     custom: Any = None
     cache_control: Any = None
+
+    NOT_SERVED = {"custom": ()}
 
 
 class FunctionName(RequestBody, kw_only=True):
@@ -203,6 +208,7 @@ def _check_tool(tool: ToolDefinition, path: str, before: list[str]) -> str:
             f"{path}.type",
             "unsupported_value",
         )
+    tool.refuse_unsupported(path + ".")
     if tool.function is None:
         raise BadRequest(
             f"the required field '{path}.function' is missing", f"{path}.function", "missing_field"

@@ -199,6 +199,13 @@ class ResponsesRequest(TokenWishes, kw_only=True):
     def _check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is only allowed with stream=true", "stream_options")
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            raise BadRequest(
+                "stream_options.continuous_usage_stats=true is not supported: the usage of a "
+                "response stands in its last event; leave it out",
+                "stream_options.continuous_usage_stats",
+                "unsupported_value",
+            )
         if not self.background:
             return
         if self.stream:

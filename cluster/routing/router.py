@@ -24,6 +24,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
+from swell.cluster.admission import Backlog, waiting_here
 from swell.coordinator.roster import Member, MemberState
 from swell.coordinator.wire import ClusterView, EngineReport
 from swell.engine.block_hash import extend_block_hashes, pack_tokens
@@ -58,11 +61,14 @@ class _Load:
     requests: int = 0
     blocks: int = 0
     """That their prompts fill."""
+    unanswered: int = 0
+    """Requests without a token yet."""
 
-    def add(self, tokens: int, requests: int, blocks: int) -> None:
+    def add(self, tokens: int, requests: int, blocks: int, unanswered: int) -> None:
         self.uncomputed_tokens += tokens
         self.requests += requests
         self.blocks += blocks
+        self.unanswered += unanswered
 
 
 @dataclass(slots=True)
@@ -95,8 +101,11 @@ class _Engine:
         """The part of it that the report does not count, by the reports heard at its sending."""
 
     def hear(self, report: EngineReport) -> None:
-        """Take in a load report. One that was heard already says nothing of what came since."""
-        if report == self.report or self.incarnation not in (0, report.incarnation):
+        """Take in a load report. One that was heard already says nothing of what came since, nor
+        does one that an engine inside a long step repeats with fresh progress."""
+        if self.incarnation not in (0, report.incarnation):
+            return
+        if replace(report, ticks=self.report.ticks) == self.report:
             return
         self.report = report
         self.reports_heard += 1
@@ -142,12 +151,24 @@ class _Engine:
         while len(self.blocks) > limit:
             self.blocks.popitem(last=False)
 
-    def weigh(self, placed: _Placed, tokens: int, requests: int, blocks: int) -> None:
+    def weigh(
+        self, placed: _Placed, tokens: int, requests: int, blocks: int, unanswered: int = 0
+    ) -> None:
         """Count a part of a request, or with negative numbers no longer."""
-        self.sent.add(tokens, requests, blocks)
+        self.sent.add(tokens, requests, blocks, unanswered)
         unheard = self.unheard.get(placed.after_report)
         if unheard is not None:
-            unheard.add(tokens, requests, blocks)
+            unheard.add(tokens, requests, blocks, unanswered)
+
+    def waiting(self, max_rows: int) -> Backlog:
+        """What waits here, of which this ingress has sent what no report tells of yet."""
+        unheard = self.unheard.values()
+        return waiting_here(
+            self.report,
+            sum(load.unanswered for load in unheard),
+            sum(load.uncomputed_tokens for load in unheard),
+            max_rows,
+        )
 
     def cost(self, tokens: int, block_tokens: int) -> int:
         """What a request with so many uncached prompt tokens costs here, in tokens."""
@@ -221,7 +242,7 @@ class Router:
             rank, engine, max(1, len(token_ids) - cached), len(names), engine.reports_heard
         )
         self._placed[request_id] = placed
-        engine.weigh(placed, placed.uncomputed_tokens, 1, placed.blocks)
+        engine.weigh(placed, placed.uncomputed_tokens, 1, placed.blocks, 1)
         engine.remember(names, known)
         return rank
 
@@ -229,7 +250,7 @@ class Router:
         """The prompt of a request was computed."""
         placed = self._placed.get(request_id)
         if placed is not None and placed.uncomputed_tokens:
-            placed.engine.weigh(placed, -placed.uncomputed_tokens, 0, 0)
+            placed.engine.weigh(placed, -placed.uncomputed_tokens, 0, 0, -1)
             placed.uncomputed_tokens = 0
 
     def done(self, request_id: str) -> None:
@@ -238,6 +259,11 @@ class Router:
         placed = self._placed.pop(request_id, None)
         if placed is not None:
             placed.engine.weigh(placed, 0, -1, -placed.blocks)
+
+    def backlog(self, max_rows: int) -> Backlog:
+        """What waits at all engines, each of which computes `max_rows` requests at once."""
+        waiting = [engine.waiting(max_rows) for engine in self._engines.values()]
+        return Backlog(*map(sum, zip(*waiting, strict=True))) if waiting else Backlog()
 
     def rank_of(self, request_id: str) -> int | None:
         placed = self._placed.get(request_id)

@@ -52,7 +52,7 @@ class Building:
             {
                 "model": {"path": str(folder), "name": "fake"},
                 "cache": {"block_tokens": 4},
-                "scheduler": {"max_rows": 8},
+                "scheduler": {"max_rows": 8, "policy": "priority"},
                 "serve": serve,
                 "cluster": {"heartbeat_s": 0.2},
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from swell.cluster.local import LLM, SamplingParams
 from swell.cluster.output_processor import RequestState
 from swell.cluster.params import BadRequest
+from swell.configs.schema import ConfigError
 
 NANO = Path(__file__).resolve().parents[2] / "configs" / "models" / "nano"
 GREEDY = SamplingParams(temperature=0, max_tokens=120)
@@ -48,6 +50,24 @@ def test_prompts_of_every_form_answer_in_their_order(llm):
     assert [a.outputs[0].token_ids for a in by_text] == [a.outputs[0].token_ids for a in by_ids]
     one = llm.generate("upper: abc", GREEDY)
     assert one[0].outputs[0].text == by_text[0].outputs[0].text
+
+
+def test_the_models_defaults_are_those_of_a_call_without_params(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(NANO, folder)
+    given = json.loads((folder / "generation_config.json").read_text())
+    given |= {"temperature": 0.0, "max_new_tokens": 3}
+    (folder / "generation_config.json").write_text(json.dumps(given))
+    with LLM(str(folder), **{"cache.memory_bytes": 50_000_000}) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=3)
+        talk = [{"role": "user", "content": "upper: abcdef"}]
+        (short,) = llm.chat(talk)
+        (said,) = llm.chat(talk, SamplingParams(seed=1))
+    assert len(short.outputs[0].token_ids) == 3
+    assert len(said.outputs[0].token_ids) > 3, "given parameters are taken as they are"
+    (folder / "generation_config.json").write_text('{"top_p": 2}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json: top_p=2"):
+        LLM(str(folder))
 
 
 def test_each_prompt_has_its_own_params(llm):

@@ -37,6 +37,7 @@ SETTINGS = {
     "model.dtype": "float32",
     "model.max_model_len": 512,
     "parallel.executor": "inproc",
+    "scheduler.policy": "priority",
     "cluster.heartbeat_s": 0.2,
     "serve.max_body_bytes": MAX_BODY_BYTES,
     "serve.request_chat_template": True,

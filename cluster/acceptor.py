@@ -1,0 +1,80 @@
+"""Takes connections from a listening socket, many in a turn of the event loop.
+
+uvloop takes one a turn. A busy ingress has turns of several milliseconds, so whoever connects would
+wait behind all who came before at some hundred a second, and a probe of `/health` as long. What a
+connection then asks for begins a few at a time (`pacing.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from swell.configs.log import FactLogger
+
+PER_TURN = 64
+"""About five milliseconds of work."""
+_PAUSE_S = 1.0
+"""Where none can be taken, for want of file descriptors or memory, until it is tried again."""
+
+
+class Acceptor:
+    """A server in the eyes of uvicorn, which closes it before the listener, and waits for it."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        *,
+        per_turn: int = PER_TURN,
+        pause_s: float = _PAUSE_S,
+    ) -> None:
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._per_turn = per_turn
+        self._pause_s = pause_s
+        self._loop = asyncio.get_running_loop()
+        self._beginning: set[asyncio.Task[None]] = set()
+        self._paused: asyncio.TimerHandle | None = None
+        self._log = FactLogger("cluster.ingress")
+        self._listen()
+
+    def close(self) -> None:
+        """Take no more; what was taken goes on."""
+        self._loop.remove_reader(self._listener)
+        if self._paused is not None:
+            self._paused.cancel()
+
+    async def wait_closed(self) -> None:
+        if self._beginning:
+            await asyncio.wait(self._beginning)
+
+    def _listen(self) -> None:
+        self._paused = None
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(self._per_turn):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                self._log.error("no connection can be taken", error=str(error))
+                self._loop.remove_reader(self._listener)
+                self._paused = self._loop.call_later(self._pause_s, self._listen)
+                return
+            begun = self._loop.create_task(self._begin(connection))
+            self._beginning.add(begun)
+            begun.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        try:
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError:  # it has left already
+            connection.close()

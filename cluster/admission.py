@@ -1,0 +1,166 @@
+"""Whether one more request may wait: pure, with time as an argument.
+
+All ingresses share all engines, so all of them hold one bound: what engines report, plus what this
+ingress has submitted that no report tells of yet. The second is what the others do not know; so
+that all of them together stay within the bound, each may only fill its share of the room that the
+reports leave:
+
+    refused if   own >= (limit - reported) / ingresses        for requests, and for their tokens
+
+With equal reports, `ingresses` of them admit no more than `limit + ingresses - 1` requests. Reports
+reach an ingress some `2 * cluster.load_report_s` after they were true, and not all ingresses at
+once: what one admits by a newer report than another has seen comes on top, at most a quarter of the
+limit for two ingresses that are one report apart. A request is admitted whole, with all its prompts
+and answers: the last one may pass the bound by that much.
+
+What was admitted once is never refused later, wherever it has to go on.
+
+Who is refused is told when to come back: when the queue will have room, at the rate of the last
+seconds, and behind those who were told before. Otherwise all would come back at once, and all but
+one would be refused again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+from swell.coordinator.wire import ClusterView, EngineReport
+
+WINDOW_S = 10.0
+"""The rate is that of so many last seconds."""
+MIN_SPAN_S = 1.0
+"""A rate over less says little."""
+MAX_RETRY_S = 60
+"""Nobody is sent away for longer: engines may come."""
+UNKNOWN_RETRY_S = 5
+"""Where nothing was started in the last seconds: the burst has only begun, or nothing moves."""
+
+
+class TooManyWaiting(RuntimeError):
+    """The request may not wait; a 429 at the HTTP edge."""
+
+    def __init__(self, message: str, code: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class Backlog(NamedTuple):
+    """What waits to be computed, as one ingress knows it."""
+
+    requests: int = 0
+    """As engines report."""
+    tokens: int = 0
+    own_requests: int = 0
+    """Of this ingress, in no report yet."""
+    own_tokens: int = 0
+
+
+class Rate(NamedTuple):
+    """What the engines begin in a second."""
+
+    requests: float
+    tokens: float
+
+
+class StartRate:
+    """Requests and tokens that engines have begun with, over the last seconds."""
+
+    def __init__(self) -> None:
+        self._engines: dict[tuple[int, int], tuple[int, int]] = {}
+        """What each has told last, by rank and incarnation."""
+        self._requests = self._tokens = 0
+        self._samples: deque[tuple[float, int, int]] = deque()
+        """When, and the sums until then. The first is as old as the window, or the only one."""
+
+    def observe(self, view: ClusterView, now: float) -> None:
+        """Take in what engines have begun since. Of one that is new, only what comes."""
+        engines: dict[tuple[int, int], tuple[int, int]] = {}
+        for report in view.reports:
+            key = (report.rank, report.incarnation)
+            told = (report.started_requests, report.started_tokens)
+            before = self._engines.get(key, told)
+            self._requests += max(0, told[0] - before[0])
+            self._tokens += max(0, told[1] - before[1])
+            engines[key] = told
+        self._engines = engines
+        self._samples.append((now, self._requests, self._tokens))
+        self._forget(now)
+
+    def of(self, now: float) -> Rate:
+        self._forget(now)
+        if not self._samples:
+            return Rate(0.0, 0.0)
+        since, requests, tokens = self._samples[0]
+        span_s = max(now - since, MIN_SPAN_S)
+        return Rate((self._requests - requests) / span_s, (self._tokens - tokens) / span_s)
+
+    def _forget(self, now: float) -> None:
+        samples = self._samples
+        while len(samples) > 1 and samples[1][0] <= now - WINDOW_S:
+            samples.popleft()
+
+
+class Admission:
+    """Of one ingress."""
+
+    def __init__(self, max_requests: int, max_tokens: int, ingresses: int) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._ingresses = ingresses
+        self._rate = StartRate()
+        self._told_until = 0.0
+        """When the last one that was refused is to come back."""
+
+    def observe(self, view: ClusterView, now: float) -> None:
+        self._rate.observe(view, now)
+
+    def check(self, backlog: Backlog, now: float) -> None:
+        """Raises TooManyWaiting if one more request may not wait."""
+        over_requests = self._over(self._max_requests, backlog.requests, backlog.own_requests)
+        over_tokens = self._over(self._max_tokens, backlog.tokens, backlog.own_tokens)
+        if not over_requests and not over_tokens:
+            return
+        retry_s = self._retry_s(over_requests, over_tokens, now)
+        if over_requests:
+            name, limit, code = "requests", self._max_requests, "too_many_waiting_requests"
+            count = backlog.requests + backlog.own_requests
+        else:
+            name, limit, code = "tokens", self._max_tokens, "too_many_waiting_tokens"
+            count = backlog.tokens + backlog.own_tokens
+        raise TooManyWaiting(
+            f"{count} {name} wait already, and serve.max_waiting_{name}={limit}; try again in "
+            f"{retry_s} s",
+            code,
+            retry_s,
+        )
+
+    def _over(self, limit: int, reported: int, own: int) -> int:
+        """How much has to begin before another one may wait; 0: it may now."""
+        share = -(-(limit - reported) // self._ingresses)
+        return 0 if own < share else max(1, reported + own - limit + 1)
+
+    def _retry_s(self, over_requests: int, over_tokens: int, now: float) -> int:
+        rate = self._rate.of(now)
+        if not rate.requests or (over_tokens and not rate.tokens):
+            return UNKNOWN_RETRY_S
+        room_s = over_requests / rate.requests
+        if over_tokens:
+            room_s = max(room_s, over_tokens / rate.tokens)
+        place_s = self._ingresses / rate.requests
+        back_at = max(now + room_s, self._told_until + place_s)
+        self._told_until = min(back_at, now + MAX_RETRY_S)
+        return min(max(1, math.ceil(round(back_at - now, 3))), MAX_RETRY_S)
+
+
+def waiting_here(
+    report: EngineReport, unheard_requests: int, unheard_tokens: int, max_rows: int
+) -> Backlog:
+    """What waits at one engine: as it reports, and of what it was sent since. While none waits
+    there, what comes takes free rows first."""
+    free_rows = 0 if report.waiting else max(0, max_rows - report.running)
+    return Backlog(
+        report.waiting, report.waiting_tokens, max(0, unheard_requests - free_rows), unheard_tokens
+    )
