@@ -24,7 +24,7 @@ from tests.cluster.fake_cluster import FakeCluster, FakeEngine
 
 TICK_S = 0.001
 MAX_MODEL_LEN = 131_072
-ANSWER_S = 60.0
+ANSWER_S = 10.0
 
 
 class Metronome:
