@@ -10,7 +10,6 @@ import re
 import uuid
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
     Awaitable,
     Callable,
     Iterator,
@@ -198,7 +197,9 @@ def require_json(request: Request) -> None:
         )
 
 
-async def read_json_parts(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
+async def read_json_parts(
+    request: Request, limit_bytes: int, limit_name: str = "serve.max_body_bytes"
+) -> AsyncGenerator[bytes]:
     """The body of a JSON request as it comes. Raises HTTPError before more than the limit came."""
     require_json(request)
     told = request.headers.get("content-length", "")
@@ -214,14 +215,15 @@ async def read_json_parts(request: Request, limit_bytes: int) -> AsyncIterator[b
     if too_long:
         raise HTTPError(
             413,
-            f"the body has more than serve.max_body_bytes={limit_bytes} bytes",
+            f"the body has more than {limit_name}={limit_bytes} bytes",
             "request_too_large",
         )
 
 
-async def read_json_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body of a JSON request; for short ones."""
-    return b"".join([part async for part in read_json_parts(request, limit_bytes)])
+async def read_short_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body of a JSON request that is short in any case."""
+    parts = read_json_parts(request, limit_bytes, "the limit here")
+    return b"".join([part async for part in parts])
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

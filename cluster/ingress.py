@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from swell.cluster.access import AccessRules, Users
 from swell.cluster.admin import AdminRoutes
 from swell.cluster.answers.chat import ChatAnswer
 from swell.cluster.answers.completions import CompletionAnswer
@@ -27,7 +28,6 @@ from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.generation import Generator
 from swell.cluster.http import (
     HTTPError,
-    KeyRing,
     json_response,
     no_such_route,
     request_id,
@@ -63,7 +63,8 @@ class Ingress:
         self._manager = manager
         self._connect = connect
         self._metrics = PrometheusStats()
-        self._users = KeyRing(config.serve.api_keys_file, "serve.api_keys_file")
+        self._rules = AccessRules(config.serve)
+        self._users = Users(config.serve, self._rules)
         self._prompts: PromptProcessor
         self._asks: AskMaker
         self._generator: Generator
@@ -114,11 +115,7 @@ class Ingress:
         self._offloads.close()
 
     def _routes(self) -> list[Route]:
-        serve = self._config.serve
-        admins = KeyRing(serve.admin_keys_file or serve.api_keys_file, "serve.admin_keys_file")
-        admin = AdminRoutes(
-            admins, self._manager, lambda: self.llm, max_body_bytes=serve.max_body_bytes
-        )
+        admin = AdminRoutes(self._config.serve, self._rules, self._manager, lambda: self.llm)
         return [
             route("/health", self._health, "GET"),
             route("/ready", self._ready, "GET"),
