@@ -254,11 +254,11 @@ def heads() -> Iterator[tuple[str, bytes]]:
     yield "body too long", post(TEXT, b'"' + b"a" * 64 * MIB)
 
 
-def refused() -> Iterator[tuple[str, bytes]]:
-    """Everything that ends with an answer of the ingress itself."""
+def everything() -> Iterator[tuple[str, bytes]]:
     yield from heads()
     yield from at_every_route()
     yield from conversations()
     yield from tools()
     yield from forms()
     yield from wishes()
+    yield from accepted()
