@@ -17,7 +17,6 @@ from swell.cluster.http import (
     KeyRing,
     json_response,
     read_short_body,
-    require_json,
     route,
 )
 from swell.cluster.openai.admin import (
@@ -26,6 +25,7 @@ from swell.cluster.openai.admin import (
     IdleEngine,
     IdleReport,
     ScaleRequest,
+    SwitchRequest,
 )
 from swell.cluster.openai.decode import decode
 from swell.configs.schema import ServeConfig
@@ -74,8 +74,6 @@ class AdminRoutes:
                     "no_admin_keys",
                 )
             self._admins.check(request)
-            if request.method == "POST":
-                require_json(request)
             return await handler(request)
 
         return run
@@ -104,10 +102,19 @@ class AdminRoutes:
         return _accepted(await self._manager.drain.remote(body.rank))
 
     async def _pause(self, request: Request) -> Response:
+        await _nothing(request)
         return _accepted(await self._manager.pause.remote())
 
     async def _resume(self, request: Request) -> Response:
+        await _nothing(request)
         return _accepted(await self._manager.resume.remote())
+
+
+async def _nothing(request: Request) -> None:
+    """An empty object, or an empty body."""
+    body = await read_short_body(request, _BODY_BYTES)
+    if body.strip():
+        decode(body, SwitchRequest)
 
 
 def _accepted(refusal: str | None) -> Response:
