@@ -6,6 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from swell.cluster.openai.body_size import (
+    MAX_ESCAPES,
+    MAX_NODES,
+    MAX_SLOW_NUMBERS,
+    MAX_VALUES,
+)
 from tests.cluster.metronome import post
 
 MIB = 1 << 20
@@ -77,6 +83,37 @@ def at_every_route() -> Iterator[tuple[str, bytes]]:
         yield f"{path} unknown field of backticks", post(path, ticks)
         keys = ",".join(f'"k{index}":1' for index in range(900_000)).encode()
         yield f"{path} many unknown fields", post(path, b"{" + keys + b"}")
+
+
+def just_within() -> Iterator[tuple[str, bytes]]:
+    """As much of each kind as a body may hold, where anything may stand."""
+    nodes = MAX_NODES - 64
+
+    def some(part: bytes, count: int) -> bytes:
+        return b"[" + b",".join([part] * count) + b"]"
+
+    keys = ",".join(f'"k{index}":1' for index in range(nodes)).encode()
+    values = {
+        "numbers": some(b"131071", MAX_VALUES - 64),
+        "floats": some(b"12345.678901234", MAX_VALUES - 64),
+        "texts": some(b'"ab"', nodes),
+        "arrays": some(b"[]", nodes),
+        "arrays of one": some(b"[1]", nodes),
+        "objects": some(b"{}", nodes),
+        "objects of one": some(b'{"a":1}', nodes // 2),
+        "keys": b"{" + keys + b"}",
+        "escapes": b'"' + b"\\u4e2d" * (MAX_ESCAPES - 64) + b'"',
+        "exponents": some(b"1e300", MAX_SLOW_NUMBERS - 64),
+        "long numbers": some(b"1." + b"1" * 120 + b"e-300", MAX_SLOW_NUMBERS - 64),
+        "long integers": some(b"1" * 127, MAX_SLOW_NUMBERS - 64),
+    }
+    for path, field in FIELD.items():
+        for name, raw in values.items():
+            yield f"{path} just within: {name}", with_field(path, field, raw)
+    for name, raw in values.items():
+        yield f"metadata just within: {name}", with_field(TEXT, "metadata", raw)
+        schema = b'{"json": {"enum": ' + raw + b"}}"
+        yield f"schema just within: {name}", with_field(TEXT, "structured_outputs", schema)
 
 
 def conversations() -> Iterator[tuple[str, bytes]]:
@@ -257,6 +294,7 @@ def heads() -> Iterator[tuple[str, bytes]]:
 def everything() -> Iterator[tuple[str, bytes]]:
     yield from heads()
     yield from at_every_route()
+    yield from just_within()
     yield from conversations()
     yield from tools()
     yield from forms()

@@ -21,6 +21,7 @@ BOUND_S = 0.25
 KINDS = (
     hostile.heads,
     hostile.at_every_route,
+    hostile.just_within,
     hostile.conversations,
     hostile.tools,
     hostile.forms,
