@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import http
+import resource
 from typing import Any
 
 import msgspec
@@ -39,6 +40,8 @@ MIN_BODY_RATE = 1024
 LINGER_S = 2.0
 """A client that is still sending may read the answer to what it sent for so long."""
 _SLICE_BYTES = 8 * 1024
+_OWN_DESCRIPTORS = 512
+"""What else a process has open, and connections that are being refused."""
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
@@ -47,6 +50,17 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     connections: int
     head_timeout_s: float
     transfer_timeout_s: float
+
+    def within_descriptors(self) -> ConnectionLimits:
+        """These, or with as many connections as this process may have file descriptors for: beyond
+        them nobody could be told that it is refused. Its own limit is raised where it may be."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = self.connections + _OWN_DESCRIPTORS
+        if soft < wanted:
+            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        room = max(1, soft - _OWN_DESCRIPTORS)
+        return msgspec.structs.replace(self, connections=min(self.connections, room))
 
     @staticmethod
     def of(config: ServeConfig) -> ConnectionLimits:

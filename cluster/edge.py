@@ -117,7 +117,7 @@ class EdgeServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=limited(limits or ConnectionLimits.of(ServeConfig())),
+                http=limited((limits or ConnectionLimits.of(ServeConfig())).within_descriptors()),
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -312,3 +313,16 @@ def test_who_takes_nothing_of_an_answer_is_cut_off() -> None:
             await gone.wait()
 
     asyncio.run(ask())
+
+
+def test_no_more_connections_than_there_are_file_descriptors() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ConnectionLimits(connections=hard * 2, head_timeout_s=1, transfer_timeout_s=1)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        limits = wanted.within_descriptors()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert 0 < limits.connections < soft == hard
+        assert QUICK.within_descriptors() == QUICK
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
