@@ -14,6 +14,7 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from swell.cluster.connection import ConnectionLimits
 from swell.cluster.coordinator_handle import CoordinatorHandle
 from swell.cluster.edge import EdgeServer, claim_port, next_free_port, with_port
 from swell.cluster.ingress import Ingress
@@ -102,7 +103,11 @@ class IngressDeployment:
         self._ingress = Ingress(config, connect, manager)
         await self._ingress.start()
         self._edge = EdgeServer(
-            self._ingress.app, config.serve.host, config.serve.port, config.cluster.drain_timeout_s
+            self._ingress.app,
+            config.serve.host,
+            config.serve.port,
+            config.cluster.drain_timeout_s,
+            ConnectionLimits.of(config.serve),
         )
         await self._edge.start()
         keep_what_is_here()

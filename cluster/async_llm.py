@@ -135,13 +135,18 @@ class AsyncLLM:
         index: int = 0,
     ) -> Ticket:
         """Send a request, which gives answer number `index` to its prompt, to an engine, or keep
-        it until there is one. Raises NoEngine, with nothing left behind, if there never was one."""
+        it until there is one. Raises NoEngine if there never was one; whatever it raises, nothing
+        is left behind."""
         if not self.met_engine:
             raise NoEngine("no engine is ready yet")
         ticket = Ticket(request, kind)
-        self._tickets[request.request_id] = ticket
         self._processor.add_request(request, params, kind=kind, queue=ticket.collector, index=index)
-        self._place(ticket)
+        self._tickets[request.request_id] = ticket
+        try:
+            self._place(ticket)
+        except BaseException:
+            self.abort([request.request_id])
+            raise
         return ticket
 
     def abort(self, request_ids: Sequence[str]) -> None:

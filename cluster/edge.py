@@ -18,7 +18,8 @@ import msgspec
 import uvicorn
 
 from swell.cluster.acceptor import Acceptor
-from swell.configs.schema import Config, ConfigError
+from swell.cluster.connection import ConnectionLimits, limited
+from swell.configs.schema import Config, ConfigError, ServeConfig
 
 _BACKLOG = 4096
 """Connections that wait to be taken, as many as the kernel allows (`net.core.somaxconn`). Those
@@ -117,11 +118,19 @@ class _Server(uvicorn.Server):
 class EdgeServer:
     """Serves an ASGI app in the running event loop until `stop`."""
 
-    def __init__(self, app: Any, host: str, port: int, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        drain_timeout_s: float,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         self._socket = _shared_socket(host, port)
         self._server = _Server(
             uvicorn.Config(
                 app,
+                http=limited((limits or ConnectionLimits.of(ServeConfig())).within_descriptors()),
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -17,10 +17,13 @@ from swell.cluster.answers.base import ENGINES
 from swell.cluster.answers.responses import ResponsesAnswer
 from swell.cluster.asks import Ask, AskMaker
 from swell.cluster.background import Background
+from swell.cluster.bodies import body_bytes
 from swell.cluster.deadline import RequestTimedOut
 from swell.cluster.generation import Generator
 from swell.cluster.http import HTTPError, KeyRing, json_response, route
+from swell.cluster.offload import Offload
 from swell.cluster.openai.as_chat import chat_request, in_our_words
+from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.items import Item
 from swell.cluster.openai.models import TokenizeRequest
 from swell.cluster.openai.response_body import (
@@ -58,12 +61,14 @@ class ResponseRoutes:
         manager: Any,
         read: ReadBody,
         floor: Callable[[], tuple[AskMaker, Generator]],
+        offload: Offload,
     ) -> None:
         self._config = config
         self._model = model
         self._users = users
         self._read = read
         self._floor = floor
+        self._offload = offload
         self._store = ResponseStore(manager)
         self._background = Background(self._store)
         self._log = FactLogger("cluster.ingress")
@@ -85,16 +90,15 @@ class ResponseRoutes:
     async def _create(self, request: Request) -> Any:
         body: ResponsesRequest = await self._read(request, ResponsesRequest)
         response = begin_response(body, self._model, store=self._wants_store(body))
-        own = body.items()
-        before = await self._conversation(body.previous_response_id)
+        found = await self._earlier(body.previous_response_id)
+        size = body_bytes(request) + (0 if found is None else found.kept.size_bytes)
         asks, generator = self._floor()
-        chat = chat_request(body, own, before)
+        chat, items = await self._offload.run_sized(size, _conversation, body, found)
         try:
-            ask = await asks.chat(chat)
+            ask = await asks.chat(chat, size)
         except BadRequest as error:
             raise in_our_words(error) from None
         response.temperature, response.top_p = ask.params.temperature, ask.params.top_p
-        items = _encode([*before, *own])
         settle = self._settle_in_background if body.background else self._settle
         logprobs = LOGPROBS in (body.include or ())
         answer = ResponsesAnswer(
@@ -123,12 +127,12 @@ class ResponseRoutes:
             )
         return possible and body.store is not False
 
-    async def _conversation(self, id: str | None) -> list[Item]:
-        """What stands before the input: input and output of an earlier response."""
+    async def _earlier(self, id: str | None) -> Found | None:
+        """The response that a request continues."""
         if id is None:
-            return []
+            return None
         try:
-            found = await self._store.found(Read(id))
+            return await self._store.found(Read(id))
         except HTTPError as error:
             if error.status != 404:
                 raise
@@ -137,14 +141,6 @@ class ResponseRoutes:
                 "previous_response_id",
                 "previous_response_not_found",
             ) from None
-        response = _as_it_is(found)
-        if response.status not in ("completed", "incomplete"):
-            raise BadRequest(
-                f"previous_response_id={shown(id)} is {response.status}; only a response that is "
-                "completed or incomplete can be continued",
-                "previous_response_id",
-            )
-        return [*_items(found), *response.output]
 
     async def _settle(self, items: bytes, response: ResponseBody, reasoning: list[str]) -> None:
         await self._count_reasoning(response, reasoning)
@@ -160,7 +156,7 @@ class ResponseRoutes:
         for text in filter(None, reasoning):
             wish = TokenizeRequest(prompt=text, add_special_tokens=False)
             try:
-                count += len(await asks.tokens(wish))
+                count += len(await asks.tokens(wish, len(text)))
             except BadRequest:  # written otherwise than the model did, it would not fit
                 count = usage.output_tokens
         usage.output_tokens_details.reasoning_tokens = min(count, usage.output_tokens)
@@ -270,8 +266,31 @@ class ResponseRoutes:
         return query
 
 
+def _conversation(
+    body: ResponsesRequest, found: Found | None
+) -> tuple[ChatCompletionRequest, bytes]:
+    """The request as one of chat, behind what was `found` of an earlier response; and the items of
+    the whole conversation, as JSON."""
+    own, before = body.items(), []
+    if found is not None:
+        response = _as_it_is(found)
+        if response.status not in ("completed", "incomplete"):
+            raise BadRequest(
+                f"previous_response_id={shown(body.previous_response_id)} is {response.status}; "
+                "only a response that is completed or incomplete can be continued",
+                "previous_response_id",
+            )
+        before = [*_items(found), *response.output]
+    return chat_request(body, own, before), _encode([*before, *own])
+
+
 def _limit(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _MAX_PAGE_ITEMS:
+    if (
+        len(text) > len(str(_MAX_PAGE_ITEMS))
+        or not text.isascii()
+        or not text.isdigit()
+        or not 1 <= int(text) <= _MAX_PAGE_ITEMS
+    ):
         raise BadRequest(
             f"limit={shown(text)} must be an integer between 1 and {_MAX_PAGE_ITEMS}", "limit"
         )

@@ -44,8 +44,10 @@ def _encode(tokenizer: Any, text: str, index: int) -> list[int]:
         raise BadRequest(
             f"bad_words[{index}] holds a lone surrogate, which is no text", f"bad_words[{index}]"
         ) from None
-    # The backend may be called from several threads, transformers' own method not.
+    # The backend may be called from several threads, transformers' own method not, and only in
+    # batches lets others go on meanwhile.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
-    return list(backend.encode(text, add_special_tokens=False).ids)
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoding.ids)

@@ -32,6 +32,10 @@ class DrainRequest(RequestBody, kw_only=True):
         _check_count("rank", self.rank, 0)
 
 
+class SwitchRequest(RequestBody, kw_only=True):
+    """Of pause and resume: there is nothing to say, but it is said as JSON."""
+
+
 def _check_count(name: str, value: int, low: int) -> None:
     if not low <= value <= _MAX_COUNT:
         raise BadRequest(f"{name}={shown(value)} must be between {low} and {_MAX_COUNT}", name)

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from swell.cluster.connection import ConnectionLimits
 from swell.cluster.edge import EdgeServer
 from swell.cluster.ingress import Ingress
 from swell.cluster.link import EngineLinks
@@ -272,7 +273,8 @@ class FakeCluster:
         connect = partial(EngineLinks, self.coordinator.address, self.coordinator.keys)
         self.ingress = Ingress(self.config, connect, self.manager)
         await self.ingress.start()
-        edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5)
+        limits = ConnectionLimits.of(self.config.serve)
+        edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5, limits)
         await edge.start()
         try:
             url = f"http://127.0.0.1:{edge.port}"

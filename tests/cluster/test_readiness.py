@@ -172,10 +172,10 @@ def test_pause_and_resume_ask_the_manager(folder: Path) -> None:
         async with FakeCluster(folder).serving() as cluster:
             for verb in ("pause", "resume"):
                 cluster.manager.refusal = None
-                answer = await cluster.client.post(f"/admin/{verb}")
+                answer = await cluster.client.post(f"/admin/{verb}", json={})
                 assert (answer.status_code, answer.json()) == (202, {"status": "accepted"})
                 cluster.manager.refusal = "!a change is in phase 'drain'"
-                answer = await cluster.client.post(f"/admin/{verb}")
+                answer = await cluster.client.post(f"/admin/{verb}", json={})
                 assert answer.status_code == 409
                 assert answer.json()["error"]["message"] == "a change is in phase 'drain'"
             assert cluster.manager.asked == ["pause", "pause", "resume", "resume"]
