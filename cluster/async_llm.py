@@ -22,7 +22,7 @@ from swell.cluster.routing.router import NoEngine, Router
 from swell.cluster.tickets import EngineGone, Move, Ticket
 from swell.configs.log import FactLogger
 from swell.configs.schema import Config
-from swell.coordinator.channel import CallTable
+from swell.coordinator.channel import CallTable, ChannelTimeout
 from swell.coordinator.roster import MemberState, Roster
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import (
@@ -133,10 +133,13 @@ class AsyncLLM:
         call_id = self._calls.open(future, timeout_s)
         self._links.send(EngineId.of(member), UtilityCall(call_id, method, list(args)))
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await future
+            # An answer that is there counts, also if the loop was late and its time is over.
+            if not (await asyncio.wait({future}, timeout=timeout_s))[0]:
+                late = f"engine {rank} did not answer {method!r} within {timeout_s:g} s"
+                self._calls.fail(call_id, ChannelTimeout(late))
         finally:
             self._calls.expire()
+        answer = await future
         if answer.failure_message is not None:
             raise EngineCallFailed(answer.failure_message)
         return msgspec.msgpack.decode(answer.result)

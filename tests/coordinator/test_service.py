@@ -72,6 +72,50 @@ def test_a_watcher_hears_at_once_what_is_known(service, connect) -> None:
     assert view.roster.ranks == [0, 1] and view == service.view()
 
 
+class JumpingClock:
+    """Real time, and what the test adds to it."""
+
+    def __init__(self) -> None:
+        self.jumped_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.jumped_s
+
+
+def test_who_was_stopped_forgets_no_watcher() -> None:
+    clock = JumpingClock()
+    service = CoordinatorService(CONFIG, clock=clock)
+    watcher: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
+    try:
+        watcher.send(Watch(0))
+        hear(watcher, lambda _view: True)
+        clock.jumped_s += 100.0
+        service.join([member(0)], SOON_S)
+        hear(watcher, lambda view: view.roster.ranks == [0])
+    finally:
+        service.stop()
+        watcher.close()
+
+
+def test_a_successor_that_was_stopped_while_it_listened_listens_on() -> None:
+    """Its time is over when it wakes, and nothing of what was said meanwhile has been taken in."""
+    clock = JumpingClock()
+    service = CoordinatorService(CONFIG, recover=True, clock=clock)
+    watcher: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
+    engine: Outlet[EngineCommand] = Outlet(service.address, EngineCommand, service.keys)
+    try:
+        clock.jumped_s += 100.0
+        watcher.send(Watch(0))
+        while not service._watchers:
+            time.sleep(0.001)
+        engine.send(EngineHello(member(0), 1, [0], 0, 0))
+        assert service.view().roster.ranks == [0]
+    finally:
+        service.stop()
+        watcher.close()
+        engine.close()
+
+
 def test_a_change_of_the_roster_reaches_every_watcher(service, connect) -> None:
     watchers = [connect() for _ in range(3)]
     for index, watcher in enumerate(watchers):
