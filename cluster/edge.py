@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from swell.configs import process
 from swell.configs.schema import Config, ConfigError
 
 _BACKLOG = 2048
@@ -131,6 +132,12 @@ class EdgeServer:
             await asyncio.sleep(0.005)
         if self._task.done():
             await self._task
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A replica that does not listen any more, though nobody stopped it, is replaced."""
+        if not self._server.should_exit and not task.cancelled():
+            process.end_process("HTTP server", task.exception() or RuntimeError("it returned"))
 
     async def stop(self) -> None:
         """Stop accepting, finish the streams, then return."""

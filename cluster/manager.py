@@ -27,6 +27,7 @@ from swell.cluster.fleet import Fleet
 from swell.cluster.placement import EngineHandle, Placement, StartFailed
 from swell.cluster.stored import StoredResponses, StoreReply, StoreWish
 from swell.configs.log import FactLogger
+from swell.configs.process import vital_task
 from swell.configs.schema import Config
 from swell.coordinator.coordinator import CoordinatorContact
 from swell.coordinator.roster import MemberState, Roster
@@ -102,8 +103,8 @@ class ClusterManager:
             self.target = note.target
         elif self._fleet.engines:
             self.target = max(len(self._fleet.staying), self.config.cluster.min_engines)
-        self._fleet.spawn(self._reconcile_forever())
-        self._fleet.spawn(self._follow_forever())
+        self._fleet.spawn(vital_task(self._reconcile_forever(), "manager: reconcile"))
+        self._fleet.spawn(vital_task(self._follow_forever(), "manager: follow"))
 
     async def stop(self) -> None:
         """Let the engines finish what they have, then end them and the coordinator; unless

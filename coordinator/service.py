@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from swell.configs.log import FactLogger
+from swell.configs.process import vital
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Waker, make_keys
 from swell.coordinator.conductor import Conductor
@@ -130,7 +131,8 @@ class CoordinatorService:
         self._recovery = ListeningClock(recovery_s(config))
         self._recovery.listened(now)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="swell-coordinator", daemon=True)
+        run = vital(self._run, "coordinator")
+        self._thread = threading.Thread(target=run, name="swell-coordinator", daemon=True)
         self._thread.start()
 
     @property

@@ -72,6 +72,48 @@ def test_a_watcher_hears_at_once_what_is_known(service, connect) -> None:
     assert view.roster.ranks == [0, 1] and view == service.view()
 
 
+@pytest.mark.parametrize("part", ["tick", "view"])
+def test_a_loop_that_fails_ends_the_coordinator(monkeypatch, deaths, part) -> None:
+    """What is told to nobody is not the failure of one message: Ray starts it again."""
+
+    def planted(*_args: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    service = CoordinatorService(CONFIG)
+    try:
+        monkeypatch.setattr(service._conductor, part, planted)
+        deadline = time.monotonic() + SOON_S
+        while not deaths:
+            assert time.monotonic() < deadline, "the loop has ended and nobody knows"
+            time.sleep(0.005)
+        [(loop, error)] = deaths
+        assert loop == "coordinator" and isinstance(error, ZeroDivisionError)
+        deaths.clear()
+    finally:
+        service.stop()
+
+
+def test_a_word_that_cannot_be_handled_harms_no_other(service, connect, monkeypatch) -> None:
+    watcher, engine = connect(), connect()
+    service.join([member(0)], SOON_S)
+    watcher.send(Watch(0))
+    hear(watcher, lambda _view: True)
+    hear_word, failed = service._conductor.hear, []
+
+    def once(word, now):
+        if not failed:
+            failed.append(word)
+            raise ZeroDivisionError("planted")
+        return hear_word(word, now)
+
+    monkeypatch.setattr(service._conductor, "hear", once)
+    engine.send(msgspec.Raw(b"\xc1"))
+    for steps in (1, 2):
+        engine.send(EngineReport(0, steps=steps))
+    hear(watcher, lambda view: [report.steps for report in view.reports] == [2])
+    assert failed == [EngineReport(0, steps=1)] and service._inbox.malformed == 1
+
+
 class JumpingClock:
     """Real time, and what the test adds to it."""
 

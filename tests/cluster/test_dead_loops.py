@@ -1,0 +1,149 @@
+"""A failure is planted in each loop of an ingress and of the manager: either it harms one message
+alone, or it ends the process. No request hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swell.cluster.app import IngressDeployment, ManagerDeployment
+from swell.cluster.output_processor import OutputProcessor
+from swell.coordinator import roster as rosters
+from tests.cluster import tokenizers_for_tests
+from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
+from tests.cluster.lives import World, run
+from tests.conftest import Deaths
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def planted(*_args: Any, **_kwargs: Any) -> Any:
+    raise ZeroDivisionError("planted")
+
+
+def first_times(times: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, but the first `times` fail."""
+    left = [None] * times
+
+    def run_it(*args: Any, **kwargs: Any) -> Any:
+        if left:
+            left.pop()
+            planted()
+        return call(*args, **kwargs)
+
+    return run_it
+
+
+async def check(deaths: Deaths, loop: str) -> None:
+    await until(lambda: deaths)
+    assert {name for name, _ in deaths} == {loop}
+    assert all(isinstance(error, ZeroDivisionError) for _, error in deaths)
+    deaths.clear()
+
+
+def test_outputs_that_cannot_be_handled_are_computed_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = first_times(3, OutputProcessor.process_outputs)
+
+    async def story() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            await cluster.join(0)
+            monkeypatch.setattr(OutputProcessor, "process_outputs", lambda *a: process(*a))
+            streams = [Stream(cluster, body([number], 20)) for number in range(3)]
+            for number, stream in enumerate(streams):
+                await asyncio.wait_for(stream.done, 20)
+                assert stream.ids == truth([number], 20) and stream.error is None
+
+    asyncio.run(story())
+
+
+def test_a_view_that_cannot_be_followed_is_followed_when_it_comes_again(folder: Path) -> None:
+    """What the engine that left held is not forgotten meanwhile."""
+
+    async def story() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            first = await cluster.join(0, steps=3)
+            stream = Stream(cluster, body([1], 20))
+            await stream.has(3)
+            second = cluster.start(1)
+            links = cluster.ingress.llm._links
+            links._on_view = first_times(1, links._on_view)  # type: ignore[attr-defined]
+            await asyncio.to_thread(first.close)
+            roster = rosters.join(cluster.coordinator.view.roster, [second.member])
+            cluster.coordinator.tell(roster=rosters.remove(roster, [0]))
+            await until(lambda: links._failed_views)  # type: ignore[attr-defined]
+            cluster.coordinator.tell()  # the heartbeat
+            await asyncio.wait_for(stream.done, 20)
+            assert stream.ids == truth([1], 20)
+
+    asyncio.run(story())
+
+
+def test_an_ingress_that_can_follow_no_view_ends(folder: Path, deaths: Deaths) -> None:
+    async def story() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            await cluster.join(0)
+            links = cluster.ingress.llm._links
+            follow, links._on_view = links._on_view, planted  # type: ignore[attr-defined]
+            while not deaths:
+                cluster.coordinator.tell()
+                await asyncio.sleep(0.01)
+            links._on_view = follow  # type: ignore[attr-defined]
+            await check(deaths, "channel")
+
+    asyncio.run(story())
+
+
+def test_an_ingress_whose_heartbeat_has_ended_ends(folder: Path, deaths: Deaths) -> None:
+    async def story() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            cluster.ingress.llm._links._counted = None  # type: ignore[attr-defined]
+            await until(lambda: deaths)
+            [(loop, error)] = deaths
+            assert loop == "ingress: heartbeat" and isinstance(error, AttributeError)
+            deaths.clear()
+
+    asyncio.run(story())
+
+
+def test_an_ingress_that_does_not_listen_any_more_ends(folder: Path, deaths: Deaths) -> None:
+    async def story() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            server = cluster.edge._server
+            server.on_tick = planted  # type: ignore[method-assign]
+            await check(deaths, "HTTP server")
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("loop", ["reconcile", "follow"])
+def test_a_manager_whose_loop_has_ended_ends(deaths: Deaths, loop: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        part = {"reconcile": "_reconcile", "follow": "_log"}[loop]
+        kept, broken = getattr(world.manager, part), planted if loop == "reconcile" else None
+        setattr(world.manager, part, broken)
+        world.coordinator.wait = planted  # type: ignore[method-assign]
+        world.manager._wake.set()
+        while not deaths:
+            await asyncio.sleep(0.05)
+        setattr(world.manager, part, kept)
+        assert [name for name, _ in deaths] == [f"manager: {loop}"]
+        deaths.clear()
+
+    run(scenario)
+
+
+def test_serve_asks_in_the_loop_that_does_the_work() -> None:
+    """Without a method of ours Serve asks another thread, which answers whatever hangs here."""
+    for deployment in (ManagerDeployment, IngressDeployment):
+        assert asyncio.iscoroutinefunction(deployment.func_or_class.check_health)
