@@ -252,7 +252,7 @@ class FakeCluster:
         connect = partial(EngineLinks, self.coordinator.address, self.coordinator.keys)
         self.ingress = Ingress(self.config, connect, self.manager)
         await self.ingress.start()
-        self.edge = edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5)
+        edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5)
         await edge.start()
         try:
             url = f"http://127.0.0.1:{edge.port}"

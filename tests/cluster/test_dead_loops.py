@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 
 from swell.cluster.app import IngressDeployment, ManagerDeployment
+from swell.cluster.edge import EdgeServer
 from swell.cluster.output_processor import OutputProcessor
 from swell.coordinator import roster as rosters
 from tests.cluster import tokenizers_for_tests
@@ -115,12 +117,15 @@ def test_an_ingress_whose_heartbeat_has_ended_ends(folder: Path, deaths: Deaths)
     asyncio.run(story())
 
 
-def test_an_ingress_that_does_not_listen_any_more_ends(folder: Path, deaths: Deaths) -> None:
+def test_an_ingress_that_does_not_listen_any_more_ends(deaths: Deaths) -> None:
     async def story() -> None:
-        async with FakeCluster(folder).serving() as cluster:
-            server = cluster.edge._server
-            server.on_tick = planted  # type: ignore[method-assign]
-            await check(deaths, "HTTP server")
+        edge = EdgeServer(Starlette(), "127.0.0.1", 0, 5)
+        await edge.start()
+        edge._server.on_tick = planted  # type: ignore[method-assign]
+        await check(deaths, "HTTP server")
+        with pytest.raises(ZeroDivisionError):
+            await edge.stop()
+        edge._socket.close()
 
     asyncio.run(story())
 
