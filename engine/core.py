@@ -41,13 +41,7 @@ class EngineCore:
         self.config = config
         self.executor = executor
         self.limits = limits
-        self.scheduler = Scheduler(
-            config.scheduler,
-            config.cache,
-            limits.num_blocks,
-            limits.max_model_len,
-            limits.vocab_size,
-        )
+        self.scheduler = self._empty_scheduler()
         self.num_steps = 0
         """Steps whose results were read: the measure of progress."""
         self._in_flight: deque[tuple[ScheduledStep, AsyncModelRunnerOutput]] = deque()
@@ -151,6 +145,26 @@ class EngineCore:
         else:
             self.lose_steps()
         self.executor.regroup(groups)
+
+    def reset(self) -> None:
+        """Forget every request and all that is cached, whatever an interrupt has left half done:
+        also a step that some workers have begun and others have not."""
+        self._in_flight.clear()
+        self.member.in_flight = 0
+        self._words.clear()
+        self.scheduler = self._empty_scheduler()
+        self.executor.abort()
+        self.executor.regroup(GroupPlan(generation=0))
+
+    def _empty_scheduler(self) -> Scheduler:
+        config, limits = self.config, self.limits
+        return Scheduler(
+            config.scheduler,
+            config.cache,
+            limits.num_blocks,
+            limits.max_model_len,
+            limits.vocab_size,
+        )
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot is free and no step is in flight."""
