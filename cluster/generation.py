@@ -16,7 +16,7 @@ from swell.cluster.parallel import best, children, fold
 from swell.cluster.params import BadRequest, to_core_request
 from swell.cluster.tickets import Outputs, Ticket, engines_of
 
-_TRACE_HEADERS = ("traceparent", "tracestate")
+TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class Generator:
@@ -61,9 +61,7 @@ class Generator:
     def _submit(self, request: Request, ask: Ask) -> list[Ticket]:
         """All children of all prompts, or none."""
         self._check_rank(ask.data_parallel_rank)
-        headers = {
-            name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers
-        }
+        headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         kind = RequestOutputKind.DELTA if ask.stream else RequestOutputKind.FINAL_ONLY
         wishes = [
             (

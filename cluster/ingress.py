@@ -73,6 +73,7 @@ class Ingress:
             manager,
             self._body,
             lambda: (self._asks, self._generator),
+            lambda: self.llm.met_engine,
         )
         self.llm: AsyncLLM
         self.app = Starlette(
@@ -103,9 +104,10 @@ class Ingress:
         self._generator = Generator(self.llm, end_token_ids(path, tokenizer))
         self._metrics.registry.register(ViewCollector(lambda: self.llm.view))
         await self.llm.wait_for_view()
+        self._responses.start()
 
     async def stop(self) -> None:
-        self._responses.close()
+        await self._responses.close()
         self.llm.close()
 
     def _routes(self) -> list[Route]:
