@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from swell.cluster import background
-from swell.cluster.stored import LEASE_S, MAX_LOST_RUNNERS, Beat, Begin, Kept, Leave, Read, Store
+from swell.cluster.stored import LEASE_S, MAX_LOST_RUNNERS, Begin, Kept, Leave, Read, Store
 from swell.engine.wire import EngineCoreRequest
 from tests.cluster.fake_cluster import truth, until
 from tests.cluster.responses_house import TOKENIZER, House, checked, eventually
@@ -83,8 +83,8 @@ async def pass_lease(house: House) -> None:
     """So much time that a runner that says nothing has lost what it runs, and others have not."""
     for _ in range(6):
         house.keeper.now_s += LEASE_S / 5
-        beats = len(house.keeper.of(Beat))
-        await until(lambda beats=beats: len(house.keeper.of(Beat)) > beats + 2)
+        beats = house.keeper.beats
+        await until(lambda beats=beats: house.keeper.beats > beats + 2)
 
 
 def test_what_has_cost_ingresses_again_and_again_has_failed(tmp_path: Path) -> None:
