@@ -17,6 +17,7 @@ over last rules, the other leaves all to it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from typing import Any
 
@@ -242,10 +243,9 @@ class ClusterManager:
             self._wake.clear()
             wait_s = self._reconcile()
             self._coordinator.note(self._note)
-            try:
-                await asyncio.wait_for(self._wake.wait(), wait_s)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):  # `wait_for` may swallow `stop`
+                    await self._wake.wait()
 
     def _reconcile(self) -> float | None:
         """Begin what is missing. Returns when to look again if nothing happens."""

@@ -148,6 +148,24 @@ def test_a_manager_whose_loop_has_ended_ends(deaths: Deaths, loop: str) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_manager_that_is_stopped_as_it_is_woken_stops(turns: int) -> None:
+    """While it waits for a time, as before it tries something again."""
+
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.manager._reconcile = lambda: 5.0  # type: ignore[method-assign]
+        world.manager._wake.set()
+        await asyncio.sleep(1)
+        world.manager._wake.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(1000):
+            await world.manager.stop()
+
+    run(scenario)
+
+
 def test_serve_asks_in_the_loop_that_does_the_work() -> None:
     """Without a method of ours Serve asks another thread, which answers whatever hangs here."""
     for deployment in (ManagerDeployment, IngressDeployment):
