@@ -130,22 +130,60 @@ def test_an_ingress_that_does_not_listen_any_more_ends(deaths: Deaths) -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("loop", ["reconcile", "follow"])
-def test_a_manager_whose_loop_has_ended_ends(deaths: Deaths, loop: str) -> None:
+def test_a_manager_whose_loop_has_ended_ends(deaths: Deaths) -> None:
+    """Nobody would start engines any more, and all that is asked for would be answered."""
+
     async def scenario(world: World) -> None:
         await world.start()
-        part = {"reconcile": "_reconcile", "follow": "_log"}[loop]
-        kept, broken = getattr(world.manager, part), planted if loop == "reconcile" else None
-        setattr(world.manager, part, broken)
-        world.coordinator.wait = planted  # type: ignore[method-assign]
+        note, world.coordinator.note = world.coordinator.note, planted  # type: ignore[method-assign]
         world.manager._wake.set()
-        while not deaths:
+        for _ in range(100):
             await asyncio.sleep(0.05)
-        setattr(world.manager, part, kept)
-        assert [name for name, _ in deaths] == [f"manager: {loop}"]
+        world.coordinator.note = note  # type: ignore[method-assign]
+        [(loop, error)] = deaths
+        assert loop == "manager: reconcile" and isinstance(error, ZeroDivisionError)
         deaths.clear()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("way", ["end", "kill"])
+def test_an_engine_that_cannot_even_be_ended_is_replaced(way: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        end = getattr(world.placement, way)
+
+        async def fail(handle: Any) -> None:
+            await end(handle)
+            planted()
+
+        setattr(world.placement, way, fail)
+        if way == "end":
+            world.placement.die(0)
+        else:
+            world.coordinator.find_stopped(0)
+        await asyncio.sleep(60)
+        setattr(world.placement, way, end)
+        await world.settle()
+        assert world.active == [0, 1] and world.manager.phase == "idle"
+
+    run(scenario, data=2)
+
+
+def test_engines_that_left_and_cannot_be_ended_hold_up_no_change() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        end, world.placement.end = world.placement.end, planted  # type: ignore[method-assign]
+        world.manager.scale(1)
+        await asyncio.sleep(60)
+        world.placement.end = end  # type: ignore[method-assign]
+        world.placement.alive.pop(1, None)
+        assert world.manager._fleet.ending == {}
+        world.manager.scale(2)
+        await world.settle()
+        assert world.active == [0, 1]
+
+    run(scenario, data=2)
 
 
 @pytest.mark.parametrize("turns", range(6))
