@@ -90,7 +90,7 @@ class WorkerThread:
         try:
             from swell.worker.worker import GroupError, Worker  # type: ignore[attr-defined]
         except BaseException as error:
-            failure, GroupError = error, ()  # type: ignore[misc]
+            failure, GroupError = error, ()  # type: ignore[misc, assignment]
         while (call := self._calls.get()) is not None:
             method, args, future = call
             try:

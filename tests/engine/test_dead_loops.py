@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -161,6 +162,15 @@ def test_a_worker_thread_that_cannot_even_leave_answers(
         thread.call("execute_model").result(SOON_S)
     with pytest.raises(ExecutorError, match="failed before"):
         thread.call("regroup").result(SOON_S)
+    thread.ask_stop()
+    thread.join()
+
+
+def test_a_worker_thread_that_cannot_be_loaded_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "swell.worker.worker", None)
+    thread = WorkerThread(CONFIG, 0, 1, lambda *_: None)
+    with pytest.raises(ExecutorError, match="swell.worker.worker"):
+        thread.call("load").result(SOON_S)
     thread.ask_stop()
     thread.join()
 
