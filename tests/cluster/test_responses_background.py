@@ -158,6 +158,24 @@ def test_another_ingress_takes_over_what_a_dead_one_computed(
     asyncio.run(story())
 
 
+def test_an_ingress_that_has_met_no_engine_takes_nothing(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with (
+            House(tmp_path, "the fox").open(steps=0) as house,
+            house.neighbour() as (_, _client, neighbour),
+        ):
+            await house.ask(background=True)
+            neighbour.llm.met_engine = False
+            house.door.away = True
+            await pass_lease(house)
+            await pass_lease(house)
+            assert len(house.engine.arrived) == 1
+            neighbour.llm.met_engine = True
+            await until(lambda: len(house.engine.arrived) == 2)
+
+    asyncio.run(story())
+
+
 def test_an_ingress_that_was_only_stopped_changes_nothing(tmp_path: Path) -> None:
     """It comes back with its answer, after another one has taken the response over."""
 

@@ -169,7 +169,7 @@ def test_a_worker_thread_that_cannot_even_leave_answers(
 def test_a_worker_thread_that_cannot_be_loaded_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "swell.worker.worker", None)
     thread = WorkerThread(CONFIG, 0, 1, lambda *_: None)
-    with pytest.raises(ExecutorError, match="swell.worker.worker"):
+    with pytest.raises(ExecutorError, match=r"swell\.worker\.worker"):
         thread.call("load").result(SOON_S)
     thread.ask_stop()
     thread.join()
