@@ -53,6 +53,9 @@ class ManagerDeployment:
         self._manager = ClusterManager(config, coordinator, placement)
         await self._manager.start()
 
+    async def check_health(self) -> None:
+        """Serve asks in the loop in which the manager runs: one that is stuck does not answer."""
+
     async def contact(self) -> CoordinatorContact:
         contact = self._manager.contact
         assert contact is not None
@@ -111,6 +114,10 @@ class IngressDeployment:
         )
         await self._edge.start()
         keep_what_is_here()
+
+    async def check_health(self) -> None:
+        """Serve asks in the loop in which requests are served: one that is stuck does not answer,
+        and is replaced. Loops that have ended have ended the process (`configs/process.py`)."""
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._ingress.app

@@ -19,6 +19,7 @@ import uvicorn
 
 from swell.cluster.acceptor import Acceptor
 from swell.cluster.connection import ConnectionLimits, limited
+from swell.configs import process
 from swell.configs.schema import Config, ConfigError, ServeConfig
 
 _BACKLOG = 4096
@@ -153,6 +154,12 @@ class EdgeServer:
             await asyncio.sleep(0.005)
         if self._task.done():
             await self._task
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A replica that does not listen any more, though nobody stopped it, is replaced."""
+        if not self._server.should_exit and not task.cancelled():
+            process.end_process("HTTP server", task.exception() or RuntimeError("it returned"))
 
     async def stop(self) -> None:
         """Stop accepting, finish the streams, then return."""

@@ -134,9 +134,11 @@ class Fleet:
         going = [handle for handle in going if self.engines.get(handle.rank) is handle]
         for handle in going:
             self.ending[handle.rank] = self.engines.pop(handle.rank)
-        await asyncio.gather(*(self._placement.end(handle) for handle in going))
-        for handle in going:
-            del self.ending[handle.rank]
+        try:
+            await asyncio.gather(*(self._placement.end(handle) for handle in going))
+        finally:
+            for handle in going:
+                del self.ending[handle.rank]
 
     async def wait_idle(self, ranks: list[int], timeout_s: float) -> None:
         """Until the engines have nothing left, or the time is over.
@@ -196,9 +198,11 @@ class Fleet:
         try:
             await self._coordinator.lose([rank])
         finally:
-            await (self._placement.kill(handle) if stopped_s else self._placement.end(handle))
-            del self.ending[rank]
-            self._on_change()
+            try:
+                await (self._placement.kill(handle) if stopped_s else self._placement.end(handle))
+            finally:  # what could not be ended must not count for an engine for ever
+                del self.ending[rank]
+                self._on_change()
 
     async def refresh(self, reports: list[EngineReport]) -> None:
         """Ask those who have replaced workers which ones they have."""

@@ -18,7 +18,7 @@ from swell.cluster.parallel import best, children, fold
 from swell.cluster.params import BadRequest, to_core_request
 from swell.cluster.tickets import Outputs, Ticket, engines_of
 
-_TRACE_HEADERS = ("traceparent", "tracestate")
+TRACE_HEADERS = ("traceparent", "tracestate")
 _TURN_TOKENS = 20_000
 """Prompt tokens that are submitted at once: some milliseconds."""
 _CHILD_TOKENS = 500
@@ -73,9 +73,7 @@ class Generator:
         if this is not done to its end. Others have their turn between."""
         self._llm.check_room()
         self._check_rank(ask.data_parallel_rank)
-        headers = {
-            name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers
-        }
+        headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         kind = RequestOutputKind.DELTA if ask.stream else RequestOutputKind.FINAL_ONLY
         wishes, work = children(ask.params), 0
         for prompt, budget in zip(ask.prompts, ask.budgets, strict=True):

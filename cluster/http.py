@@ -328,6 +328,15 @@ class KeyRing:
                 "invalid_api_key",
             )
 
+    def owner(self, request: Request) -> str:
+        """Names the key that the request shows, without telling it: what is kept for it, no other
+        key finds. Empty where there are no keys. Raises as `check`."""
+        self.check(request)
+        if self._hashes is None:
+            return ""
+        key = next(filter(self._knows, _shown_keys(request)))
+        return hashlib.sha256(key.encode()).hexdigest()
+
     def _knows(self, key: str) -> bool:
         shown = hashlib.sha256(key.encode()).digest()
         known = [hmac.compare_digest(shown, one) for one in self._hashes or ()]

@@ -83,6 +83,7 @@ class Ingress:
             self._generation_body,
             lambda: (self._asks, self._generator),
             self._offloads.bodies,
+            lambda: self.llm.met_engine and self.llm.has_room,
         )
         self.llm: AsyncLLM
         self.app = Starlette(
@@ -116,9 +117,10 @@ class Ingress:
         self._generator = Generator(self.llm, end_token_ids(path, tokenizer))
         self._metrics.registry.register(ViewCollector(lambda: self.llm.view))
         await self.llm.wait_for_view()
+        self._responses.start()
 
     async def stop(self) -> None:
-        self._responses.close()
+        await self._responses.close()
         self.llm.close()
         self._offloads.close()
 

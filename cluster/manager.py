@@ -17,6 +17,7 @@ over last rules, the other leaves all to it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from typing import Any
 
@@ -27,6 +28,7 @@ from swell.cluster.fleet import Fleet
 from swell.cluster.placement import EngineHandle, Placement, StartFailed
 from swell.cluster.stored import StoredResponses, StoreReply, StoreWish
 from swell.configs.log import FactLogger
+from swell.configs.process import vital_task
 from swell.configs.schema import Config
 from swell.coordinator.coordinator import CoordinatorContact
 from swell.coordinator.roster import MemberState, Roster
@@ -102,8 +104,8 @@ class ClusterManager:
             self.target = note.target
         elif self._fleet.engines:
             self.target = max(len(self._fleet.staying), self.config.cluster.min_engines)
-        self._fleet.spawn(self._reconcile_forever())
-        self._fleet.spawn(self._follow_forever())
+        self._fleet.spawn(vital_task(self._reconcile_forever(), "manager: reconcile"))
+        self._fleet.spawn(vital_task(self._follow_forever(), "manager: follow"))
 
     async def stop(self) -> None:
         """Let the engines finish what they have, then end them and the coordinator; unless
@@ -241,10 +243,9 @@ class ClusterManager:
             self._wake.clear()
             wait_s = self._reconcile()
             self._coordinator.note(self._note)
-            try:
-                await asyncio.wait_for(self._wake.wait(), wait_s)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):  # `wait_for` may swallow `stop`
+                    await self._wake.wait()
 
     def _reconcile(self) -> float | None:
         """Begin what is missing. Returns when to look again if nothing happens."""

@@ -151,7 +151,8 @@ class ServeConfig(Section, frozen=True):
     """Answers of `/v1/responses` that are kept at once, in the manager's memory, for requests that
     continue or retrieve them; 0: none. The least recently used go first."""
     stored_response_bytes: Positive = 256 * 1024 * 1024
-    """Of all kept answers together, each with the conversation that it belongs to."""
+    """Of all kept answers together, each with the conversation that it belongs to; while one is
+    computed in the background, also with what another ingress needs to take it over."""
     stored_response_age_s: Seconds = 86400.0
     """What is kept longer is dropped."""
     no_engine_timeout_s: Seconds = 60.0

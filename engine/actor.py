@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any
 
 import msgspec
 import ray
 
+from swell.configs import process
 from swell.configs.log import FactLogger, configure_logging
 from swell.configs.process import keep_what_is_here
 from swell.configs.schema import Config
@@ -16,6 +18,9 @@ from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits, WorkerInfo, build_executor
 from swell.engine.server import EngineServer
+
+_ASK_S = 10.0
+"""An engine that has failed can be asked for so long why; then its process ends."""
 
 
 class EngineReady(msgspec.Struct, frozen=True):
@@ -106,9 +111,12 @@ class EngineActor:
         assert self._server is not None
         try:
             self._server.run()
-        except Exception as error:
+        except BaseException as error:
             self._end = f"{type(error).__name__}: {error}"
-            self._log.error("engine failed", error=self._end)
+            self._log.exception("engine failed", error)
+            self._ended.set()
+            time.sleep(_ASK_S)
+            process.end_process("engine", error)
         self._ended.set()
 
     def _set_doing(self, text: str) -> None:

@@ -42,13 +42,7 @@ class EngineCore:
         self.config = config
         self.executor = executor
         self.limits = limits
-        self.scheduler = Scheduler(
-            config.scheduler,
-            config.cache,
-            limits.num_blocks,
-            limits.max_model_len,
-            limits.vocab_size,
-        )
+        self.scheduler = self._empty_scheduler()
         self.on_start: Callable[[dict[bytes, list[str]]], None] = lambda started: None
         """Hears which requests a step begins with, by ingress, before it is handed out."""
         self.num_steps = 0
@@ -106,7 +100,7 @@ class EngineCore:
                 return {}
             scheduled, future = self._in_flight.popleft()
             output = future.get_output()
-        except BaseException as error:  # the user's interrupt too
+        except Exception as error:  # after an interrupt only `reset` helps: it may come anywhere
             if isinstance(error, WorkerLost):
                 self._failed.append(self.scheduler.count_failed_attempt())
             self.lose_steps()
@@ -163,6 +157,27 @@ class EngineCore:
         else:
             self.lose_steps()
         self.executor.regroup(groups)
+
+    def reset(self) -> None:
+        """Forget every request and all that is cached, whatever an interrupt has left half done:
+        also a step that some workers have begun and others have not."""
+        self._in_flight.clear()
+        self.member.in_flight = 0
+        self._words.clear()
+        self._failed.clear()
+        self.scheduler = self._empty_scheduler()
+        self.executor.abort()
+        self.executor.regroup(GroupPlan(generation=0))
+
+    def _empty_scheduler(self) -> Scheduler:
+        config, limits = self.config, self.limits
+        return Scheduler(
+            config.scheduler,
+            config.cache,
+            limits.num_blocks,
+            limits.max_model_len,
+            limits.vocab_size,
+        )
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot is free and no step is in flight."""

@@ -173,11 +173,10 @@ class EngineServer:
     # ---------------------------------------------------------------- the loop
 
     def _turn(self) -> None:
-        now = time.monotonic()
-        self._look_around(now)
         self._tell(self.core.take_words())  # before waiting for more
         busy = self.core.has_work or self._reconfiguration is not None
-        self._intake(0.0 if busy else self._reporter.wait_s(now))
+        self._intake(0.0 if busy else self._reporter.wait_s(time.monotonic()))
+        self._look_around(time.monotonic())  # after taking in what was said meanwhile
         if self._reconfiguration is not None:
             self._reconfigure()
         if self.core.has_work:
@@ -202,6 +201,7 @@ class EngineServer:
                     self._serve(peer, message)
                 case KeepAlive():
                     """Hearing it was all."""
+        self._clients.listened(time.monotonic())
         while not self._commands.empty():
             self._obey(self._commands.get())
         self._tell(self.core.take_words())
@@ -211,7 +211,7 @@ class EngineServer:
         if now - self._looked_at < self._look_s:
             return
         self._looked_at = now
-        for client in self._clients.drop_silent(now):
+        for client in self._clients.drop_silent():
             ids = self.core.abort_client(client)
             if ids:
                 self._log.warning("client is silent", requests=len(ids))

@@ -286,6 +286,21 @@ class FakeCluster:
             await edge.stop()
             await self.ingress.stop()
 
+    @contextlib.asynccontextmanager
+    async def another_ingress(self, manager: Any) -> AsyncIterator[tuple[Ingress, str]]:
+        """A second one beside the first, with its own way to the manager; its URL."""
+        connect = partial(EngineLinks, self.coordinator.address, self.coordinator.keys)
+        ingress = Ingress(self.config, connect, manager)
+        await ingress.start()
+        edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
+        await edge.start()
+        try:
+            await until(lambda: ingress.llm.view.roster.epoch >= self.coordinator.view.roster.epoch)
+            yield ingress, f"http://127.0.0.1:{edge.port}"
+        finally:
+            await edge.stop()
+            await ingress.stop()
+
     async def change(self, step: Callable[[Roster], Roster], **changes: Any) -> None:
         """Change the roster, and return when the ingress knows it."""
         roster = step(self.coordinator.view.roster)

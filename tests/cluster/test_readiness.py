@@ -41,13 +41,23 @@ def view(*members: Member, busy: dict[int, int] | None = None, state: str = "ser
 
 def test_work_without_progress_is_told() -> None:
     readiness = Readiness(LIMIT_S)
-    for now in (0.0, 5.0, 11.0):
-        readiness.follow(view(member(0), member(1), busy={0: 7, 1: int(now)}), now)
+    for now in range(12):
+        readiness.follow(view(member(0), member(1), busy={0: 7, 1: now}), float(now))
     state = readiness.look(11.0)
     assert state.ranks == [1]
     assert "engine 0" in state.reason and "11.0 s" in state.reason
     readiness.follow(view(member(0), member(1), busy={0: 8}), 12.0)
     assert readiness.look(12.0).ranks == [0, 1]
+
+
+def test_an_ingress_that_was_stopped_blames_nobody() -> None:
+    """It wakes to a queue of views, of which the first says nothing new."""
+    readiness = Readiness(LIMIT_S)
+    readiness.follow(view(member(0), busy={0: 7}), 0.0)
+    readiness.follow(view(member(0), busy={0: 7}), 60.0)
+    assert readiness.look(60.0).ranks == [0]
+    readiness.follow(view(member(0), busy={0: 8}), 60.0)
+    assert readiness.look(60.0).ranks == [0]
 
 
 def test_a_successor_is_not_blamed() -> None:

@@ -32,6 +32,7 @@ class FragileExecutor(StepExecutor):
 
     breaks_by: ExecutorError | None = None
     repair_fails = False
+    repair_s = 0.0
     mended: tuple[str, ...] = ()
 
     sees: Callable[[SchedulerOutput], None] = staticmethod(lambda plan: None)
@@ -42,6 +43,7 @@ class FragileExecutor(StepExecutor):
 
     def repair(self) -> None:
         self.mended += ("repair",)
+        time.sleep(self.repair_s)
         if self.repair_fails:
             raise ExecutorError("no room for a worker")
 
@@ -193,6 +195,20 @@ def test_what_a_silent_client_asked_for_is_dropped(impatient_world) -> None:
     assert silent.ended["silent"][0] == FinishReason.ABORT
     assert "alive" not in alive.ended
     assert list(engine.server.core.scheduler.requests) == ["alive"]
+
+
+def test_a_repair_longer_than_the_limit_drops_no_client_that_lives(impatient_world) -> None:
+    engine, _ear = impatient_world
+    client = engine.client()
+    wanted = request("r", [1], max_tokens=300)
+    client.send(wanted)
+    client.hear_until(lambda: len(client.tokens.get("r", ())) > 3)
+    engine.executor.repair_s = 1.3 * engine.config.cluster.stall_timeout_s
+    engine.executor.breaks_by = WorkerLost("worker 1 died")
+    while "r" not in client.ended:
+        client.send(KeepAlive())
+        client.hear(0.05)
+    assert client.tokens["r"] == expected(wanted)
 
 
 def test_messages_to_each_client_are_counted(world) -> None:
