@@ -224,7 +224,7 @@ class _Record:
             targets = set(deed.targets)
             if grows and event.forgets:
                 targets.add(before.target - 1)
-            after = await self._watch.until_whole(targets, RECOVER_S, deed.victim)
+            after = await self._watch.until_whole(targets, RECOVER_S, deed.victims)
         except (Missed, ProcessLookupError) as missed:
             self._break(f"{event.name}: {missed}")
             return
