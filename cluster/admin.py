@@ -25,8 +25,7 @@ _CALL_S = 10.0
 
 
 class AdminRoutes:
-    """What operators may ask. `manager` answers with None, or with why it refuses; a leading `!`
-    marks a conflict with a change that is under way."""
+    """What operators may ask. `manager` answers with a `Change` of `app.py`."""
 
     def __init__(
         self, admins: KeyRing, manager: Any, llm: Callable[[], AsyncLLM], *, max_body_bytes: int
@@ -82,8 +81,7 @@ class AdminRoutes:
         return _accepted(await self._manager.resume.remote())
 
 
-def _accepted(refusal: str | None) -> Response:
-    if refusal is None:
-        return json_response(Accepted(), 202)
-    conflict = refusal.startswith("!")
-    raise HTTPError(409 if conflict else 400, refusal.removeprefix("!"), "refused")
+def _accepted(change: Any) -> Response:
+    if change.refusal is None:
+        return json_response(Accepted(target=change.target), 202)
+    raise HTTPError(400, change.refusal, "refused")

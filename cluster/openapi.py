@@ -37,7 +37,6 @@ _ERRORS = {
     400: "A field is wrong; the message names it, its value and the limit.",
     401: "The key is missing or unknown.",
     404: "The model, or the stored response, does not exist.",
-    409: "Another change of the cluster is running.",
     413: "The body is longer than `serve.max_body_bytes`.",
     415: "The content type is not application/json.",
     500: "An engine failed and the request could not be moved.",
@@ -196,7 +195,7 @@ OPERATIONS = (
         "Grow or shrink to a number of engines.",
         admin.Accepted,
         admin.ScaleRequest,
-        errors=(*_BODY_ERRORS, 409),
+        errors=_BODY_ERRORS,
         status=202,
     ),
     Operation(
@@ -205,7 +204,7 @@ OPERATIONS = (
         "Take one engine out when it has finished.",
         admin.Accepted,
         admin.DrainRequest,
-        errors=(*_BODY_ERRORS, 409),
+        errors=_BODY_ERRORS,
         status=202,
     ),
     Operation(
@@ -213,7 +212,7 @@ OPERATIONS = (
         "/admin/pause",
         "Let all engines stop; requests wait in them.",
         admin.Accepted,
-        errors=(400, 401, 409),
+        errors=(400, 401),
         status=202,
     ),
     Operation(
@@ -221,7 +220,7 @@ OPERATIONS = (
         "/admin/resume",
         "Let all engines go on.",
         admin.Accepted,
-        errors=(400, 401, 409),
+        errors=(400, 401),
         status=202,
     ),
 )
