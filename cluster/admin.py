@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.async_llm import AsyncLLM, EngineCallFailed
+from swell.cluster.description import Change
 from swell.cluster.http import HTTPError, KeyRing, json_response, read_json_body, route
 from swell.cluster.openai.admin import (
     Accepted,
@@ -25,7 +26,7 @@ _CALL_S = 10.0
 
 
 class AdminRoutes:
-    """What operators may ask. `manager` answers with a `Change` of `app.py`."""
+    """What operators may ask. `manager` answers with a `Change`."""
 
     def __init__(
         self, admins: KeyRing, manager: Any, llm: Callable[[], AsyncLLM], *, max_body_bytes: int
@@ -81,7 +82,7 @@ class AdminRoutes:
         return _accepted(await self._manager.resume.remote())
 
 
-def _accepted(change: Any) -> Response:
+def _accepted(change: Change) -> Response:
     if change.refusal is None:
         return json_response(Accepted(target=change.target), 202)
     raise HTTPError(400, change.refusal, "refused")

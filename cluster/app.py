@@ -18,6 +18,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from swell.cluster.coordinator_handle import CoordinatorHandle
+from swell.cluster.description import Change
 from swell.cluster.edge import EdgeServer, claim_port, free_port, next_free_port, with_port
 from swell.cluster.ingress import Ingress
 from swell.cluster.link import EngineLinks
@@ -54,14 +55,6 @@ class Contact(msgspec.Struct, frozen=True):
     coordinator: CoordinatorContact
     port: int
     """Where all ingresses of the application listen."""
-
-
-class Change(msgspec.Struct, frozen=True):
-    """What became of what an operator asked; `target` is what is wanted now."""
-
-    target: int
-    refusal: str | None = None
-    """None: accepted."""
 
 
 @serve.deployment(

@@ -13,6 +13,14 @@ from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import ClusterView, EngineReport
 
 
+class Change(msgspec.Struct, frozen=True):
+    """What became of what an operator asked; `target` is the number of engines wanted now."""
+
+    target: int
+    refusal: str | None = None
+    """None: accepted."""
+
+
 def describe(
     view: ClusterView,
     handles: Mapping[int, EngineHandle],
