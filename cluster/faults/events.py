@@ -43,8 +43,6 @@ class Event:
     """It asks for another size itself, so it cannot come while the size changes."""
     cuts: bool = False
     """Connections of the process end with it, and so do their answers."""
-    forgets: bool = False
-    """It may call off a change of size that is under way."""
 
 
 # ---------------------------------------------------------------- whom
@@ -105,7 +103,7 @@ async def _slow(pid: int) -> None:
 
 def _signal(action: str, *kinds: str) -> Event:
     """`action` on a process of each kind, all found before the first is hit. Whoever is only slow
-    loses nothing and forgets nothing."""
+    loses nothing."""
     send, finders = _ACTIONS[action], [_KINDS[kind] for kind in kinds]
     keeps = action == "slow"
 
@@ -117,12 +115,7 @@ def _signal(action: str, *kinds: str) -> Event:
         text = f"{action} " + " and ".join(f"{who} (pid {pid})" for pid, who in found)
         return Deed(text, frozenset({state.target}), victims, keeps)
 
-    return Event(
-        f"{action}-{'+'.join(kinds)}",
-        act,
-        cuts="ingress" in kinds and not keeps,
-        forgets="manager" in kinds and not keeps,
-    )
+    return Event(f"{action}-{'+'.join(kinds)}", act, cuts="ingress" in kinds and not keeps)
 
 
 def scale(name: str, size: Callable[[int], int]) -> Event:
