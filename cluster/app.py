@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 
 from swell.cluster.coordinator_handle import CoordinatorHandle
 from swell.cluster.description import Change
@@ -45,6 +46,8 @@ _MEET_S = 60.0
 """How long an ingress looks for the manager of its own configuration: while an application is
 deployed again, that of the old one may answer."""
 _MEET_POLL_S = 0.2
+_STATUS_S = 5.0
+"""How long Serve's controller may take to say what becomes of an application."""
 _SAVE_S = 2.0
 """How long an answer to an operator may wait until what was asked is written down."""
 
@@ -66,7 +69,8 @@ class ManagerDeployment:
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
         configure_logging()
         self._log = FactLogger("cluster.app")
-        namespace = f"swell-{serve.get_replica_context().app_name}"
+        self._app = serve.get_replica_context().app_name
+        namespace = f"swell-{self._app}"
         self._identity = identity(config)
         self._serve = config.serve
         self._notes = Notes(namespace, self._identity)
@@ -121,7 +125,10 @@ class ManagerDeployment:
         return Change(self._manager.target)
 
     async def __del__(self) -> None:
-        await self._manager.stop()
+        if await _application_ends(self._app):
+            await self._manager.stop()
+        else:
+            await self._manager.leave()
 
 
 @serve.deployment(name="Ingress", max_ongoing_requests=100_000, ray_actor_options=_ACTOR_OPTIONS)
@@ -161,6 +168,18 @@ async def _meet(manager: DeploymentHandle, wanted: str) -> Contact:
             if contact is not None:
                 return contact
             await asyncio.sleep(_MEET_POLL_S)
+
+
+async def _application_ends(name: str) -> bool:
+    """Whether Serve deletes it; else it replaces one replica, or the whole by another version, and
+    a successor comes. If nobody can say, nobody is there who could start one."""
+    try:
+        async with asyncio.timeout(_STATUS_S):
+            found = (await asyncio.to_thread(serve.status)).applications.get(name)
+    except Exception as error:
+        FactLogger("cluster.app").warning("no status", error=f"{type(error).__name__}: {error}")
+        return True
+    return found is None or found.status == ApplicationStatus.DELETING
 
 
 def application(config: Config) -> serve.Application:

@@ -95,6 +95,8 @@ class Fleet:
         for handle in serving:
             self._enter(handle)
             self._watch(handle)
+            if handle.leaving:
+                self.leave(handle, self._config.drain_timeout_s)
         self.starting.update({handle.rank: handle for handle in newcomers})
         return newcomers
 

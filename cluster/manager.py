@@ -106,6 +106,10 @@ class ClusterManager:
         self._fleet.spawn(self._reconcile_forever())
         self._fleet.spawn(self._follow_forever())
 
+    async def leave(self) -> None:
+        """Do nothing more: a successor takes over."""
+        await self._fleet.rest()
+
     async def stop(self) -> None:
         """Let the engines finish what they have, then end them and the coordinator; unless
         another manager has taken over.

@@ -13,6 +13,7 @@ another one is of no use here.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from swell.coordinator.roster import Roster
 
 _ENGINE = "engine"
 _TAG_DIGITS = 12
+_HEX = re.compile(f"[0-9a-f]{{{_TAG_DIGITS}}}")
 
 
 @dataclass(frozen=True, order=True)
@@ -39,14 +41,16 @@ def parse(text: str, namespace: str) -> EngineName | None:
     """None: no engine of this namespace that we know how to read."""
     head, _, tail = text.partition(f"{namespace}-{_ENGINE}-")
     parts = tail.split("-")
-    if head or len(parts) != 3 or not parts[0].isdecimal():
+    if head or len(parts) != 3 or not parts[0].isdecimal() or not _HEX.fullmatch(parts[1]):
         return None
     return EngineName(namespace, int(parts[0]), parts[1], parts[2])
 
 
-def group_prefix(namespace: str) -> str:
-    """Placement groups have no namespace of ours: their names begin so."""
-    return f"{namespace}-{_ENGINE}-"
+def is_group(text: str, namespace: str) -> bool:
+    """Whether a placement group is of this namespace: Ray knows no namespaces of groups. Earlier
+    versions named them by rank alone."""
+    rank = text.removeprefix(f"{namespace}-{_ENGINE}-")
+    return parse(text, namespace) is not None or (rank != text and rank.isdecimal())
 
 
 def engine_tag(identity: str, coordinator: str) -> str:
@@ -71,4 +75,5 @@ def choose(answers: Mapping[EngineName, int | None], roster: Roster) -> dict[int
         return start is not None and roster.find(name.rank, start) is not None, start is not None
 
     ordered = sorted(answers, key=lambda name: (worth(name), name))
-    return {name.rank: name for name in ordered}
+    chosen = {name.rank: name for name in ordered}
+    return dict(sorted(chosen.items()))

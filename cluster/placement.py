@@ -134,7 +134,7 @@ class Placement:
         self._known.clear()
         roster = (await self._coordinator.view()).roster
         actors = remains.actor_names(self._namespace)
-        groups = remains.group_ids(names.group_prefix(self._namespace))
+        groups = self._groups()
         found = names.candidates(actors, groups, self._namespace, self._tag)
         handles = {
             name: EngineHandle(
@@ -180,26 +180,26 @@ class Placement:
         """End everything that carries a name of this cluster and that this manager did not place:
         engines of an earlier one, or of another configuration, and placement groups whose engines
         are dead. Waits until they are gone, for some seconds. Returns whether there were any."""
-        found = False
+        ended: set[str] = set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GONE_S):
-                while self._end_strays_once():
-                    found = True
+                while self._end_strays(ended):
                     await asyncio.sleep(_POLL_S)
-        return found
+        return bool(ended)
 
-    def _end_strays_once(self) -> bool:
+    def _end_strays(self, ended: set[str]) -> bool:
+        """End each once, add their names to `ended`; whether some are still there."""
         known = self._known | {self._coordinator.name}
         actors = remains.actor_names(self._namespace) - known
-        groups = remains.group_ids(names.group_prefix(self._namespace))
-        for name in actors:
-            self._log.warning("stray actor ended", name=name)
-            remains.destroy(remains.find_actor(name, self._namespace), None)
-        for name in set(groups) - known:
-            self._log.warning("stray placement group removed", name=name)
-            for group_id in groups[name]:
+        groups = {name: ids for name, ids in self._groups().items() if name not in known}
+        for name in (actors | set(groups)) - ended:
+            self._log.warning("stray ended", name=name, actor=name in actors, group=name in groups)
+            if name in actors:
+                remains.destroy(remains.find_actor(name, self._namespace), None)
+            for group_id in groups.get(name, []):
                 remains.destroy(None, remains.group(group_id))
-        return bool(actors or set(groups) - known)
+            ended.add(name)
+        return bool(actors or groups)
 
     async def refresh(self, handle: EngineHandle) -> None:
         """Ask the engine how it is now. Raises TimeoutError or RayError if it does not answer."""
@@ -302,6 +302,9 @@ class Placement:
         """From now on a stray, if Ray does not end it."""
         self._known.discard(handle.name)
         remains.destroy(handle.actor, handle.group)
+
+    def _groups(self) -> dict[str, list[str]]:
+        return remains.group_ids(lambda name: names.is_group(name, self._namespace))
 
     @property
     def _tag(self) -> str:

@@ -8,6 +8,7 @@ dead engine too.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -26,11 +27,11 @@ def actor_names(namespace: str) -> set[str]:
     return {actor["name"] for actor in found if actor["namespace"] == namespace}
 
 
-def group_ids(prefix: str) -> dict[str, list[str]]:
-    """Placement groups whose names begin so, in whatever state they are."""
+def group_ids(is_ours: Callable[[str], bool]) -> dict[str, list[str]]:
+    """Placement groups of such names, in whatever state they are."""
     found: dict[str, list[str]] = {}
     for group_id, row in placement_group_table().items():
-        if row["name"].startswith(prefix) and row["state"] != _REMOVED:
+        if is_ours(row["name"]) and row["state"] != _REMOVED:
             found.setdefault(row["name"], []).append(group_id)
     return found
 

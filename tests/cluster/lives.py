@@ -23,6 +23,7 @@ from swell.coordinator.wire import ClusterView, EngineReport
 from swell.engine.actor import EngineReady
 from swell.engine.executor import ExecutorLimits, WorkerInfo
 
+TAG = names.engine_tag("configuration", "keys")
 START_S = 10.0
 """Virtual seconds until a fake engine is ready."""
 
@@ -168,7 +169,7 @@ class FakePlacement:
         self.coordinator = coordinator
         self.processes: dict[str, Process] = {}
         self.groups: set[str] = set()
-        self.tag = "tag"
+        self.tag = TAG
         """Of the configuration that the next manager has."""
         self.capacity = 1000
         """Placement groups for which there are resources."""
@@ -272,7 +273,7 @@ class FakePlacement:
         ended = asyncio.get_running_loop().create_future()
         self.processes[handle.name] = Process(handle, ready_at, ended)
 
-    def there(self, rank: int, tag: str = "tag") -> Member:
+    def there(self, rank: int, tag: str = TAG) -> Member:
         """An engine that an earlier manager has left, ready to serve."""
         self.tag, now = tag, self.tag
         handle = self.plan(rank)
@@ -370,14 +371,14 @@ class World:
         """The next manager has another configuration."""
         self.config = load({"model": {"path": "m"}, "parallel": parallel})
         self.notes = FakeNotes(identity, self.notes.page)
-        self.placement.tag = identity
+        self.placement.tag = names.engine_tag(identity, "other keys")
 
     def another(self) -> ClusterManager:
         return ClusterManager(self.config, self.coordinator, self.placement, self.notes)
 
     async def lose_manager(self) -> None:
         """It dies, and does nothing more; its successor has not begun."""
-        await self.manager._fleet.rest()
+        await self.manager.leave()
         self.manager = self.another()
 
     async def settle(self) -> None:

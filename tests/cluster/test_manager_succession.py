@@ -45,6 +45,20 @@ def test_a_new_manager_goes_on_with_a_drain() -> None:
     run(scenario)
 
 
+def test_a_new_manager_gives_a_leaving_engine_its_time() -> None:
+    async def scenario(world: World) -> None:
+        members = [world.placement.there(rank) for rank in (0, 1)]
+        world.coordinator.roster = roster.leave(roster.join(Roster(), members), [1])
+        world.coordinator.reports[1] = busy(1)
+        await world.manager.start()
+        await asyncio.sleep(20)
+        assert 1 in world.placement.alive
+        await world.settle()
+        assert list(world.placement.alive) == [0]
+
+    run(scenario, drain_timeout_s=30)
+
+
 def test_stop_ends_engines_that_are_still_starting() -> None:
     async def scenario(world: World) -> None:
         await world.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swell.cluster.names import EngineName, candidates, choose, engine_tag, group_prefix, parse
+from swell.cluster.names import EngineName, candidates, choose, engine_tag, is_group, parse
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, Roster
 
@@ -21,10 +21,11 @@ def roster(**starts: int) -> Roster:
     return Roster(1, tuple(members))
 
 
-def test_names_are_read_back_and_begin_as_groups_are_searched() -> None:
+def test_names_are_read_back_and_known_as_groups() -> None:
     one = name(12)
     assert parse(str(one), "swell-app") == one
-    assert str(one).startswith(group_prefix("swell-app"))
+    assert is_group(str(one), "swell-app") and is_group("swell-app-engine-12", "swell-app")
+    assert not is_group("swell-app-engine-", "swell-app") and not is_group("12", "swell-app")
 
 
 @pytest.mark.parametrize(
@@ -32,9 +33,10 @@ def test_names_are_read_back_and_begin_as_groups_are_searched() -> None:
     [
         "swell-app-engine-1",
         "swell-app-engine-x-tag-a",
-        "swell-app-engine-1-tag-a-b",
-        "swell-other-engine-1-tag-a",
-        "x-swell-app-engine-1-tag-a",
+        "swell-app-engine-1-tag-a",
+        f"swell-app-engine-1-{TAG}-a-b",
+        f"swell-other-engine-1-{TAG}-a",
+        f"x-swell-app-engine-1-{TAG}-a",
         "coordinator-configuration",
         "",
     ],
@@ -45,8 +47,10 @@ def test_other_names_are_no_engines_of_ours(text: str) -> None:
 
 def test_applications_whose_names_begin_alike_are_apart() -> None:
     """One is called `app`, another `app-engine`."""
-    other = str(name(1, app="swell-app-engine"))
-    assert parse(other, "swell-app") is None
+    for app in ("app-engine", "app-engine-1", "another-app"):
+        other = str(name(1, app=f"swell-{app}"))
+        assert parse(other, "swell-app") is None and not is_group(other, "swell-app")
+        assert not is_group(f"swell-{app}-engine-1", "swell-app")
 
 
 def test_candidates_are_of_this_configuration_and_coordinator_and_have_a_group() -> None:

@@ -32,7 +32,7 @@ def own_ray() -> Iterator[None]:
         address="local",
         num_cpus=16,
         include_dashboard=False,
-        log_to_driver=bool(os.environ.get("RD")),
+        log_to_driver=False,
     )
     serve.start(proxy_location="Disabled")
     try:
