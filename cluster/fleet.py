@@ -111,7 +111,7 @@ class Fleet:
             for handle, result in zip(handles, results, strict=True)
             if isinstance(result, BaseException) and not handle.leaving
         }
-        ready = [handle for handle in handles if handle.rank not in failures]
+        ready = [h for h in handles if not (h.rank in failures or h.leaving)]
         try:
             ready = await self._join(ready)
         except Exception as error:

@@ -288,6 +288,7 @@ class FakePlacement:
         self._note("refresh", [handle.rank])
 
     async def ended(self, handle: EngineHandle) -> str:
+        assert handle.ready is not None, "who has not started cannot be watched"
         process = self.processes.get(handle.name)
         return "it was killed" if process is None else await asyncio.shield(process.ended)
 
