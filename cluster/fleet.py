@@ -65,6 +65,11 @@ class Fleet:
         return [handle for _, handle in sorted(self.engines.items()) if handle.leaving]
 
     @property
+    def going(self) -> bool:
+        """Engines serve, start or end that shall go."""
+        return any(handle.leaving for handle in self.handles)
+
+    @property
     def coming(self) -> list[EngineHandle]:
         """Engines that start and are still wanted, by rank."""
         return [handle for _, handle in sorted(self.starting.items()) if not handle.leaving]

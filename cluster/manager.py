@@ -140,15 +140,15 @@ class ClusterManager:
             return "commit"
         if fleet.coming:
             return "prepare"
-        if fleet.draining or fleet.starting:
+        if fleet.going:
             return "drain"
         trouble = self.trouble
         if self._failure is not None or (trouble is not None and trouble.exhausted):
             return "failed"
         staying = len(fleet.staying)
-        if staying < self.target:
-            return "prepare"
-        return "drain" if staying > self.target or staying < len(fleet.engines) else "idle"
+        if staying == self.target:
+            return "idle"
+        return "prepare" if staying < self.target else "drain"
 
     @property
     def trouble(self) -> Trouble | None:

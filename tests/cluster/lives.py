@@ -26,6 +26,8 @@ from swell.engine.executor import ExecutorLimits, WorkerInfo
 TAG = names.engine_tag("configuration", "keys")
 START_S = 10.0
 """Virtual seconds until a fake engine is ready."""
+NOTES_S = 0.01
+"""Virtual seconds that the notes take to answer."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -223,8 +225,10 @@ class FakePlacement:
     def _end_strays(self) -> None:
         for name in {*self.processes, *self.groups} - self._known:
             self._note("stray", [int(name.split("-")[2])])
-            self.processes.pop(name, None)
             self.groups.discard(name)
+            process = self.processes.pop(name, None)
+            if process is not None:
+                process.ended.set_result("it was killed")
 
     def plan(self, rank: int) -> EngineHandle:
         self._births += 1
@@ -345,11 +349,13 @@ class FakeNotes:
         self.away = False
 
     async def read(self) -> ClusterNote:
+        await asyncio.sleep(NOTES_S)
         if self.away:
             raise TimeoutError
         return self.page[0]
 
     async def write(self, note: ClusterNote) -> None:
+        await asyncio.sleep(NOTES_S)
         if self.away:
             raise TimeoutError
         self.page[0] = note
@@ -373,6 +379,8 @@ class World:
         self.config = load({"model": {"path": "m"}, "parallel": parallel})
         self.notes = FakeNotes(identity, self.notes.page)
         self.placement.tag = names.engine_tag(identity, "other keys")
+        self.coordinator = FakeCoordinator(self.placement.events)
+        self.placement.coordinator = self.coordinator
 
     def another(self) -> ClusterManager:
         return ClusterManager(self.config, self.coordinator, self.placement, self.notes)

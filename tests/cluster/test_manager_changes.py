@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swell.cluster.manager import ScaleRefused
 from swell.coordinator.roster import MemberState
-from tests.cluster.lives import START_S, World, busy, run
+from tests.cluster.lives import NOTES_S, START_S, World, busy, run, transient
 
 # -------------------------------------------------------------------------------- prepare
 
@@ -31,6 +31,33 @@ def test_starts_that_are_not_wanted_any_more_are_ended_at_once(engines) -> None:
         assert world.placement.did("start") == [[0], [1], [2], [3]]
 
     run(scenario)
+
+
+def test_a_start_that_has_not_begun_does_not_begin() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.manager.scale(3)
+        await asyncio.sleep(NOTES_S / 2)
+        world.manager.scale(1)
+        await asyncio.sleep(2 * START_S)
+        assert world.active == [0] and world.placement.did("start") == [[0]]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("second", [3, 4, 5])
+def test_a_change_that_replaced_another_and_fails_goes_back_to_what_was_whole(second) -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.placement.always = transient("no room")
+        world.manager.scale(4)
+        await asyncio.sleep(START_S / 2)
+        world.manager.scale(second)
+        await world.settle()
+        assert (world.manager.phase, world.manager.target) == ("failed", 2)
+        assert world.active == [0, 1] and "no room" in (world.manager.error or "")
+
+    run(scenario, data=2)
 
 
 def test_a_larger_target_during_a_start_begins_at_once() -> None:

@@ -221,7 +221,6 @@ def test_engines_of_another_configuration_are_replaced() -> None:
         old, engines = world.manager, set(world.placement.processes)
         world.redeploy("another", data=2)
         world.manager = world.another()
-        world.coordinator.restart()  # it is another one: it knows nobody
         await world.start()
         assert not engines & set(world.placement.processes) and world.active == [0, 1]
         assert world.manager.target == 2, "what was asked of the other configuration is void"
