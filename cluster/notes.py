@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -60,9 +61,8 @@ class Notes:
         return await self._get_or_make(b"port", int, choose)
 
     async def clear(self) -> None:
-        """The application ends."""
-        for name in (b"note", b"port", f"seat-{self.identity}".encode()):
-            await _ask(internal_kv._internal_kv_del, self._name(name))
+        """The application ends: nothing of it is left, nor of earlier configurations."""
+        await _ask(partial(internal_kv._internal_kv_del, del_by_prefix=True), self._name(b""))
 
     async def _get_or_make(self, name: bytes, kind: type[T], make: Callable[[], T]) -> T:
         """Two managers that come at once agree on the first one's."""
