@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from swell.cluster.access import AccessRules
 from swell.cluster.async_llm import AsyncLLM, EngineCallFailed
+from swell.cluster.description import Change
 from swell.cluster.http import (
     Handler,
     HTTPError,
@@ -37,8 +38,7 @@ _BODY_BYTES = 64 * 1024
 
 
 class AdminRoutes:
-    """What operators may ask. `manager` answers with None, or with why it refuses; a leading `!`
-    marks a conflict with a change that is under way.
+    """What operators may ask. `manager` answers with a `Change`.
 
     An operator shows a key of `serve.admin_keys_file`. Where only `serve.api_keys_file` is set,
     nobody is one: a user's key opens nothing here.
@@ -117,8 +117,7 @@ async def _nothing(request: Request) -> None:
         decode(body, SwitchRequest)
 
 
-def _accepted(refusal: str | None) -> Response:
-    if refusal is None:
-        return json_response(Accepted(), 202)
-    conflict = refusal.startswith("!")
-    raise HTTPError(409 if conflict else 400, refusal.removeprefix("!"), "refused")
+def _accepted(change: Change) -> Response:
+    if change.refusal is None:
+        return json_response(Accepted(target=change.target), 202)
+    raise HTTPError(400, change.refusal, "refused")

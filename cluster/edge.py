@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import random
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,8 @@ from swell.configs.schema import Config, ConfigError, ServeConfig
 _BACKLOG = 4096
 """Connections that wait to be taken, as many as the kernel allows (`net.core.somaxconn`). Those
 beyond them try again after a second."""
+_CHOSEN_PORTS = range(20_000, 32_000)
+"""Below those that the kernel gives to outgoing connections: free again after a death."""
 
 
 def port_is_free(host: str, port: int) -> bool:
@@ -43,10 +46,9 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str) -> int:
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that a successor is likely to find free again."""
+    ports = random.sample(_CHOSEN_PORTS, len(_CHOSEN_PORTS))
+    return next(port for port in ports if port_is_free(host, port))
 
 
 def claim_port(config: Config) -> Config:

@@ -40,7 +40,6 @@ _ERRORS = {
     403: "The server is not known by this name (`serve.allowed_hosts`); of the admin API also: the "
     "origin is not allowed (`serve.allowed_origins`), or there are no keys of operators.",
     404: "The model, or the stored response, does not exist.",
-    409: "Another change of the cluster is running.",
     408: "The request did not come in time (`serve.head_timeout_s`, `serve.transfer_timeout_s`).",
     413: "The body is longer than `serve.max_body_bytes`.",
     415: "The content type is not application/json.",
@@ -217,7 +216,7 @@ OPERATIONS = (
         "Grow or shrink to a number of engines.",
         admin.Accepted,
         admin.ScaleRequest,
-        errors=(*_BODY_ERRORS, 409),
+        errors=_BODY_ERRORS,
         status=202,
     ),
     Operation(
@@ -226,7 +225,7 @@ OPERATIONS = (
         "Take one engine out when it has finished.",
         admin.Accepted,
         admin.DrainRequest,
-        errors=(*_BODY_ERRORS, 409),
+        errors=_BODY_ERRORS,
         status=202,
     ),
     Operation(
@@ -235,7 +234,7 @@ OPERATIONS = (
         "Let all engines stop; requests wait in them.",
         admin.Accepted,
         admin.SwitchRequest,
-        errors=(*_BODY_ERRORS, 409),
+        errors=_BODY_ERRORS,
         status=202,
     ),
     Operation(
@@ -244,7 +243,7 @@ OPERATIONS = (
         "Let all engines go on.",
         admin.Accepted,
         admin.SwitchRequest,
-        errors=(*_BODY_ERRORS, 409),
+        errors=_BODY_ERRORS,
         status=202,
     ),
 )

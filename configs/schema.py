@@ -22,6 +22,9 @@ NonNegative = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
 
+MAX_DRAIN_S = 4 * 3600.0
+"""Longest time that may be asked for a drain."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used: what, its value, the limit, the way out."""
@@ -175,8 +178,9 @@ class ClusterConfig(Section, frozen=True):
     """Work without progress for this long means that a process has stopped."""
     start_timeout_s: Seconds = 600.0
     """An engine that is not ready after this long has failed to start."""
-    drain_timeout_s: Seconds = 30.0
-    """A leaving engine may finish its requests for this long."""
+    drain_timeout_s: Annotated[float, Meta(gt=0, le=MAX_DRAIN_S)] = 30.0
+    """A leaving engine may finish its requests for this long; at most four hours, so that every
+    drain ends."""
     cpus_per_worker: Annotated[float, Meta(gt=0)] = 0.01
     """Ray's `CPU` that a worker on CPU reserves; tiny, so that small machines hold many."""
     load_report_s: Seconds = 0.05

@@ -176,6 +176,10 @@ class CoordinatorService:
     def leave(self, ranks: list[int]) -> Roster:
         return self._change(lambda now: self._conductor.leave(ranks, now))
 
+    def stay(self, ranks: list[int]) -> Roster:
+        """Engines that were leaving are active again."""
+        return self._change(lambda now: self._conductor.stay(ranks, now))
+
     def part(self, ranks: list[int], timeout_s: float) -> Roster:
         """Return when the roster is without them: when their group goes on without them."""
         self._change(lambda now: self._conductor.part(ranks, now))

@@ -52,12 +52,22 @@ class EngineActor:
         self._keys = keys
         self._coordinator = coordinator
         self._server: EngineServer | None = None
+        self._loading = threading.Lock()
         self._doing = "starting"
         self._end = "it was stopped"
         self._ended = threading.Event()
 
     def start(self, placement_group: Any) -> EngineReady:
-        """Load the model and open the channel. Raises what stopped it, in words."""
+        """Load the model and open the channel. Raises what stopped it, in words.
+
+        Whoever asks while it loads, or later, gets the same answer: a manager that adopts an
+        engine in the middle of its start asks again."""
+        with self._loading:
+            if self._server is None:
+                self._load(placement_group)
+        return self.ready()
+
+    def _load(self, placement_group: Any) -> None:
         host = ray.util.get_node_ip_address()
         executor = build_executor(
             self._config,
@@ -74,7 +84,6 @@ class EngineActor:
         self._doing = "serving"
         keep_what_is_here()
         threading.Thread(target=self._run, name="swell-engine", daemon=True).start()
-        return self.ready()
 
     def ready(self) -> EngineReady:
         """The engine as it is now: workers may have been replaced. Raises RuntimeError before it

@@ -23,6 +23,7 @@ import httpx
 import msgspec
 
 from swell.cluster.connection import ConnectionLimits
+from swell.cluster.description import Change
 from swell.cluster.edge import EdgeServer
 from swell.cluster.ingress import Ingress
 from swell.cluster.link import EngineLinks
@@ -249,7 +250,8 @@ class FakeManager:
     def __getattr__(self, name: str) -> Any:
         async def remote() -> Any:
             self.asked.append(name)
-            return ("engine 0: reads weights", False) if name == "waiting_for" else self.refusal
+            waits = name == "waiting_for"
+            return ("engine 0: reads weights", False) if waits else Change(2, self.refusal)
 
         return type("Method", (), {"remote": staticmethod(remote)})
 

@@ -183,11 +183,14 @@ def test_pause_and_resume_ask_the_manager(folder: Path) -> None:
             for verb in ("pause", "resume"):
                 cluster.manager.refusal = None
                 answer = await cluster.client.post(f"/admin/{verb}", json={})
-                assert (answer.status_code, answer.json()) == (202, {"status": "accepted"})
-                cluster.manager.refusal = "!a change is in phase 'drain'"
+                assert (answer.status_code, answer.json()) == (
+                    202,
+                    {"status": "accepted", "target": 2},
+                )
+                cluster.manager.refusal = "no room for 3 engines"
                 answer = await cluster.client.post(f"/admin/{verb}", json={})
-                assert answer.status_code == 409
-                assert answer.json()["error"]["message"] == "a change is in phase 'drain'"
+                assert answer.status_code == 400
+                assert answer.json()["error"]["message"] == "no room for 3 engines"
             assert cluster.manager.asked == ["pause", "pause", "resume", "resume"]
 
     asyncio.run(run())
