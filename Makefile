@@ -24,7 +24,8 @@ test: setup lint typecheck
 test-fast: setup
 	$(BIN)/python -m pytest -m "not gpu and not slow"
 
-# Needs torch, transformers, msgspec, pyzmq and pytest of the machine's own Python; no Ray, no network.
+# Needs torch, triton, transformers, msgspec, pyzmq and pytest of the machine's own Python, and llguidance for
+# grammars: without it these are refused by name. No Ray, no network.
 test-gpu:
 	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
 	PYTHONPATH=build/gpu:. $(PYTHON) -m pytest tests/gpu -m gpu

@@ -126,13 +126,20 @@ struct Largest {
   int64_t n, width;
 
   void take(const float* sums, int64_t first, int64_t rows) const {
+    keep(sums, rows, of_row + first, n, width);
+  }
+
+ private:
+  // Inlined into the product's loops it would make them slower.
+  [[gnu::noinline]] static void keep(const float* sums, int64_t rows, Row* of_row, int64_t n,
+                                     int64_t width) {
     const lanes_u panel = lanes_u{} + uint32_t(n / kPanel);
     float padded[kPanel];
     std::fill_n(padded, kPanel, -INFINITY);
     for (int64_t m = 0; m < rows; m++) {
       const float* from = sums + m * kPanel;
       if (width < kPanel) from = std::copy_n(from, width, padded) - width;
-      Row& row = of_row[first + m];
+      Row& row = of_row[m];
       for (int i = 0; i < 2; i++) {
         const lanes v = round_wide<T>(wide(from + i * kLanes));
         const auto takes = (v > row.value[i]) | (v != v);

@@ -38,6 +38,7 @@ def test_every_engine_has_its_values() -> None:
             dummy_steps=rank + 8,
             sync_s=rank + 0.5,
             repairs=rank + 9,
+            nans_in_logits=rank + 10,
         )
         for rank in (0, 3)
     ]
@@ -53,6 +54,7 @@ def test_every_engine_has_its_values() -> None:
         assert values["swell_num_requests_waiting", engine] == rank + 2
         assert values["swell_kv_cache_usage_ratio", engine] == 0.5
         assert values["swell_engine_steps_total", engine] == 10 * rank
+        assert values["swell_nan_logits_total", engine] == rank + 10
         assert values["swell_num_preemptions_total", engine] == rank
         assert values["swell_prefix_cache_queries_total", engine] == 100
         assert values["swell_prefix_cache_hits_total", engine] == 25

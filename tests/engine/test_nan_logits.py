@@ -36,6 +36,15 @@ WISHES = {
 NAN, INF = float("nan"), float("inf")
 
 
+def spoil(folder: Path, token: int, value: float) -> None:
+    """Let the embedding of a token be no numbers."""
+    file = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    name = next(n for n in weights if "embed_tokens" in n or "embed_in" in n)
+    weights[name][token] = torch.full_like(weights[name][token], value)
+    safetensors.torch.save_file(weights, file, {"format": "pt"})
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[tuple[str, float], Path]:
     made = {}
@@ -43,11 +52,7 @@ def folders(tmp_path_factory) -> dict[tuple[str, float], Path]:
         for value in (NAN, INF):
             path = tmp_path_factory.mktemp(family)
             tiny_models.make(path, family)
-            file = path / "model.safetensors"
-            weights = safetensors.torch.load_file(file)
-            name = next(n for n in weights if "embed_tokens" in n or "embed_in" in n)
-            weights[name][BAD] = torch.full_like(weights[name][BAD], value)
-            safetensors.torch.save_file(weights, file, {"format": "pt"})
+            spoil(path, BAD, value)
             made[family, value] = path
     return made
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from tests.engine.test_token_exact import NEW_TOKENS, PROMPTS, Engine
+from swell.engine.scheduler import NANS_IN_LOGITS
+from swell.engine.wire import EngineCoreRequest, FinishReason
+from swell.worker.sample.wire import Grammar, SamplerParams
+from tests.engine.test_nan_logits import BAD, NAN, spoil
+from tests.engine.test_token_exact import NEW_TOKENS, PROMPTS, Engine, tokens
 from tests.worker import tiny_models
 
 pytestmark = [
@@ -45,3 +50,27 @@ def test_memory_is_given_back(tmp_path):
         engine.greedy()
         assert torch.cuda.memory_allocated() > before
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("params", [SamplerParams(), SamplerParams(temperature=1.0, logprobs=1)])
+def test_logits_that_are_no_numbers_end_their_request_alone(family, params, tmp_path):
+    """Noticed on the device, without a look at it before the tokens come."""
+    tiny_models.make(tmp_path, family)
+    spoil(tmp_path, BAD, NAN)
+    with Engine(tmp_path, model__device="cuda", scheduler__steps_in_flight=2) as engine:
+        good = [EngineCoreRequest(str(i), p, params, 8) for i, p in enumerate(PROMPTS)]
+        alone = engine.answer(good)
+        got = engine.answer([*good[:3], EngineCoreRequest("bad", [5, BAD], params, 8), *good[3:]])
+        (last,) = got.pop("bad")
+        assert (last.finish_reason, last.stop_reason) == (FinishReason.ERROR, NANS_IN_LOGITS)
+        assert {n: tokens(o) for n, o in got.items()} == {n: tokens(o) for n, o in alone.items()}
+
+
+def test_a_grammar_without_its_library_is_refused_by_name(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    tiny_models.make(tmp_path, "llama")
+    with Engine(tmp_path, model__device="cuda") as engine:
+        wish = SamplerParams(grammar=Grammar("start: /a/"))
+        got = engine.answer([EngineCoreRequest("g", [5], wish, 4)])
+        assert "llguidance" in str(got["g"][-1].stop_reason)
