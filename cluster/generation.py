@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from swell.cluster.answers.base import ENGINES, Answer, checked, usage_of
@@ -13,6 +14,7 @@ from swell.cluster.asks import Ask
 from swell.cluster.async_llm import AsyncLLM
 from swell.cluster.deadline import Deadline
 from swell.cluster.http import EventStream, json_response, request_id, unless_gone
+from swell.cluster.offload import Offload
 from swell.cluster.outputs import RequestOutput, RequestOutputKind
 from swell.cluster.parallel import best, children, fold
 from swell.cluster.params import BadRequest, to_core_request
@@ -21,15 +23,19 @@ from swell.cluster.tickets import Outputs, Ticket, engines_of
 TRACE_HEADERS = ("traceparent", "tracestate")
 _TURN_TOKENS = 20_000
 """Prompt tokens that are submitted at once: some milliseconds."""
+_TOKEN_BYTES = 1
+"""Of an answer, as work: a token is written faster than one is read."""
 _CHILD_TOKENS = 500
 """What a child costs beside its prompt."""
 
 
 class Generator:
-    """The engines behind the routes that answer. `ends` are the model's end tokens."""
+    """The engines behind the routes that answer. `ends` are the model's end tokens; `offload`
+    writes long answers."""
 
-    def __init__(self, llm: AsyncLLM, ends: list[int]) -> None:
+    def __init__(self, llm: AsyncLLM, ends: list[int], offload: Offload) -> None:
         self._llm = llm
+        self._offload = offload
         self._ends = ends
 
     async def answer(self, request: Request, ask: Ask, answer: Answer) -> Any:
@@ -40,24 +46,27 @@ class Generator:
             await self._submit(request, ask, tickets)
             timer = self._end_at_deadline(request, tickets)
             if not ask.stream:
-                whole = await unless_gone(request, self._gather(tickets))
+                outputs = await unless_gone(request, self._gather(tickets))
                 self._leave(tickets, timer)
-                return json_response(self._whole(ask, answer, whole), headers=_served_by(tickets))
+                whole = await self._offload.run_sized(
+                    _TOKEN_BYTES * sum(map(_tokens, outputs)), self._whole, ask, answer, outputs
+                )
+                return json_response(whole, headers=_served_by(tickets))
             # The status line waits for the first token: what fails before it has a status.
-            outputs = Outputs(tickets)
-            for _, output in await unless_gone(request, outputs.first()):
+            stream = Outputs(tickets)
+            for _, output in await unless_gone(request, stream.first()):
                 checked(output)
             headers = _served_by(tickets)
             events = answer.events(
-                outputs, len(tickets), told=headers[ENGINES], engines=lambda: engines_of(tickets)
+                stream, len(tickets), told=headers[ENGINES], engines=lambda: engines_of(tickets)
             )
             return EventStream(events, headers, on_end=lambda: self._leave(tickets, timer))
         except BaseException:
             self._leave(tickets, timer)
             raise
 
-    def _whole(self, ask: Ask, answer: Answer, outputs: list[RequestOutput]) -> Any:
-        """The body; `outputs`: one a child, the children of each prompt in a row."""
+    def _whole(self, ask: Ask, answer: Answer, outputs: list[RequestOutput]) -> bytes:
+        """The body as JSON; `outputs`: one a child, the children of each prompt in a row."""
         for output in outputs:
             checked(output)
         count = len(outputs) // len(ask.prompts)
@@ -66,7 +75,7 @@ class Generator:
         usage = usage_of(prompts, drawn)
         if count > ask.params.n:
             prompts = [best(output, ask.params) for output in prompts]
-        return answer.whole(prompts, usage)
+        return msgspec.json.encode(answer.whole(prompts, usage))
 
     async def _submit(self, request: Request, ask: Ask, tickets: list[Ticket]) -> None:
         """All children of all prompts, into `tickets`: whoever gives them ends those that are there
@@ -125,6 +134,11 @@ class Generator:
                 f"data_parallel_rank={rank} takes no requests; the engines are {active}",
                 "data_parallel_rank",
             )
+
+
+def _tokens(output: RequestOutput) -> int:
+    """How much an answer may tell."""
+    return len(output.prompt_token_ids) + output.outputs[0].num_output_tokens
 
 
 def _served_by(tickets: Sequence[Ticket]) -> Mapping[str, str]:

@@ -114,7 +114,9 @@ class Ingress:
             self._metrics,
             self._prompts.set_limits,
         )
-        self._generator = Generator(self.llm, end_token_ids(path, tokenizer))
+        self._generator = Generator(
+            self.llm, end_token_ids(path, tokenizer), self._offloads.answers
+        )
         self._metrics.registry.register(ViewCollector(lambda: self.llm.view))
         await self.llm.wait_for_view()
         self._responses.start()

@@ -48,12 +48,15 @@ class Offload:
 
 
 class Offloads:
-    """Grammars wait for the one process that checks them, so bodies must not wait behind them."""
+    """Grammars wait for the one process that checks them, and bodies for their tokenizer: nothing
+    else must wait behind these."""
 
     def __init__(self) -> None:
         self.bodies = Offload("bodies", 3)
         self.grammars = Offload("grammars", 2)
+        self.answers = Offload("answers", 2)
 
     def close(self) -> None:
         self.bodies.close()
         self.grammars.close()
+        self.answers.close()

@@ -24,6 +24,7 @@ SLOW = (
     *("test_server", "test_mending", "test_lockstep", "test_channel"),
     *("test_nan_logits", "test_failed_rows", "test_failed_requests"),
     *("test_laws", "test_json_stream", "test_structured.py"),
+    *("test_access", "test_bodies", "test_connection", "test_submission"),
 )
 """What starts clusters or processes, talks over sockets, computes with tensors, or searches long:
 not part of `make test-fast`."""

@@ -28,6 +28,8 @@ class CompletionAnswer(Answer):
         self._stream = CompletionStream(
             self.id, self.created, model, include_usage=body.include_usage
         )
+        self._prompts: dict[int, str] = {}
+        """The text of each prompt that is told, written once for all its answers."""
         self._echoed_chars: dict[int, int] = {}
         """Of each choice of a stream that has begun."""
         self._tells_more = (
@@ -54,7 +56,7 @@ class CompletionAnswer(Answer):
     ) -> CompletionChoice:
         body = self._body
         part = self._shown(part)
-        prompt = self._text_of(output.prompt_token_ids) if body.echo else ""
+        prompt = self._prompt(index, output)
         told = None if body.prompt_logprobs is None else output.prompt_logprobs
         return CompletionChoice(
             index=index,
@@ -72,7 +74,7 @@ class CompletionAnswer(Answer):
         body, prompt = self._body, ""
         part = self._shown(part)
         if choice not in self._echoed_chars:
-            prompt = self._text_of(output.prompt_token_ids) if body.echo else ""
+            prompt = self._prompt(choice, output)
             self._echoed_chars[choice] = len(prompt)
         rest = PLAIN
         if part.finish_reason is not None or self._tells_more:
@@ -84,6 +86,15 @@ class CompletionAnswer(Answer):
                 self._shown_usage(choice_usage(output)) if body.continuous_usage else None,
             )
         return [self._stream.chunk(prompt + part.text, choice, rest)]
+
+    def _prompt(self, choice: int, output: RequestOutput) -> str:
+        """What the answer of this number begins with."""
+        if not self._body.echo:
+            return ""
+        place = choice // self.n
+        if place not in self._prompts:
+            self._prompts[place] = self._text_of(output.prompt_token_ids)
+        return self._prompts[place]
 
     def _logprobs(
         self, output: RequestOutput, part: CompletionOutput, echoed_chars: int

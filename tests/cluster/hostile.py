@@ -272,6 +272,19 @@ def accepted() -> Iterator[tuple[str, bytes]]:
     yield "a long text", made("prompt", "it's 12:45 " * 20_000)
 
 
+def long_answers() -> Iterator[tuple[str, bytes]]:
+    """Little text to draw, and much to tell."""
+
+    def made(**wish: Any) -> bytes:
+        return post(TEXT, {**BASE[TEXT], "echo": True, "return_token_ids": True, **wish})
+
+    long = [7] * 50_000
+    yield "echo of a long prompt", made(prompt=long)
+    yield "64 echoes of a long prompt", made(prompt=long, n=64)
+    yield "64 streamed echoes of a long prompt", made(prompt=long, n=64, stream=True)
+    yield "echoes of 1000 prompts", made(prompt=[[7] * 500] * 1000)
+
+
 def heads() -> Iterator[tuple[str, bytes]]:
     """Before any body."""
     line = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"

@@ -21,7 +21,7 @@ import msgspec
 
 from swell.configs.process import keep_what_is_here
 from swell.coordinator import roster as rosters
-from tests.cluster.fake_cluster import FakeCluster, FakeEngine
+from tests.cluster.fake_cluster import ENDLESS, FakeCluster, FakeEngine
 
 TICK_S = 0.001
 MAX_MODEL_LEN = 131_072
@@ -66,7 +66,7 @@ class Hall:
 
     async def gap_of(self, request: bytes) -> tuple[float, int, bytes]:
         """The longest gap while this request is served; the status and the beginning of its answer,
-        or 0 and nothing where an engine got it, which never answers."""
+        or 0 and nothing where an engine got it that never answers."""
         await asyncio.sleep(5 * TICK_S)
         self.metronome.reset()
         status, start = await asyncio.to_thread(self._exchange, request)
@@ -83,7 +83,7 @@ class Hall:
             deadline_s = time.monotonic() + ANSWER_S
             while time.monotonic() < deadline_s:
                 if not ready.poll(50):
-                    if len(self.engine.arrived) == arrived:
+                    if self.engine.credit_steps or len(self.engine.arrived) == arrived:
                         continue
                     time.sleep(0.1)  # the rest of its answers, where it asks for several
                     return 0, b""
@@ -100,10 +100,13 @@ class Hall:
 
 
 @contextlib.asynccontextmanager
-async def hall(folder: Path, **settings: object) -> AsyncIterator[Hall]:
+async def hall(
+    folder: Path, script: list[int] | None = None, **settings: object
+) -> AsyncIterator[Hall]:
+    """With a `script` the engine answers everything with it."""
     settings.setdefault("cache.block_tokens", 16)
-    async with FakeCluster(folder, **settings).serving() as cluster:
-        engine = cluster.start(0, 0)
+    async with FakeCluster(folder, script, **settings).serving() as cluster:
+        engine = cluster.start(0, ENDLESS if script else 0)
         engine.member = msgspec.structs.replace(engine.member, max_model_len=MAX_MODEL_LEN)
         await cluster.change(lambda now: rosters.join(now, [engine.member]))
         keep_what_is_here()

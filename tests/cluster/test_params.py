@@ -158,7 +158,7 @@ def test_equal_external_ids_get_different_internal_ones() -> None:
     assert first.external_req_id == second.external_req_id == "cmpl-1"
     head, _, tail = first.request_id.rpartition("-")
     assert head == "cmpl-1"
-    assert len(tail) == 8
+    assert len(tail) == 16
     int(tail, 16)
 
 
