@@ -38,6 +38,7 @@ _ERRORS = {
     400: "A field is wrong; the message names it, its value and the limit.",
     401: "The key is missing or unknown.",
     404: "The model, or the stored response, does not exist.",
+    408: "The answer was not complete in the time of the header `x-request-timeout-s`.",
     409: "Another change of the cluster is running.",
     413: "The body is longer than `serve.max_body_bytes`.",
     415: "The content type is not application/json.",
@@ -45,11 +46,10 @@ _ERRORS = {
     "`serve.max_waiting_tokens`; the header `retry-after` says when to come back.",
     500: "An engine failed and the request could not be moved.",
     503: "No engine came in time, or stored responses cannot be reached now; try again later.",
-    504: "The answer was not complete in the time of the header `x-request-timeout-s`.",
     529: "No engine came in time; try again later.",
 }
 _BODY_ERRORS = (400, 401, 413, 415)
-_ANSWER_ERRORS = (*_BODY_ERRORS, 404, 429, 500, 504)
+_ANSWER_ERRORS = (*_BODY_ERRORS, 404, 408, 429, 500)
 _TIMEOUT = {
     "name": deadline.HEADER,
     "in": "header",
