@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 from swell.configs.log import FactLogger
 
-PER_TURN = 64
-"""About five milliseconds of work."""
+PER_TURN = 256
+"""Some 20 ms of work with the first bytes of each. A full queue of the kernel is empty after 16
+turns."""
 _PAUSE_S = 1.0
 """Where none can be taken, for want of file descriptors or memory, until it is tried again."""
 

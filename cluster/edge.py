@@ -97,7 +97,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, which then closes what stands in `servers`."""
         await super().startup(sockets=[])
-        self.servers += [Acceptor(listener, self._protocol) for listener in sockets or ()]
+        servers: list[Any] = self.servers  # what uvicorn closes and waits for
+        servers += [Acceptor(listener, self._protocol) for listener in sockets or ()]
 
     def _protocol(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]

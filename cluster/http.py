@@ -99,7 +99,7 @@ def failure_of(error: Exception) -> Failure:
             again = {"retry-after": str(error.retry_after_s)}
             return Failure(429, str(error), "rate_limit_exceeded", code=error.code, headers=again)
         case RequestTimedOut():
-            return Failure(504, str(error), "server_error", code="request_timeout")
+            return Failure(408, str(error), "timeout_error", code="request_timeout")
         case NoEngine():
             return Failure(503, str(error), "server_error", code="no_engine", headers=_RETRY_AFTER)
         case EngineGone():

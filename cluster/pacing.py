@@ -14,7 +14,7 @@ from collections import deque
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-PER_TURN = 4
+PER_TURN = 2
 """Some milliseconds of work, were each of them to submit a prompt of a few thousand tokens."""
 AT_ONCE = ("/health", "/ready", "/metrics", "/admin/")
 

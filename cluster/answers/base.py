@@ -58,7 +58,8 @@ class Answer(ABC):
 
     def failure(self, error: Exception, code: str) -> Iterable[bytes]:
         """The last events of one that did not."""
-        detail = ErrorDetail(message=str(error), type="server_error", code=code)
+        kind = "timeout_error" if isinstance(error, RequestTimedOut) else "server_error"
+        detail = ErrorDetail(message=str(error), type=kind, code=code)
         yield error_event(ErrorBody(error=detail))
 
     def ending(self) -> Iterable[bytes]:

@@ -33,7 +33,7 @@ _FAILURES = {
     "engine_failed": 500,
     "no_engine": 503,
     "request_failed": 500,
-    "request_timeout": 504,
+    "request_timeout": 408,
 }
 """The status that an answer would have which is not streamed."""
 

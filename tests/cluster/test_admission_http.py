@@ -173,7 +173,7 @@ def limited(path: str, *, stream: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", WISHES)
-def test_a_request_that_has_no_token_in_time_is_a_504_and_leaves_its_engine(folder, path, stream):
+def test_a_request_that_has_no_token_in_time_is_a_408_and_leaves_its_engine(folder, path, stream):
     async def run() -> tuple[httpx.Response, list[str], list[str]]:
         async with FakeCluster(folder).serving() as cluster:
             engine = await cluster.join(0, NO_STEPS)
@@ -187,13 +187,13 @@ def test_a_request_that_has_no_token_in_time_is_a_504_and_leaves_its_engine(fold
 
     answer, arrived, aborted = asyncio.run(run())
     assert aborted == arrived
-    assert answer.status_code == 504
+    assert answer.status_code == 408
     error = answer.json()["error"]
     assert f"{HEADER}=0.05" in error["message"]
     if path == "/v1/messages":
         assert error["type"] == "timeout_error"
     else:
-        assert (error["type"], error["code"]) == ("server_error", "request_timeout")
+        assert (error["type"], error["code"]) == ("timeout_error", "request_timeout")
 
 
 def test_a_request_that_waits_for_an_engine_ends_in_time(folder):
@@ -204,7 +204,7 @@ def test_a_request_that_waits_for_an_engine_ends_in_time(folder):
             wish = body([1, 2], 2)
             return await cluster.client.post("/v1/completions", json=wish, headers={HEADER: "0.05"})
 
-    assert asyncio.run(run()).status_code == 504
+    assert asyncio.run(run()).status_code == 408
 
 
 def far_timers() -> list[asyncio.TimerHandle]:
@@ -245,6 +245,7 @@ def test_a_stream_that_has_begun_ends_with_an_error_that_says_so(folder, path):
         assert last["error"]["type"] == "timeout_error"
     else:
         assert last["error"]["code"] == "request_timeout"
+        assert last["error"]["type"] == "timeout_error"
         assert text.endswith("data: [DONE]\n\n")
 
 

@@ -66,6 +66,7 @@ def filters(request: Any) -> dict[str, float]:
     return {name: getattr(request.sampler, name) for name in NAMES}
 
 
+@pytest.mark.slow
 def test_a_request_that_does_not_say_gets_the_models_defaults(folder):
     got = asked(folder, list(WISHES.items()))
     assert [filters(request) for request, _ in got] == [DEFAULTS] * 4
@@ -75,6 +76,7 @@ def test_a_request_that_does_not_say_gets_the_models_defaults(folder):
     assert (told["temperature"], told["top_p"]) == (0.25, 0.5)
 
 
+@pytest.mark.slow
 def test_null_says_nothing_and_a_neutral_value_says_something(folder):
     null = dict.fromkeys(NAMES)
     wishes = [("/v1/completions", {"prompt": [1], **null})]
@@ -86,6 +88,7 @@ def test_null_says_nothing_and_a_neutral_value_says_something(folder):
     assert got == [DEFAULTS, NEUTRAL, SAID, NEUTRAL, {**DEFAULTS, **few}]
 
 
+@pytest.mark.slow
 def test_the_file_is_ignored_where_the_operator_says_so(folder):
     got = asked(folder, list(WISHES.items()), **{"model.generation_config": "none"})
     assert [filters(request) for request, _ in got] == [NEUTRAL] * 4
@@ -93,6 +96,7 @@ def test_the_file_is_ignored_where_the_operator_says_so(folder):
     assert got[2][1]["temperature"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_longer_answer_than_the_default_may_be_asked_for(folder):
     wish = {"messages": HELLO, "max_tokens": 40, "ignore_eos": True}
     ((request, _),) = asked(folder, [("/v1/chat/completions", wish)])
