@@ -22,6 +22,7 @@ SLOW = (
     ),
     *("test_ingress", "test_failover", "test_responses", "test_messages.py", "test_benchmarks"),
     *("test_server", "test_mending", "test_lockstep", "test_channel"),
+    *("test_dead_loops", "test_process"),
     *("test_laws", "test_json_stream", "test_structured.py"),
 )
 """What starts clusters or processes, talks over sockets, computes with tensors, or searches long:
