@@ -49,8 +49,8 @@ ReadBody = Callable[[Request, type[Any]], Awaitable[Any]]
 
 class ResponseRoutes:
     """`read` gives the checked body of a request, `floor` what makes answers, `is_ready` says
-    whether it can. An answer is stored before its end is told, so whoever has seen the end and
-    shows the same API key can continue it, through any ingress."""
+    whether it can. An answer is stored before its end is sent, so a client that has seen the end
+    and shows the same API key can continue it, through any ingress."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class ResponseRoutes:
         own = body.items()
         owner = self._users.owner(request)
         before = await self._conversation(owner, body.previous_response_id)
-        if body.background and body.seed is None:  # whoever takes it over draws the same
+        if body.background and body.seed is None:  # another ingress must draw the same
             body.seed = secrets.randbits(SEED_BITS)
         _, generator = self._floor()
         ask = await self._ask(chat_request(body, own, before))
@@ -351,13 +351,13 @@ def _told(found: Found) -> Response:
 
 def _job(request: Request, body: ResponsesRequest) -> Job:
     """Small: what is not set is left out, and so is the input, which is kept as items."""
-    wishes = {
+    fields = {
         name: value for name, value in msgspec.structs.asdict(body).items() if value is not None
     }
     headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
     headers[REQUEST_ID] = request_id(request)
     return Job(
-        _encode({**wishes, "input": []}),
+        _encode({**fields, "input": []}),
         [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()],
     )
 

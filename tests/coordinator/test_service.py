@@ -74,7 +74,7 @@ def test_a_watcher_hears_at_once_what_is_known(service, connect) -> None:
 
 @pytest.mark.parametrize("part", ["tick", "view"])
 def test_a_loop_that_fails_ends_the_coordinator(monkeypatch, deaths, part) -> None:
-    """What is told to nobody is not the failure of one message: Ray starts it again."""
+    """A failure outside of any message is the end of the loop: Ray starts another process."""
 
     def planted(*_args: object) -> None:
         raise ZeroDivisionError("planted")
@@ -84,7 +84,7 @@ def test_a_loop_that_fails_ends_the_coordinator(monkeypatch, deaths, part) -> No
         monkeypatch.setattr(service._conductor, part, planted)
         deadline = time.monotonic() + SOON_S
         while not deaths:
-            assert time.monotonic() < deadline, "the loop has ended and nobody knows"
+            assert time.monotonic() < deadline, "the loop has ended and the process lives"
             time.sleep(0.005)
         [(loop, error)] = deaths
         assert loop == "coordinator" and isinstance(error, ZeroDivisionError)
