@@ -291,9 +291,20 @@ class AsyncLLM:
         limit_s = config.cluster.start_timeout_s if begun else config.serve.no_engine_timeout_s
         error = NoEngine(f"{reason}; waited {limit_s:g} s for one")
         self._homeless_tokens += len(ticket.request.prompt_token_ids)
-        self._homeless[request_id] = asyncio.get_running_loop().call_later(
-            limit_s, self._fail, [request_id], error
-        )
+        self._give_up_in(limit_s, request_id, error)
+
+    def _give_up_in(self, limit_s: float, request_id: str, error: Exception) -> None:
+        """A loop that is late for it was stopped: it takes in first what came meanwhile."""
+        loop, beat_s = asyncio.get_running_loop(), self._config.cluster.heartbeat_s
+        due_s = loop.time() + limit_s
+
+        def give_up() -> None:
+            if loop.time() - due_s > beat_s:
+                self._give_up_in(beat_s, request_id, error)
+            else:
+                self._fail([request_id], error)
+
+        self._homeless[request_id] = loop.call_later(limit_s, give_up)
 
     def _house(self, request_id: str) -> None:
         """The request waits no longer."""

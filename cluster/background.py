@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Coroutine
 
 from swell.cluster.http import HTTPError
-from swell.cluster.response_store import ResponseStore, StoreAway
+from swell.cluster.response_store import ResponseStore, StoreAway, id_of
 from swell.cluster.stored import BEAT_S, IDLE_BEAT_S, Begin, Job, Kept
 from swell.configs.log import FactLogger
 
@@ -117,7 +117,8 @@ class Background:
                 self._tasks[key].cancel()
         for begin in orders.taken:
             if begin.id not in self._tasks:  # else it is just being stopped, and is given again
-                self._log.warning("taken over", id=begin.id, lost_runners=begin.lost_runners)
+                id = id_of(begin.id)  # the log tells nothing of API keys
+                self._log.warning("taken over", id=id, lost_runners=begin.lost_runners)
                 self._run(begin, self._resume(begin))
         for key in orders.unknown:
             if key in self._begun:

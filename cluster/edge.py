@@ -160,7 +160,7 @@ class EdgeServer:
         self._task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A replica that does not listen any more, though nobody stopped it, is replaced."""
+        """A replica that has stopped listening, though `stop` was not called, is replaced."""
         if not self._server.should_exit and not task.cancelled():
             process.end_process("HTTP server", task.exception() or RuntimeError("it returned"))
 

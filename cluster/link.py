@@ -103,7 +103,7 @@ class _Link:
             self._on_gap(self._engine)
         try:
             self._on_outputs(message)
-        except Exception as error:  # what it told is as good as lost
+        except Exception as error:  # the same as a lost message
             self._log.exception("outputs not handled", error)
             self._on_gap(self._engine)
 
@@ -171,7 +171,7 @@ class EngineLinks:
             await asyncio.sleep(self._heartbeat_s)
 
     def _hear(self, word: IngressWord) -> None:
-        """One word that cannot be handled harms no other. Views are repeated with each heartbeat;
+        """A message that cannot be handled harms no other. Views are repeated with each heartbeat;
         an ingress that can follow none of them does not know where its requests are."""
         try:
             if isinstance(word, ClusterView):
@@ -180,7 +180,7 @@ class EngineLinks:
             else:
                 self._counted.take_others(word.counts)
         except Exception as error:
-            self._log.exception("not handled", error, word=type(word).__name__)
+            self._log.exception("not handled", error, kind=type(word).__name__)
             self._failed_views += isinstance(word, ClusterView)
             if self._failed_views > _MAX_FAILED_VIEWS:
                 raise

@@ -31,7 +31,7 @@ _CLIENT = b"local"
 _KIND = RequestOutputKind.FINAL_ONLY
 
 Child = tuple[EngineCoreRequest, SamplingParams, int]
-"""One answer that is to be drawn, with its wish and its index."""
+"""The request for one answer, its sampling parameters and its index."""
 
 prepare_for_torch()
 

@@ -51,8 +51,8 @@ ReadBody = Callable[[Request, type[Any]], Awaitable[Any]]
 
 class ResponseRoutes:
     """`read` gives the checked body of a request, `floor` what makes answers, `is_ready` says
-    whether it can. An answer is stored before its end is told, so whoever has seen the end and
-    shows the same API key can continue it, through any ingress."""
+    whether it can. An answer is stored before its end is sent, so a client that has seen the end
+    and shows the same API key can continue it, through any ingress."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ResponseRoutes:
         response = begin_response(body, self._model, store=self._wants_store(body))
         owner = self._users.owner(request)
         found = await self._earlier(owner, body.previous_response_id)
-        if body.background and body.seed is None:  # whoever takes it over draws the same
+        if body.background and body.seed is None:  # another ingress must draw the same
             body.seed = secrets.randbits(SEED_BITS)
         size = body_bytes(request) + (0 if found is None else found.kept.size_bytes)
         chat, items = await self._offload.run_sized(size, _conversation, body, found)

@@ -3,7 +3,7 @@ not finished. Pure: time is an argument.
 
 An ingress stores a finished response with one `Store`. One that is computed in the background is
 stored twice: by `Begin` before its computation, and by `Store` at its end. Meanwhile its ingress,
-the *runner*, says with every `Beat` what it still computes, and hears what nobody wants any more:
+the *runner*, says with every `Beat` what it still computes, and is answered with what to stop:
 
                     Store
         Begin ─► RUNNING ─────► DONE
@@ -15,7 +15,7 @@ the *runner*, says with every `Beat` what it still computes, and hears what nobo
 A response whose runner is gone is given to the next runner that beats and takes some, with all that
 it needs to compute the same answer again (`Job`). It has one runner at a time: what an earlier one
 stores is not kept, and its next beat hears that it is to stop. All but RUNNING are final: what a
-client was told stays true, whatever is stored or beaten later.
+client has read stays true, whatever is stored or beaten later.
 
 A store that was started anew knows nothing of what is computed; the next beat hears so, and the
 ingress begins it again. Time in which the store itself was away is no silence of a runner
@@ -34,7 +34,7 @@ from swell.coordinator.listening import ListeningClock
 BEAT_S = 1.0
 """How often an ingress tells what it computes; a cancelled response is computed that long."""
 LEASE_S = 15.0
-"""An ingress that has told nothing for this long is gone, and another one computes what it did."""
+"""An ingress that is silent for this long is gone, and another one computes what it did."""
 IDLE_BEAT_S = LEASE_S / 4
 """How often an ingress that computes nothing asks whether it may."""
 MAX_LOST_RUNNERS = 3
@@ -85,7 +85,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     kept: Kept
     runner: str
     job: Job | None = None
-    """None: nobody else can compute it."""
+    """None: no other ingress can compute it."""
     lost_runners: int = 0
 
 

@@ -23,6 +23,7 @@ SLOW = (
     *("test_ingress", "test_failover", "test_responses", "test_messages.py", "test_benchmarks"),
     *("test_server", "test_mending", "test_lockstep", "test_channel"),
     *("test_nan_logits", "test_failed_rows", "test_failed_requests"),
+    *("test_dead_loops", "test_process"),
     *("test_laws", "test_json_stream", "test_structured.py"),
     *("test_access", "test_bodies", "test_connection", "test_submission"),
 )

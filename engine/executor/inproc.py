@@ -121,7 +121,7 @@ class WorkerThread:
 
 
 def _failure(leave: Callable[[], None]) -> Exception | None:
-    """What a worker raises when it leaves its groups, which is told to the log."""
+    """What a worker raises when it leaves its groups, which is also logged."""
     try:
         leave()
     except Exception as error:

@@ -32,8 +32,8 @@ class Watch:
     - it is *caught*: it was told to form groups, and for `stall_timeout_s` it has neither begun to
       nor computed a layer of the step that it is in. Not every operation ends when it is aborted.
 
-    A slow step is neither. Time in which whoever looks had stopped itself, and took in nothing of
-    what was said, does not count (`coordinator/listening.py`).
+    A slow step is neither. Time in which the process that looks was stopped itself, and received
+    nothing, does not count (`coordinator/listening.py`).
     """
 
     def __init__(self, stall_timeout_s: float) -> None:

@@ -58,7 +58,7 @@ class Keeper:
             raise ConnectionError("no manager")
         if isinstance(wish, Beat):
             self.beats += 1
-        if not isinstance(wish, Beat) or wish.ids:  # whoever computes nothing beats in between
+        if not isinstance(wish, Beat) or wish.ids:  # an idle ingress beats in between
             self.wishes.append(wish)
         return self.store.handle(wish, self.now_s)
 

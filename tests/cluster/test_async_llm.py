@@ -12,12 +12,17 @@ import pytest
 
 from swell.cluster.async_llm import AsyncLLM
 from swell.cluster.detokenizer import Detokenizer
+from swell.cluster.link import EngineId
 from swell.cluster.metrics import PrometheusStats
+from swell.cluster.outputs import RequestOutputKind
+from swell.cluster.params import SamplingParams
+from swell.cluster.routing.router import NoEngine
 from swell.configs.schema import load
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.wire import ClusterView
-from swell.engine.wire import EngineCoreOutputs, UtilityCall, UtilityOutput
+from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityOutput
+from swell.worker.sample.wire import SamplerParams
 from tests.cluster import tokenizers_for_tests
 
 TIMEOUT_S = 0.02
@@ -34,8 +39,12 @@ class BlockedLinks:
         self.on_view = callbacks["on_view"]
         self.view = ClusterView(Roster(1, (member,)))
         self.answers = True
+        self.sent: list[Any] = []
 
-    def send(self, _engine: Any, call: UtilityCall) -> None:
+    def send(self, _engine: Any, call: Any) -> None:
+        if not isinstance(call, UtilityCall):
+            self.sent.append(call)
+            return
         loop = asyncio.get_running_loop()
         raw = msgspec.Raw(msgspec.msgpack.encode("idle"))
         self._answer = EngineCoreOutputs(0, utility_output=UtilityOutput(call.call_id, None, raw))
@@ -56,7 +65,8 @@ class BlockedLinks:
         self._on_outputs(self._answer)
 
 
-async def call(*, answers: bool) -> Any:
+def open_llm(**settings: object) -> tuple[AsyncLLM, BlockedLinks]:
+    """With one engine."""
     links: list[BlockedLinks] = []
 
     def connect(*args: Any, **callbacks: Any) -> BlockedLinks:
@@ -64,11 +74,16 @@ async def call(*, answers: bool) -> Any:
         return links[-1]
 
     detokenizer = Detokenizer(tokenizers_for_tests.chat_tokenizer())
-    config = load({"model": {"path": "none"}})
+    config = load({"model": {"path": "none"}}, settings)
     llm = AsyncLLM(detokenizer, config, connect, PrometheusStats(), lambda *_limits: None)
+    links[0].on_view(links[0].view, [])
+    return llm, links[0]
+
+
+async def call(*, answers: bool) -> Any:
+    llm, links = open_llm()
+    links.answers = answers
     try:
-        links[0].answers = answers
-        links[0].on_view(links[0].view, [])
         return await llm.call_engine(0, "check_idle", timeout_s=TIMEOUT_S)
     finally:
         llm.close()
@@ -81,3 +96,28 @@ def test_an_answer_that_is_there_counts_though_the_loop_was_late() -> None:
 def test_an_engine_that_does_not_answer_is_a_timeout() -> None:
     with pytest.raises(TimeoutError, match=r"engine 0 .*'check_idle'.*0\.02 s"):
         asyncio.run(call(answers=False))
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_ingress_that_was_stopped_looks_for_an_engine_before_it_gives_up(comes: bool) -> None:
+    """Its time is over when it wakes, and the view with an engine has not been taken in yet."""
+
+    async def story() -> None:
+        settings = {"serve.no_engine_timeout_s": TIMEOUT_S, "cluster.heartbeat_s": 0.1}
+        llm, links = open_llm(**settings)
+        links.on_view(ClusterView(Roster(2)), [EngineId.of(links.view.roster.members[0])])
+        request = EngineCoreRequest("r", [1], SamplerParams(), max_tokens=3)
+        ticket = llm.submit(request, SamplingParams(), RequestOutputKind.DELTA)
+        time.sleep(0.1 + 2 * TIMEOUT_S)
+        for _ in range(3):  # timers that are due fire here
+            await asyncio.sleep(0)
+        if comes:
+            roster = Roster(3, links.view.roster.members)
+            links.on_view(msgspec.structs.replace(links.view, roster=roster), [])
+            assert [sent.request_id for sent in links.sent] == ["r"]
+        else:
+            with pytest.raises(NoEngine, match=r"waited 0\.02 s"):
+                await asyncio.wait_for(ticket.collector.get(), 20)
+        llm.close()
+
+    asyncio.run(story())

@@ -131,7 +131,7 @@ def test_an_ingress_that_does_not_listen_any_more_ends(deaths: Deaths) -> None:
 
 
 def test_a_manager_whose_loop_has_ended_ends(deaths: Deaths) -> None:
-    """Nobody would start engines any more, and all that is asked for would be answered."""
+    """Else no engine would be started any more, and requests to scale would still be accepted."""
 
     async def scenario(world: World) -> None:
         await world.start()

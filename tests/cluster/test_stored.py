@@ -260,7 +260,7 @@ def test_what_its_runner_speaks_of_is_not_lost() -> None:
 
 
 def test_a_store_that_was_away_itself_calls_nothing_lost() -> None:
-    """Whoever asks first when it is back: the runners' beats wait behind it."""
+    """Any request may come first when it is back: the runners' beats wait behind it."""
     store = StoredResponses(LIMIT, LIMIT_BYTES, LIMIT_S)
     running(store)
     assert fate(store, 100 * LEASE_S) is Fate.RUNNING
