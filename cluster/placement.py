@@ -154,7 +154,8 @@ class Placement:
         kept = [handles[name] for name in names.choose(answers, roster).values()]
         self._known |= {handle.name for handle in kept}
         await self.end_strays()
-        serving, newcomers = [], []
+        serving: list[EngineHandle] = []
+        newcomers: list[EngineHandle] = []
         for handle in kept:
             start = handle.ready.incarnation if handle.ready else None
             member = None if start is None else roster.find(handle.rank, start)
