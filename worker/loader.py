@@ -23,6 +23,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from swell.configs.schema import ModelConfig
 from swell.worker.layers.piece import Piece
+from swell.worker.quantization import refuse_quantized, refuse_type
 
 Progress = Callable[[int, int], None]
 """Called with (bytes filled, bytes in all) of this worker's parameters."""
@@ -47,9 +48,11 @@ def load_config(model_config: ModelConfig) -> Any:
     path = model_config.path
     _check_path(path)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         raise ValueError(_explain_config(path, error)) from None
+    refuse_quantized(path, config)
+    return config
 
 
 def resolve_dtype(model_config: ModelConfig, hf_config: Any) -> torch.dtype:
@@ -146,6 +149,7 @@ def _read(path: Path, pieces: Sequence[Piece], report: _Report) -> None:
     with _open(path) as file:
         for piece in pieces:
             source = file.get_slice(piece.name)
+            refuse_type(piece.name, source.get_dtype(), piece.target.dtype, path)
             shape = tuple(source.get_shape())
             if shape != tuple(piece.shape):
                 raise ValueError(
@@ -254,12 +258,14 @@ def _folder(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=HUB_FILES))
+        folder = Path(snapshot_download(path, allow_patterns=HUB_FILES))
     except Exception as error:
         raise ValueError(
             f"model {path!r}: there is no such folder, and the hub does not give it "
             f"({_first_line(error)}); check model.path, the network, and HF_TOKEN"
         ) from None
+    refuse_quantized(str(folder), None)
+    return folder
 
 
 def _explain_config(path: str, error: Exception) -> str:

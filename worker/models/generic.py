@@ -252,8 +252,6 @@ def refuse_config(config: Any, max_positions: int) -> None:
         why = "it is an encoder-decoder"
     elif kinds:
         why = f"its layer_types have {sorted(kinds)[0]!r}"
-    elif getattr(config, "quantization_config", None):
-        why = "its weights are quantized"
     if why:
         raise ValueError(f"architecture {name!r} cannot be served: {why}")
     ropes = getattr(text, "rope_parameters", None) or {}
