@@ -46,13 +46,13 @@ class LLM:
         check(self.config)
         path = self.config.model.path
         tokenizer = load_tokenizer(path)
+        self._ends = end_token_ids(path, tokenizer)
         executor = build_executor(self.config)
         limits = executor.start()
         self._core = EngineCore(self.config, executor, limits)
         self._prompts = PromptProcessor(
             tokenizer, limits.max_model_len, limits.vocab_size, self.config.model.served_name
         )
-        self._ends = end_token_ids(path, tokenizer)
         self._processor = OutputProcessor(Detokenizer(tokenizer))
         self._ids = itertools.count()
 

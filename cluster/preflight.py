@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from swell.cluster.prompt import model_end_token_ids
 from swell.configs.schema import Config, ConfigError
 
 _WEIGHTS = "model.safetensors"
@@ -31,6 +32,7 @@ def check(config: Config) -> None:
     if config.model.load_format != "dummy":
         _check_weights(folder)
     _check_split(config, model)
+    model_end_token_ids(str(folder))
 
 
 def _looks_like_a_path(path: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -134,6 +135,27 @@ def load_pieces(
     return report.total
 
 
+def stored_names(model_config: ModelConfig) -> Collection[str]:
+    """The names of the checkpoint's tensors; none for dummy weights."""
+    return () if model_config.load_format == "dummy" else _places(_folder(model_config.path)).keys()
+
+
+def stored_alike(model_config: ModelConfig, one: str, other: str, dtype: torch.dtype) -> bool:
+    """Whether two stored tensors are the same parameter of type `dtype`; reads a part at a time."""
+    folder = _folder(model_config.path)
+    places = _places(folder)
+    with _open(folder / places[one]) as a, _open(folder / places[other]) as b:
+        left, right = a.get_slice(one), b.get_slice(other)
+        shape = tuple(left.get_shape())
+        if shape != tuple(right.get_shape()) or not shape:
+            return False
+        step = max(1, CHUNK_BYTES * shape[0] // (dtype.itemsize * max(1, math.prod(shape))))
+        return all(
+            torch.equal(left[row : row + step].to(dtype), right[row : row + step].to(dtype))
+            for row in range(0, shape[0], step)
+        )
+
+
 class _Report:
     """Counts bytes towards the total."""
 
@@ -158,7 +180,7 @@ def _read(path: Path, pieces: Sequence[Piece], report: _Report) -> None:
                     "together"
                 )
             for target, index in _chunks(piece):
-                target.copy_(source[index] if index else source[:])
+                target.copy_(source[index] if index else file.get_tensor(piece.name))
                 report.add(target.nbytes)
 
 

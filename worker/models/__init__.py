@@ -8,6 +8,7 @@ Every model is one stage and one tensor rank's part, and offers
     attention_layers() -> the attention layers of the stage, each of which wants a KV cache
     make_empty_intermediate(tokens) -> room for what the stage before sends
     pieces(stored) -> what it reads from a checkpoint that has the tensors named `stored`
+    tied_pairs(hf_config, stored) -> those of `stored`, two and two, that its config makes one
 
 and, if engines can share its experts,
 
@@ -18,6 +19,7 @@ and, if engines can share its experts,
 
 from __future__ import annotations
 
+import copy
 from importlib import import_module
 from typing import Any
 
@@ -54,6 +56,7 @@ def build_model(
     """
     from swell.worker.loader import max_model_len
 
+    _check_names(hf_config)
     length = max_model_len(model_config, hf_config)
     where = _choose(model_config.backend, architecture(hf_config))
     module, _, name = where.partition(":")
@@ -63,13 +66,48 @@ def build_model(
             f"parallel.expert=true: {architecture(hf_config)!r} has no experts that engines could "
             f"share with model.backend={model_config.backend}; set parallel.expert=false"
         )
+    hf_config = _as_stored(model_config, hf_config, kind, dtype)
     model: nn.Module = kind(hf_config, mesh, torch.device(device), dtype, length)
     return model.eval()
+
+
+def _as_stored(model_config: ModelConfig, hf_config: Any, kind: Any, dtype: torch.dtype) -> Any:
+    """The config, tying nothing where the checkpoint stores two values for what it ties.
+
+    What is stored decides, as in transformers: a head that was trained apart is the head.
+    """
+    from swell.worker.loader import stored_alike, stored_names
+
+    text = hf_config.get_text_config()
+    if not (getattr(hf_config, "tie_word_embeddings", False) or text.tie_word_embeddings):
+        return hf_config
+    pairs = kind.tied_pairs(hf_config, stored_names(model_config))
+    if all(stored_alike(model_config, one, other, dtype) for one, other in pairs):
+        return hf_config
+    untied = copy.deepcopy(hf_config)
+    untied.tie_word_embeddings = untied.get_text_config().tie_word_embeddings = False
+    return untied
 
 
 def architecture(hf_config: Any) -> str:
     """The first architecture that the model's config.json names; '' if it names none."""
     return (getattr(hf_config, "architectures", None) or [""])[0]
+
+
+def _check_names(hf_config: Any) -> None:
+    """Refuse an architecture that transformers knows as another model than `model_type` says."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name, kind = architecture(hf_config), hf_config.model_type
+    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    own = (own,) if isinstance(own, str) else tuple(own or ())
+    if not own or not name or name in own or not hasattr(transformers, name):
+        return
+    raise ValueError(
+        f"architectures={name!r} contradicts model_type={kind!r}, whose causal language model is "
+        f"{own[0]!r}: config.json has to name one model; correct whichever is wrong"
+    )
 
 
 def _choose(backend: str, name: str) -> str:
