@@ -53,6 +53,10 @@ def load_config(model_config: ModelConfig) -> Any:
     except Exception as error:
         raise ValueError(_explain_config(path, error)) from None
     refuse_quantized(path, config)
+    try:
+        config.get_text_config()
+    except ValueError as error:
+        raise ValueError(f"model {path!r} is no single text model: {_first_line(error)}") from None
     return config
 
 

@@ -14,20 +14,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("kinds", nargs="*", help="model types; all that there are by default")
+    parser.add_argument("--splits", action="store_true", help="also over two stages and two ranks")
     parser.add_argument("--page", type=Path, help="write what is found into this page")
     args = parser.parse_args()
 
     from tests.zoo import configs, page, run
 
     outcomes = []
-    for outcome in run.run_all(args.kinds or configs.kinds()):
+    splits = list(run.SPLITS) if args.splits else [""]
+    for outcome in run.run_all(run.cases(args.kinds or configs.kinds(), splits)):
         outcomes.append(outcome)
-        name = " ".join(filter(None, (outcome.kind, outcome.variant)))
-        print(
-            f"{outcome.status:8} {outcome.backend:12} {name:32} {outcome.seconds:5.1f} s  "
-            f"{outcome.note}",
-            flush=True,
-        )
+        head = f"{outcome.status:8} {outcome.case!s:48} {outcome.seconds:5.1f} s"
+        print(f"{head}  {outcome.note}", flush=True)
     if args.page:
         page.write(args.page, outcomes)
     print(dict(Counter(o.status for o in outcomes)))

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.zoo.exceptions import CHANGES, WHOLE
+from tests.zoo.exceptions import CHANGES, PARTS, WHOLE
 
 LAYERS = 4
 VOCAB = 320
@@ -113,7 +113,8 @@ def shrunk(kind: str, variant: str = "") -> Any:
     if key is None:
         return whole(**values)
     parts = {k: _one_layer(getattr(default, k, None)) for k in default.sub_configs}
-    parts = {k: part for k, part in parts.items() if part is not None}
+    beside = PARTS.get(kind, {})
+    parts = {k: {**part, **beside.get(k, {})} for k, part in parts.items() if part is not None}
     return whole(**{**parts, key: {**values, "model_type": text.model_type}})
 
 

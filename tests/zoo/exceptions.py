@@ -14,6 +14,9 @@ MAMBA = {
 }
 
 CHANGES: dict[str, dict[str, Any]] = {
+    # A norm behind every sum makes all tokens alike where weights are random: fewer layers.
+    **dict.fromkeys(("bert", "bert-generation", "electra", "ernie"), {"num_hidden_layers": 2}),
+    "roc_bert": {"num_hidden_layers": 2, "enable_pronunciation": False, "enable_shape": False},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
@@ -58,3 +61,8 @@ WHOLE: dict[str, dict[str, Any]] = {
     },
 }
 """Model type whose defaults are refused by its own class -> what makes them valid."""
+
+PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "dots3_note": {"vision_config": {"adapter_out_dim": 64}},
+}
+"""Model type -> keys of the configs beside the text model's."""

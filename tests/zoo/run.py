@@ -28,14 +28,33 @@ MIN_DISTINCT = 5
 """An oracle whose answers are all alike tests nothing."""
 
 
+SPLITS: dict[str, dict[str, int]] = {
+    "": {},
+    "2 stages": {"parallel.pipeline": 2},
+    "2 ranks": {"parallel.tensor": 2},
+}
+"""How many workers an engine has."""
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    """The model_type."""
+    variant: str
+    """See `configs.variants`."""
+    backend: str
+    split: str = ""
+    """See `SPLITS`."""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.kind, self.variant, self.backend, self.split)))
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one model type with one backend."""
+    """What became of one case."""
 
-    kind: str
-    """Its model_type."""
-    variant: str
-    backend: str
+    case: Case
     status: str
     """equal, refused, or failed: the third one that there must not be."""
     note: str
@@ -44,24 +63,18 @@ class Outcome:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Case:
-    kind: str
-    variant: str
-    backend: str
-
-
-def cases(kinds: Sequence[str]) -> list[Case]:
+def cases(kinds: Sequence[str], splits: Sequence[str] = ("",)) -> list[Case]:
     """Each kind in each variant, generically, and natively where its architecture is native."""
     from swell.worker.models import NATIVE
 
-    found = []
-    for kind in kinds:
-        for variant in configs.variants(kind):
-            found.append(Case(kind, variant, "transformers"))
-            if configs.architecture(kind) in NATIVE:
-                found.append(Case(kind, variant, "native"))
-    return found
+    return [
+        Case(kind, variant, backend, split)
+        for kind in kinds
+        for variant in configs.variants(kind)
+        for backend in ("transformers", "native")
+        for split in splits
+        if backend == "transformers" or configs.architecture(kind) in NATIVE
+    ]
 
 
 def run(case: Case) -> Outcome:
@@ -79,7 +92,7 @@ def run(case: Case) -> Outcome:
         status, note = "failed", _place(error)
     seconds = time.monotonic() - start
     name = configs.architecture(case.kind)
-    return Outcome(case.kind, case.variant, case.backend, status, note, name, seconds)
+    return Outcome(case, status, note, name, seconds)
 
 
 def _try(case: Case, folder: Path) -> tuple[str, str]:
@@ -87,7 +100,7 @@ def _try(case: Case, folder: Path) -> tuple[str, str]:
     oracle = specimen.make(folder, config)
     text = config.get_text_config(decoder=True)
     pad = getattr(text, "pad_token_id", None)
-    overrides: dict[str, Any] = {"model.backend": case.backend}
+    overrides: dict[str, Any] = {"model.backend": case.backend, **SPLITS[case.split]}
     if isinstance(oracle, Exception):
         overrides["model.load_format"] = "dummy"
     try:
@@ -113,8 +126,7 @@ def _spoken(text: str) -> bool:
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     last = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:300]} ({last})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({last})"
 
 
 def run_apart(case: Case, deadline_s: float = DEADLINE_S) -> Outcome:
@@ -139,14 +151,14 @@ def run_apart(case: Case, deadline_s: float = DEADLINE_S) -> Outcome:
     os.close(reader)
     os.waitpid(child, 0)
     if text:
-        return Outcome(**json.loads(text))
+        found = json.loads(text)
+        return Outcome(**{**found, "case": case})
     note = f"its process ended without an answer, within {deadline_s:.0f} s"
-    name = configs.architecture(case.kind)
-    return Outcome(case.kind, case.variant, case.backend, "failed", note, name, deadline_s)
+    return Outcome(case, "failed", note, configs.architecture(case.kind), deadline_s)
 
 
-def run_all(kinds: Sequence[str]) -> Iterator[Outcome]:
+def run_all(wanted: Sequence[Case]) -> Iterator[Outcome]:
     for module in IMPORTED:  # once, for all children; a model that ran here would leave threads
         import_module(module)
-    for case in cases(kinds):
+    for case in wanted:
         yield run_apart(case)

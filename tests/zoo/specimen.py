@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.zoo.configs import VOCAB
 
-NORM_NOISE = 0.2
+NORM_NOISE = 0.1
 
 
 def make(folder: Path, config: Any, seed: int = 0) -> Any:
@@ -41,7 +41,7 @@ def _randomize(model: Any) -> None:
     """Large enough that attention is not uniform, and that no two answers are alike."""
     for parameter in model.parameters():
         if parameter.dim() >= 2:
-            parameter.normal_(0.0, min(1.0, 1.5 * parameter.shape[-1] ** -0.5))
+            parameter.normal_(0.0, min(1.0, 2.0 * parameter.shape[-1] ** -0.5))
         else:
             parameter.add_(torch.randn_like(parameter) * NORM_NOISE)
 

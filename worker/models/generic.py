@@ -21,7 +21,7 @@ from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from swell.worker.layers.piece import Piece, whole
 from swell.worker.mesh import Mesh
 from swell.worker.models import generic_attention, generic_masks, generic_probe
-from swell.worker.models.generic_attention import PagedCalls
+from swell.worker.models.generic_attention import PagedCalls, Unservable
 from swell.worker.models.generic_masks import Unfit
 from swell.worker.models.generic_names import Names
 from swell.worker.models.generic_plan import Crossing, split_stages, split_tensors
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from swell.worker.layers.attention import Attention
 
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
+
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Layer types that differ in their masks alone."""
 
 _CONSTRUCTION = threading.Lock()
 """While transformers builds or initializes a model it patches functions of torch."""
@@ -191,7 +194,7 @@ class GenericForCausalLM(nn.Module):
                     assert logits.shape[1] == self.vocab, f"logits {list(logits.shape)}"
         except Unfit as unfit:
             calls.refuse(str(unfit))
-        except ValueError:
+        except Unservable:
             raise
         except Exception as error:
             raise ValueError(
@@ -201,7 +204,10 @@ class GenericForCausalLM(nn.Module):
         calls.rehearsing = False
         silent = [i for i in self.range if i not in calls.layers]
         if silent:
-            calls.refuse(f"its layer {silent[0]} has no attention (a recurrent state?)")
+            calls.refuse(
+                f"its layer {silent[0]} does not call transformers' attention interface (it has an "
+                "attention of its own, or a recurrent state)"
+            )
         part = generic_probe.differing(given, found)
         if part:
             calls.refuse(
@@ -262,6 +268,8 @@ def _on_meta(config: Any) -> tuple[Any, Any]:
             f"{_first_line(error)}"
         ) from None
     name, base = type(causal).__name__, causal.base_model
+    text = base.config.get_text_config()
+    parts = [] if text is base.config else sorted(set(base.config.sub_configs) - {"text_config"})
     why = None
     if base is causal:
         why = "its body cannot be told from its head"
@@ -269,6 +277,8 @@ def _on_meta(config: Any) -> tuple[Any, Any]:
         why = "its layers have a recurrent state"
     elif "position_ids" not in inspect.signature(base.forward).parameters:
         why = "its forward takes no positions"
+    elif parts:
+        why = f"it has {', '.join(parts)} beside its text model, and only text models are served"
     elif not all(isinstance(getattr(base.config, k, None), int) for k in SIZES):
         why = f"its config lacks one of {', '.join(SIZES)}"
     if why:
@@ -284,7 +294,7 @@ def refuse_config(config: Any, max_positions: int) -> None:
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     text = config.get_text_config()
     why = None
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION_KINDS
     if getattr(config, "is_encoder_decoder", False):
         why = "it is an encoder-decoder"
     elif kinds:

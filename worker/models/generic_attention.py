@@ -48,6 +48,10 @@ HARMLESS = {
 cannot do."""
 
 
+class Unservable(ValueError):
+    """An architecture does not fit; the message says which, and why."""
+
+
 class PagedCalls:
     """The attention layers of one model, and the step that it is computing."""
 
@@ -129,7 +133,7 @@ class PagedCalls:
 
     def refuse(self, why: str) -> None:
         """Say that the architecture does not fit, and why."""
-        raise ValueError(
+        raise Unservable(
             f"architecture {self.architecture!r} cannot be served: {why}, and that does not fit "
             "the paged KV cache; choose a decoder with ordinary causal attention"
         )

@@ -128,8 +128,8 @@ def window_of(function: SEES, positions: int) -> int:
         if not torch.equal(_row(function, query, positions), want):
             raise Unfit(
                 f"the token at position {query} does not see "
-                + (f"the last {window} tokens" if window else "exactly the tokens before it")
-                + f" of {positions}"
+                + (f"the last {window} tokens" if window else "all tokens up to itself")
+                + f", as that at {positions - 1} does"
             )
     return window
 
