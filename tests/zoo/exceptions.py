@@ -15,7 +15,7 @@ MAMBA = {
 
 CHANGES: dict[str, dict[str, Any]] = {
     # A norm behind every sum makes all tokens alike where weights are random: fewer layers.
-    **dict.fromkeys(("bert", "bert-generation", "electra", "ernie"), {"num_hidden_layers": 2}),
+    **{kind: {"num_hidden_layers": 2} for kind in ("bert", "bert-generation", "electra", "ernie")},
     "roc_bert": {"num_hidden_layers": 2, "enable_pronunciation": False, "enable_shape": False},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
@@ -63,6 +63,9 @@ WHOLE: dict[str, dict[str, Any]] = {
 """Model type whose defaults are refused by its own class -> what makes them valid."""
 
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
-    "dots3_note": {"vision_config": {"adapter_out_dim": 64}},
+    "dots3_note": {
+        "vision_config": {"adapter_out_dim": 64},
+        "audio_config": {"adapter_out_dim": 64},
+    },
 }
 """Model type -> keys of the configs beside the text model's."""

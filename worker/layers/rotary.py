@@ -40,13 +40,7 @@ class RotaryEmbedding(nn.Module):
                 f"partial_rotary_factor={part} is not supported natively (only 1); "
                 "try model.backend=transformers"
             )
-        try:
-            inverse, factor = FREQUENCIES[kind](head_dim, rope)
-        except (KeyError, TypeError, ZeroDivisionError) as error:
-            raise ValueError(
-                f"rope_parameters={dict(rope)} of rope_type={kind!r} cannot be used: "
-                f"{type(error).__name__} {error}; see the model's original config.json"
-            ) from None
+        inverse, factor = FREQUENCIES[kind](head_dim, rope)
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = positions[:, None] * inverse[None, :]
         self.register_buffer("cos", angles.cos() * factor, persistent=False)

@@ -126,8 +126,14 @@ class GenericForCausalLM(nn.Module):
 
     @staticmethod
     def tied_pairs(config: Any, stored: Collection[str]) -> list[tuple[str, str]]:
-        """The stored names of parameters that the config makes one, where both are stored."""
-        return Names(_on_meta(config)[0]).tied_pairs(stored) if stored else []
+        """The stored names of parameters that the config makes one, where both are stored.
+
+        None of a model that will be refused.
+        """
+        try:
+            return Names(_on_meta(config)[0]).tied_pairs(stored) if stored else []
+        except ValueError:
+            return []
 
     def _own_pieces(self) -> Iterator[Piece]:
         seen: set[int] = set()
@@ -188,18 +194,20 @@ class GenericForCausalLM(nn.Module):
                     calls.learning, calls.rehearsing = False, True
                     found = generic_probe.integers(self.base, self._run, ids, None, incoming)
                 hidden = self._run(ids, positions, incoming)
+                if not self.mesh.is_last_stage and hidden.shape != (2, self.hidden):
+                    raise Unfit(f"what its layers hand on has the shape {list(hidden.shape)}")
                 if self.mesh.is_last_stage:
                     self.width = hidden.shape[1]
                     logits = self.compute_logits(hidden)
                     assert logits.shape[1] == self.vocab, f"logits {list(logits.shape)}"
         except Unfit as unfit:
-            calls.refuse(str(unfit))
+            calls.refuse(f"{unfit}{_whole_again(self.mesh)}")
         except Unservable:
             raise
         except Exception as error:
             raise ValueError(
                 f"architecture {calls.architecture!r} cannot be served: its forward fails on two "
-                f"tokens: {type(error).__name__}: {_first_line(error)}"
+                f"tokens: {type(error).__name__}: {_first_line(error)}{_whole_again(self.mesh)}"
             ) from error
         calls.rehearsing = False
         silent = [i for i in self.range if i not in calls.layers]
@@ -358,6 +366,13 @@ def _materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
                 module._buffers[name]._is_hf_initialized = True  # type: ignore[union-attr]
     with _CONSTRUCTION:
         causal.initialize_weights()
+
+
+def _whole_again(mesh: Mesh) -> str:
+    """The way out, where the model may be well as long as nobody cuts it."""
+    split = {"pipeline": mesh.pipeline.size, "tensor": mesh.tensor.size}
+    ways = [f"parallel.{key}=1" for key, size in split.items() if size > 1]
+    return f"; set {' and '.join(ways)}" if ways else ""
 
 
 def _first_line(error: Exception) -> str:
