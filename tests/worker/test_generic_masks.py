@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import masking_utils
 
 from swell.configs.schema import ModelConfig, ParallelConfig
@@ -14,6 +15,7 @@ from swell.worker.loader import load_config
 from swell.worker.mesh import Mesh
 from swell.worker.models import build_model
 from swell.worker.models.generic_masks import Unfit, window_of
+from swell.worker.models.generic_probe import mixes_tokens
 from tests.worker import tiny_models
 from tests.worker.test_models import MAX_TOKENS, check, refusal
 
@@ -36,7 +38,7 @@ def chunked(chunk: int) -> Any:
         (windowed(8), 4096, 8),
         (windowed(1), 64, 1),
         (windowed(63), 64, 63),
-        (windowed(64), 64, 0),  # nobody comes to its end
+        (windowed(64), 64, 0),  # no token is as far as its end
         (windowed(4096), 64, 0),
         (chunked(64), 64, 0),
     ],
@@ -111,3 +113,25 @@ def test_what_no_layer_of_ours_computes(tmp_path: Path, family: str, words: list
     text = refusal(tmp_path, backend="transformers", max_model_len=MAX_TOKENS)
     for word in words:
         assert word in text
+
+
+def test_tokens_that_mix_outside_of_attention() -> None:
+    """lfm2's convolutions carry earlier tokens on; no mask and no position says so."""
+    kind = {"num_hidden_layers": 2, "layer_types": ["conv"] * 2, "hidden_size": 32}
+    config = transformers.Lfm2Config(**kind, vocab_size=16, intermediate_size=32)
+    model: Any = transformers.Lfm2Model(config).eval()
+
+    def run(ids: torch.Tensor, positions: torch.Tensor, incoming: torch.Tensor | None) -> Any:
+        if incoming is not None:
+            return model(inputs_embeds=incoming[None], use_cache=False).last_hidden_state[0]
+        return model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+
+    own = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    two = torch.tensor([1, 2]), torch.arange(2)
+    with torch.no_grad():
+        assert mixes_tokens(model, run, *two, None)
+        assert mixes_tokens(model, run, *two, torch.zeros(2, 32))
+        for layer in model.layers:
+            layer.conv.forward = lambda hidden_states, **_: hidden_states
+        assert not mixes_tokens(model, run, *two, None)
+    assert all(torch.equal(own[name], p) for name, p in model.named_parameters())

@@ -39,7 +39,7 @@ def test_names_that_contradict_each_other(tmp_path: Path, backend: str) -> None:
         assert word in text
 
 
-def test_a_name_that_nobody_has_is_left_to_the_model_type(tmp_path: Path) -> None:
+def test_an_unknown_name_is_left_to_the_model_type(tmp_path: Path) -> None:
     oracle = tiny_models.make(tmp_path, "qwen2")
     tiny_models.change_config(tmp_path, architectures=["InternQwenForCausalLM"])
     check(tmp_path, oracle)

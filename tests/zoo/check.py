@@ -93,12 +93,12 @@ def compare(oracle: Any, found: Sequence[Any]) -> Difference:
         table = logits.log_softmax(-1)
         spread = TOLERANCE * max(1.0, float(logits.std()))
         seen |= set(table.argmax(-1).tolist())
-        told: list[tuple[int, float]] = []
+        known: list[tuple[int, float]] = []
         if answer.prompt_logprobs is not None:
-            told += [(i, answer.prompt_logprobs.logprobs[i][0]) for i in range(1, len(prompt))]
+            known += [(i, answer.prompt_logprobs.logprobs[i][0]) for i in range(1, len(prompt))]
         start = len(prompt)
-        told += [(start + i, output.logprobs.logprobs[i][0]) for i in range(len(output.token_ids))]
-        for place, got in told:
+        known += [(start + i, output.logprobs.logprobs[i][0]) for i in range(len(output.token_ids))]
+        for place, got in known:
             off = abs(got - float(table[place - 1, ids[place]])) / spread
             if not off <= worst:
                 worst, where = off, f"row {row}, position {place}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import transformers
@@ -56,13 +56,21 @@ class Row:
 
 
 def write(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Replace the page by what `outcomes` tell."""
-    path.write_text(render(outcomes))
+    """Replace the page's rows by `outcomes`; what these do not have stays, if it is of the same
+    version."""
+    text = path.read_text() if path.is_file() else ""
+    rows = rows_of(text) if version_of(text) == transformers.__version__ else {}
+    for kind in sorted({o.case.kind for o in outcomes}):
+        row, old = row_of(kind, outcomes), rows.get(kind)
+        splits = {o.case.split for o in outcomes if o.case.kind == kind}
+        if old is not None and splits == {""} and "yes" in row.generic:
+            row = replace(row, stages=old.stages, ranks=old.ranks)
+        rows[kind] = row
+    path.write_text(render([rows[kind] for kind in sorted(rows)]))
 
 
-def render(outcomes: Sequence[Outcome]) -> str:
-    rows = [row_of(kind, outcomes) for kind in sorted({o.case.kind for o in outcomes})]
-    served = [row for row in rows if "yes" in (row.native[:3], row.generic[:3])]
+def render(rows: Sequence[Row]) -> str:
+    served = [row for row in rows if row.native.startswith("yes") or row.generic.startswith("yes")]
     head = HEAD.format(
         version=transformers.__version__,
         total=len(rows),

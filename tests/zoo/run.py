@@ -107,7 +107,7 @@ def _try(case: Case, folder: Path) -> tuple[str, str]:
         found = check.answers(folder, configs.VOCAB, pad, **overrides)
     except check.Refused as refused:
         if not _spoken(str(refused)):
-            return "failed", f"refused with words of nobody: {refused}"
+            return "failed", f"refused without saying what: {refused}"
         return "refused", str(refused).replace(str(folder), "FOLDER")
     if isinstance(oracle, Exception):
         return "failed", f"it is served, but transformers cannot build it: {oracle}"

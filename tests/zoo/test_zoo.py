@@ -17,7 +17,7 @@ SPREAD = {
     # mechanism -> model types
     "plain": ["llama", "arcee", "olmo2", "stablelm", "internlm3"],
     "window in some layers": ["qwen2", "gemma2", "gemma3_text", "cohere2", "mistral", "olmo3"],
-    "window that a keyword or the mask alone tells of": ["exaone4", "kolibri1", "phimoe"],
+    "window that a keyword or the mask alone has": ["exaone4", "kolibri1", "phimoe"],
     "no rotation in some layers": ["smollm3"],
     "chunks": ["llama4_text"],
     "caps and factors": ["granite", "minicpm3", "nanochat"],
@@ -59,9 +59,9 @@ def test_the_page_says_what_is_seen(kind: str) -> None:
     text = page.PAGE.read_text()
     if page.version_of(text) != transformers.__version__:
         pytest.skip(f"docs/models.md is of transformers {page.version_of(text)}")
-    told = page.rows_of(text)[kind]
+    written = page.rows_of(text)[kind]
     seen = page.row_of(kind, [outcome(case) for case in CASES if case.kind == kind])
-    assert (told.architecture, told.native, told.generic, told.why) == (
+    assert (written.architecture, written.native, written.generic, written.why) == (
         seen.architecture,
         seen.native,
         seen.generic,

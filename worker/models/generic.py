@@ -21,7 +21,7 @@ from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from swell.worker.layers.piece import Piece, whole
 from swell.worker.mesh import Mesh
 from swell.worker.models import generic_attention, generic_masks, generic_probe
-from swell.worker.models.generic_attention import PagedCalls, Unservable
+from swell.worker.models.generic_attention import Mode, PagedCalls, Unservable
 from swell.worker.models.generic_masks import Unfit
 from swell.worker.models.generic_names import Names
 from swell.worker.models.generic_plan import Crossing, split_stages, split_tensors
@@ -178,9 +178,9 @@ class GenericForCausalLM(nn.Module):
         Then again without masks, as steps are computed, and up to the logits; and without
         positions, which transformers then finds by itself: they must be the same.
         """
-        ids = torch.zeros(2, dtype=torch.long, device=self.device)
+        ids = torch.tensor([1, 0], device=self.device).clamp(max=self.vocab - 1)
         pad = getattr(self.base.config, "pad_token_id", None)
-        if isinstance(pad, int) and 0 <= pad < self.vocab:
+        if isinstance(pad, int) and 0 <= pad < self.vocab and pad != 1:
             ids[1] = pad  # what it means to a model shows in its masks and positions
         positions = torch.arange(2, device=self.device)
         first = self.mesh.is_first_stage
@@ -189,10 +189,11 @@ class GenericForCausalLM(nn.Module):
         try:
             with self.mesh.tensor.rehearsal():
                 with generic_masks.recording(self.base):
-                    calls.learning = True
+                    calls.mode = Mode.LEARN
                     given = generic_probe.integers(self.base, self._run, ids, positions, incoming)
-                    calls.learning, calls.rehearsing = False, True
+                    calls.mode = Mode.REHEARSE
                     found = generic_probe.integers(self.base, self._run, ids, None, incoming)
+                mixed = generic_probe.mixes_tokens(self.base, self._run, ids, positions, incoming)
                 hidden = self._run(ids, positions, incoming)
                 if not self.mesh.is_last_stage and hidden.shape != (2, self.hidden):
                     raise Unfit(f"what its layers hand on has the shape {list(hidden.shape)}")
@@ -209,13 +210,15 @@ class GenericForCausalLM(nn.Module):
                 f"architecture {calls.architecture!r} cannot be served: its forward fails on two "
                 f"tokens: {type(error).__name__}: {_first_line(error)}{_whole_again(self.mesh)}"
             ) from error
-        calls.rehearsing = False
+        calls.mode = Mode.COMPUTE
         silent = [i for i in self.range if i not in calls.layers]
         if silent:
             calls.refuse(
                 f"its layer {silent[0]} does not call transformers' attention interface (it has an "
                 "attention of its own, or a recurrent state)"
             )
+        if mixed:
+            calls.refuse("its tokens see each other outside of attention (a recurrent state?)")
         part = generic_probe.differing(given, found)
         if part:
             calls.refuse(
@@ -369,7 +372,7 @@ def _materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _whole_again(mesh: Mesh) -> str:
-    """The way out, where the model may be well as long as nobody cuts it."""
+    """The way out, where the model may fit as long as it is not split."""
     split = {"pipeline": mesh.pipeline.size, "tensor": mesh.tensor.size}
     ways = [f"parallel.{key}=1" for key, size in split.items() if size > 1]
     return f"; set {' and '.join(ways)}" if ways else ""

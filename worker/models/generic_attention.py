@@ -8,12 +8,13 @@ transformers looks attention up by name in one table and calls
 We stand in that table as `swell`. Every module of a model that we build carries its model's
 `PagedCalls`, so the function itself keeps no state and models of several threads do not meet.
 How many heads and which window each layer has is not read from its config, whose names vary, but
-learned by letting a few tokens through (`learning`): the window from the mask that transformers
+learned by letting a few tokens through (`Mode.LEARN`): the window from the mask that transformers
 makes for the layer, and the rest from a comparison with what transformers calls in our place.
 """
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 
 from swell.worker.layers.attention import Attention
 from swell.worker.models import generic_masks
-from swell.worker.models.generic_masks import Unfit, own_difference, sees, window_of
+from swell.worker.models.generic_masks import Sees, Unfit, own_difference, sees, window_of
 
 NAME = "swell"
 
@@ -52,6 +53,16 @@ class Unservable(ValueError):
     """An architecture does not fit; the message says which, and why."""
 
 
+class Mode(Enum):
+    """What a call of attention is for."""
+
+    LEARN = auto()
+    """It shows what its layer needs; its answer is zeros."""
+    REHEARSE = auto()
+    """Its answer is zeros."""
+    COMPUTE = auto()
+
+
 class PagedCalls:
     """The attention layers of one model, and the step that it is computing."""
 
@@ -60,7 +71,8 @@ class PagedCalls:
         self.architecture, self.positions = architecture, positions
         self.layers: dict[int, Attention] = {}
         """Layer index -> its attention."""
-        self.learning = self.rehearsing = False
+        self._windows: dict[Sees, int] = {}
+        self.mode = Mode.COMPUTE
         self.metadata: Any = None
         """`AttentionMetadata` of the forward under way."""
 
@@ -80,8 +92,8 @@ class PagedCalls:
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         index = getattr(module, "layer_idx", None)
-        if self.learning or self.rehearsing:
-            if self.learning:
+        if self.mode is not Mode.COMPUTE:
+            if self.mode is Mode.LEARN:
                 self._learn(module, index, q, k, v, mask, scaling, kwargs)
             return v.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
         layer = self.layers[index]
@@ -115,7 +127,7 @@ class PagedCalls:
         elif v.shape[3] > q.shape[3]:
             self.refuse(f"its values ({v.shape[3]}) are wider than its keys ({q.shape[3]})")
         try:
-            window = window_of(sees(mask), self.positions)
+            window = self._window(sees(mask), q.device)
         except Unfit as unfit:
             self.refuse(f"in its layer {index}, {unfit}")
         layer = Attention(
@@ -130,6 +142,12 @@ class PagedCalls:
         if difference:
             self.refuse(f"its layer {index} computes another attention: {difference}")
         self.layers[index or 0] = layer
+
+    def _window(self, function: Sees, device: torch.device) -> int:
+        """Layers share their few masks."""
+        if function not in self._windows:
+            self._windows[function] = window_of(function, self.positions, device)
+        return self._windows[function]
 
     def refuse(self, why: str) -> None:
         """Say that the architecture does not fit, and why."""

@@ -21,7 +21,7 @@ from swell.worker.layers.attention import Attention
 LEARNING = "swell-learning"
 """The attention implementation under which masks are made, and kept."""
 
-SEES = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(batch, head, query's position, key's position), broadcast -> whether the query sees the key."""
 
 SAMPLES = 24
@@ -39,7 +39,7 @@ class Unfit(Exception):
 class _Made(threading.local):
     """Masks of the forward under way in this thread."""
 
-    masks: list[tuple[torch.Tensor, SEES]] | None = None
+    masks: list[tuple[torch.Tensor, Sees]] | None = None
 
 
 _made = _Made()
@@ -73,7 +73,7 @@ def _record(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    mask_function: SEES,
+    mask_function: Sees,
     attention_mask: torch.Tensor | None = None,
     device: Any = None,
     **_unused: Any,
@@ -94,7 +94,7 @@ def _grid(queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torc
     return queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1)
 
 
-def sees(mask: torch.Tensor | None) -> SEES:
+def sees(mask: torch.Tensor | None) -> Sees:
     """The function behind a mask that reached a layer. Raises `Unfit` for one that was altered."""
     if mask is None:
         raise Unfit("it has no mask, so every token sees every other")
@@ -108,12 +108,12 @@ def sees(mask: torch.Tensor | None) -> SEES:
     raise Unfit("it adds a bias of its own to the scores")
 
 
-def window_of(function: SEES, positions: int) -> int:
+def window_of(function: Sees, positions: int, device: torch.device | str = "cpu") -> int:
     """Tokens that a token sees, itself included, up to `positions` of them; 0: all.
 
     Raises `Unfit` where the last position's answer is not the rule of all others.
     """
-    last = _row(function, positions - 1, positions)
+    last = _row(function, positions - 1, positions, device)
     width = int(last.sum())
     window = 0 if width == positions else width
     borders = {0, 1, 2, width - 1, width, width + 1, 2 * width - 1, 2 * width, positions // 2}
@@ -125,7 +125,7 @@ def window_of(function: SEES, positions: int) -> int:
         want = keys <= query
         if window:
             want &= keys > query - window
-        if not torch.equal(_row(function, query, positions), want):
+        if not torch.equal(_row(function, query, positions, device), want):
             raise Unfit(
                 f"the token at position {query} does not see "
                 + (f"the last {window} tokens" if window else "all tokens up to itself")
@@ -134,11 +134,12 @@ def window_of(function: SEES, positions: int) -> int:
     return window
 
 
-def _row(function: SEES, query: int, positions: int) -> torch.Tensor:
+def _row(function: Sees, query: int, positions: int, device: torch.device | str) -> torch.Tensor:
     """[positions] bool, on the host: what the token at `query` sees."""
-    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    keys = torch.arange(positions, device=device)
     try:
-        seen = function(zero, zero, *_grid(torch.tensor([query]), torch.arange(positions)))
+        seen = function(zero, zero, *_grid(torch.tensor([query], device=device), keys))
     except Exception as error:
         raise Unfit(f"its mask depends on more than positions ({type(error).__name__})") from None
     return seen.expand(1, 1, 1, positions).reshape(positions).cpu()
@@ -156,7 +157,7 @@ def own_difference(
     """How the layer's attention in transformers differs from `layer` on the same random tokens.
 
     None if it does not, or if it cannot be found. What a model adds to its scores or to their sum
-    (sinks, caps, factors of a layer) may be an attribute that no keyword tells of.
+    (sinks, caps, factors of a layer) may be an attribute without a keyword.
     """
     forward = inspect.unwrap(type(module).forward)
     theirs = getattr(forward, "__globals__", {}).get("eager_attention_forward")
@@ -188,5 +189,5 @@ def own_difference(
     if got.shape != want.shape:
         return f"its answer has the shape {list(got.shape)} in place of {list(want.shape)}"
     if not torch.allclose(got.float(), want, rtol=1e-3, atol=1e-3):
-        return "its scores or its softmax have something that keywords do not tell"
+        return "its scores or its softmax have something that no keyword shows"
     return None
