@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from swell.configs.schema import ModelConfig
 from swell.worker.layers.piece import Piece
@@ -53,11 +55,25 @@ def load_config(model_config: ModelConfig) -> Any:
     except Exception as error:
         raise ValueError(_explain_config(path, error)) from None
     refuse_quantized(path, config)
+    _refuse_contradiction(config)
     try:
         config.get_text_config()
     except ValueError as error:
         raise ValueError(f"model {path!r} is no single text model: {_first_line(error)}") from None
     return config
+
+
+def _refuse_contradiction(hf_config: Any) -> None:
+    """An architecture that transformers knows as another model than `model_type` says."""
+    kind, named = hf_config.model_type, getattr(hf_config, "architectures", None) or []
+    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    classes = [own] if isinstance(own, str) else list(own or ())
+    if not classes or not named or named[0] in classes or not hasattr(transformers, named[0]):
+        return
+    raise ValueError(
+        f"architectures={named[0]!r} contradicts model_type={kind!r}, whose causal language model "
+        f"is {classes[0]!r}: config.json has to name one model; correct whichever is wrong"
+    )
 
 
 def resolve_dtype(model_config: ModelConfig, hf_config: Any) -> torch.dtype:

@@ -23,6 +23,7 @@ TOLERANCE = 1e-4
 ENGINE: dict[str, Any] = {
     "model.dtype": "float32",
     "model.device": "cpu",
+    "model.cpu_threads": 1,
     "model.max_model_len": MAX_MODEL_LEN,
     "cache.block_tokens": 4,
     "scheduler.max_tokens_per_step": 24,

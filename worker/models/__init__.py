@@ -56,7 +56,6 @@ def build_model(
     """
     from swell.worker.loader import max_model_len
 
-    _check_names(hf_config)
     length = max_model_len(model_config, hf_config)
     where = _choose(model_config.backend, architecture(hf_config))
     module, _, name = where.partition(":")
@@ -79,7 +78,7 @@ def _as_stored(model_config: ModelConfig, hf_config: Any, kind: Any, dtype: torc
     from swell.worker.loader import stored_alike, stored_names
 
     text = hf_config.get_text_config()
-    if not (getattr(hf_config, "tie_word_embeddings", False) or text.tie_word_embeddings):
+    if not any(getattr(config, "tie_word_embeddings", False) for config in (hf_config, text)):
         return hf_config
     pairs = kind.tied_pairs(hf_config, stored_names(model_config))
     if all(stored_alike(model_config, one, other, dtype) for one, other in pairs):
@@ -92,22 +91,6 @@ def _as_stored(model_config: ModelConfig, hf_config: Any, kind: Any, dtype: torc
 def architecture(hf_config: Any) -> str:
     """The first architecture that the model's config.json names; '' if it names none."""
     return (getattr(hf_config, "architectures", None) or [""])[0]
-
-
-def _check_names(hf_config: Any) -> None:
-    """Refuse an architecture that transformers knows as another model than `model_type` says."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    name, kind = architecture(hf_config), hf_config.model_type
-    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    own = (own,) if isinstance(own, str) else tuple(own or ())
-    if not own or not name or name in own or not hasattr(transformers, name):
-        return
-    raise ValueError(
-        f"architectures={name!r} contradicts model_type={kind!r}, whose causal language model is "
-        f"{own[0]!r}: config.json has to name one model; correct whichever is wrong"
-    )
 
 
 def _choose(backend: str, name: str) -> str:
