@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JUDGES := .venv-judges
 
-.PHONY: setup demo test test-fast test-gpu judges fault-matrix bench bench-docs lint typecheck clean
+.PHONY: setup demo test test-fast test-gpu judges zoo fault-matrix bench bench-docs lint typecheck clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ $(JUDGES)/.installed: tests/judges/requirements.txt
 	$(JUDGES)/bin/pip install --quiet --upgrade pip
 	$(JUDGES)/bin/pip install --quiet --requirement tests/judges/requirements.txt
 	touch $(JUDGES)/.installed
+
+# Every causal model of transformers, small: equal or refused; some ten minutes, rewrites the page.
+zoo: setup
+	$(BIN)/python -m tests.zoo --splits --page docs/models.md
 
 # Every fault in every moment, under load: about an hour on two cores; rewrites the tables of the page.
 fault-matrix: setup

@@ -51,13 +51,13 @@ class LLM:
         path = self.config.model.path
         self._defaults = read_generation_config(self.config.model)
         tokenizer = load_tokenizer(path)
+        self._ends = end_token_ids(path, tokenizer)
         executor = build_executor(self.config)
         limits = executor.start()
         self._core = EngineCore(self.config, executor, limits)
         self._prompts = PromptProcessor(
             tokenizer, limits.max_model_len, limits.vocab_size, self.config.model.served_name
         )
-        self._ends = end_token_ids(path, tokenizer)
         self._detokenizer = Detokenizer(tokenizer)
         self._processor = OutputProcessor(self._detokenizer)
         self._ids = itertools.count()

@@ -71,16 +71,27 @@ def load_tokenizer(path: str) -> Any:
 
 def end_token_ids(path: str, tokenizer: Any) -> list[int]:
     """Ids that end an answer: the model's (generation_config.json, else config.json) and the
-    tokenizer's own."""
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        ids = read_json(path, name).get("eos_token_id")
-        if ids is not None:
-            found = [ids] if isinstance(ids, int) else list(ids)
-            break
+    tokenizer's own. Raises ConfigError for what is no id."""
+    found = model_end_token_ids(path)
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     return sorted(set(found))
+
+
+def model_end_token_ids(path: str) -> list[int]:
+    """Of the model's own files. Raises ConfigError for what is no id."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(path, name).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise ConfigError(
+                f"{Path(path) / name}: eos_token_id={json.dumps(value)} is no token id: it has to "
+                "be an integer of at least 0, or a list of such; write it without quotes"
+            )
+        return list(ids)
+    return []
 
 
 def read_json(path: str, name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -17,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from swell.configs.schema import ModelConfig
 from swell.worker.layers.piece import Piece
+from swell.worker.quantization import refuse_quantized, refuse_type
 
 Progress = Callable[[int, int], None]
 """Called with (bytes filled, bytes in all) of this worker's parameters."""
@@ -47,9 +51,29 @@ def load_config(model_config: ModelConfig) -> Any:
     path = model_config.path
     _check_path(path)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         raise ValueError(_explain_config(path, error)) from None
+    refuse_quantized(path, config)
+    _refuse_contradiction(config)
+    try:
+        config.get_text_config()
+    except ValueError as error:
+        raise ValueError(f"model {path!r} is no single text model: {_first_line(error)}") from None
+    return config
+
+
+def _refuse_contradiction(hf_config: Any) -> None:
+    """An architecture that transformers knows as another model than `model_type` says."""
+    kind, named = hf_config.model_type, getattr(hf_config, "architectures", None) or []
+    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    classes = [own] if isinstance(own, str) else list(own or ())
+    if not classes or not named or named[0] in classes or not hasattr(transformers, named[0]):
+        return
+    raise ValueError(
+        f"architectures={named[0]!r} contradicts model_type={kind!r}, whose causal language model "
+        f"is {classes[0]!r}: config.json has to name one model; correct whichever is wrong"
+    )
 
 
 def resolve_dtype(model_config: ModelConfig, hf_config: Any) -> torch.dtype:
@@ -131,6 +155,27 @@ def load_pieces(
     return report.total
 
 
+def stored_names(model_config: ModelConfig) -> Collection[str]:
+    """The names of the checkpoint's tensors; none for dummy weights."""
+    return () if model_config.load_format == "dummy" else _places(_folder(model_config.path)).keys()
+
+
+def stored_alike(model_config: ModelConfig, one: str, other: str, dtype: torch.dtype) -> bool:
+    """Whether two stored tensors are the same parameter of type `dtype`; reads a part at a time."""
+    folder = _folder(model_config.path)
+    places = _places(folder)
+    with _open(folder / places[one]) as a, _open(folder / places[other]) as b:
+        left, right = a.get_slice(one), b.get_slice(other)
+        shape = tuple(left.get_shape())
+        if shape != tuple(right.get_shape()) or not shape:
+            return False
+        step = max(1, CHUNK_BYTES * shape[0] // (dtype.itemsize * max(1, math.prod(shape))))
+        return all(
+            torch.equal(left[row : row + step].to(dtype), right[row : row + step].to(dtype))
+            for row in range(0, shape[0], step)
+        )
+
+
 class _Report:
     """Counts bytes towards the total."""
 
@@ -146,6 +191,7 @@ def _read(path: Path, pieces: Sequence[Piece], report: _Report) -> None:
     with _open(path) as file:
         for piece in pieces:
             source = file.get_slice(piece.name)
+            refuse_type(piece.name, source.get_dtype(), piece.target.dtype, path)
             shape = tuple(source.get_shape())
             if shape != tuple(piece.shape):
                 raise ValueError(
@@ -154,7 +200,7 @@ def _read(path: Path, pieces: Sequence[Piece], report: _Report) -> None:
                     "together"
                 )
             for target, index in _chunks(piece):
-                target.copy_(source[index] if index else source[:])
+                target.copy_(source[index] if index else file.get_tensor(piece.name))
                 report.add(target.nbytes)
 
 
@@ -254,12 +300,14 @@ def _folder(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=HUB_FILES))
+        folder = Path(snapshot_download(path, allow_patterns=HUB_FILES))
     except Exception as error:
         raise ValueError(
             f"model {path!r}: there is no such folder, and the hub does not give it "
             f"({_first_line(error)}); check model.path, the network, and HF_TOKEN"
         ) from None
+    refuse_quantized(str(folder), None)
+    return folder
 
 
 def _explain_config(path: str, error: Exception) -> str:

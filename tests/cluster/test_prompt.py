@@ -225,6 +225,14 @@ def test_loading(tmp_path: Path) -> None:
     assert end_token_ids(str(folder), tokenizer) == sorted([1, 2, *own])
 
 
+@pytest.mark.parametrize("value", ["1", [1, "2"], -1, 2.0, True, {"id": 1}])
+def test_ends_that_are_no_ids(tmp_path: Path, value: object) -> None:
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(ConfigError, match=rf"{name}: eos_token_id=.*integer.*without quotes"):
+            end_token_ids(str(tmp_path), TOKENIZER)
+
+
 def test_a_folder_without_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no tokenizer.*tokenizer\.json"):
         load_tokenizer(str(tmp_path))

@@ -60,7 +60,7 @@ def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     class Slice:
         def __init__(self, inner: Any) -> None:
             self.inner = inner
-            self.get_shape = inner.get_shape
+            self.get_shape, self.get_dtype = inner.get_shape, inner.get_dtype
 
         def __getitem__(self, index: Any) -> torch.Tensor:
             part = self.inner[index]

@@ -6,6 +6,7 @@ greedy answers differ from prompt to prompt.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,68 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "exaone4": (
+        "exaone4",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "phimoe": (
+        "phimoe",
+        {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "roberta": ("roberta", {"is_decoder": True}),
+    "bert": ("bert", {}),
+    "doge": ("doge", {}),
+    "gpt_oss": ("gpt_oss", {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "diffllama": ("diffllama", {}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "xglm": ("xglm", {"attention_heads": 4, "num_layers": 2, "ffn_dim": 192}),
+    "apertus": ("apertus", {}),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+            "intermediate_size": [192] * 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+        },
+    ),
+    "mpt": ("mpt", {"d_model": 128, "n_heads": 4, "n_layers": 2}),
+    "cpmant": ("cpmant", {}),
+    "musicgen": ("musicgen", {}),
     "mamba": ("mamba", {"state_size": 8}),
     "falcon": ("falcon", {"alibi": True}),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
     "t5": ("t5", {}),
 }
+
+
+def config_of(family: str) -> Any:
+    """The config of a family with what differs, and all else as its class has it."""
+    kind, differs = FAMILIES[family]
+    return transformers.AutoConfig.for_model(kind, **differs)
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    """Write keys into a folder's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def make(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:

@@ -34,6 +34,12 @@ class RotaryEmbedding(nn.Module):
                 f"rope_type={kind!r} is not supported natively (known: {', '.join(FREQUENCIES)}); "
                 "try model.backend=transformers"
             )
+        part = rope.get("partial_rotary_factor") or 1.0
+        if part != 1.0:
+            raise ValueError(
+                f"partial_rotary_factor={part} is not supported natively (only 1); "
+                "try model.backend=transformers"
+            )
         inverse, factor = FREQUENCIES[kind](head_dim, rope)
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = positions[:, None] * inverse[None, :]

@@ -10,6 +10,7 @@ Every model is one stage and one tensor rank's part, and offers
     attention_layers() -> the attention layers of the stage, each of which wants a KV cache
     make_empty_intermediate(tokens) -> room for what the stage before sends
     pieces(stored) -> what it reads from a checkpoint that has the tensors named `stored`
+    tied_pairs(hf_config, stored) -> those of `stored`, two and two, that its config makes one
 
 and, if engines can share its experts,
 
@@ -20,6 +21,7 @@ and, if engines can share its experts,
 
 from __future__ import annotations
 
+import copy
 from importlib import import_module
 from typing import Any
 
@@ -65,8 +67,27 @@ def build_model(
             f"parallel.expert=true: {architecture(hf_config)!r} has no experts that engines could "
             f"share with model.backend={model_config.backend}; set parallel.expert=false"
         )
+    hf_config = _as_stored(model_config, hf_config, kind, dtype)
     model: nn.Module = kind(hf_config, mesh, torch.device(device), dtype, length)
     return model.eval()
+
+
+def _as_stored(model_config: ModelConfig, hf_config: Any, kind: Any, dtype: torch.dtype) -> Any:
+    """The config, tying nothing where the checkpoint stores two values for what it ties.
+
+    What is stored decides, as in transformers: a head that was trained apart is the head.
+    """
+    from swell.worker.loader import stored_alike, stored_names
+
+    text = hf_config.get_text_config()
+    if not any(getattr(config, "tie_word_embeddings", False) for config in (hf_config, text)):
+        return hf_config
+    pairs = kind.tied_pairs(hf_config, stored_names(model_config))
+    if all(stored_alike(model_config, one, other, dtype) for one, other in pairs):
+        return hf_config
+    untied = copy.deepcopy(hf_config)
+    untied.tie_word_embeddings = untied.get_text_config().tie_word_embeddings = False
+    return untied
 
 
 def architecture(hf_config: Any) -> str:

@@ -20,8 +20,9 @@ from swell.kernels.sample import greedy_tokens
 from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from swell.worker.layers.piece import Piece, whole
 from swell.worker.mesh import Mesh
-from swell.worker.models import generic_attention
-from swell.worker.models.generic_attention import PagedCalls
+from swell.worker.models import generic_attention, generic_masks, generic_probe
+from swell.worker.models.generic_attention import Mode, PagedCalls, Unservable
+from swell.worker.models.generic_masks import Unfit
 from swell.worker.models.generic_names import Names
 from swell.worker.models.generic_plan import Crossing, split_stages, split_tensors
 from swell.worker.models.intermediate import IntermediateTensors
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from swell.worker.layers.attention import Attention
 
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
+
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Layer types that differ in their masks alone."""
 
 _CONSTRUCTION = threading.Lock()
 """While transformers builds or initializes a model it patches functions of torch."""
@@ -58,8 +62,10 @@ class GenericForCausalLM(nn.Module):
         self.mesh, self.device, self.dtype = mesh, device, dtype
         self.hidden = int(base.config.hidden_size)
         self.vocab_size = int(base.config.vocab_size)
+        self.width = self.hidden
+        """Of what the head takes: some models project it before."""
         self._crossing = Crossing()
-        self._calls = PagedCalls(type(causal).__name__)
+        self._calls = PagedCalls(type(causal).__name__, max_positions)
         self._names = Names(causal)
         split_tensors(causal, base.config, mesh.tensor)
         self.range = split_stages(causal, base, mesh, self._crossing)
@@ -83,8 +89,10 @@ class GenericForCausalLM(nn.Module):
         normed hidden states of `batch.wanted`, [W, hidden], or of all.
         """
         if not len(batch.positions):  # the dummy batch: transformers does not take empty rows
-            hidden = self.make_empty_intermediate(0).hidden_states
-            return hidden if self.mesh.is_last_stage else IntermediateTensors(hidden)
+            nothing = self.make_empty_intermediate(0)
+            if not self.mesh.is_last_stage:
+                return nothing
+            return nothing.hidden_states.new_empty(0, self.width)
         self._calls.metadata = batch.attention
         incoming = None if intermediate is None else intermediate.hidden_states
         hidden = self._run(batch.input_ids, batch.positions, incoming)
@@ -95,7 +103,8 @@ class GenericForCausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
         self._head_input.hidden = hidden[None]
-        logits = self.head(input_ids=None, use_cache=False).logits[0]
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)  # none is read
+        logits = self.head(input_ids=ids, use_cache=False).logits[0]
         return logits[:, : self.vocab_size].float()
 
     def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,6 +126,17 @@ class GenericForCausalLM(nn.Module):
         """What this rank needs of the checkpoint, under the names that it has (`stored`)."""
         yield from self._names.in_checkpoint(self._own_pieces(), stored)
 
+    @staticmethod
+    def tied_pairs(config: Any, stored: Collection[str]) -> list[tuple[str, str]]:
+        """The stored names of parameters that the config makes one, where both are stored.
+
+        None of a model that will be refused.
+        """
+        try:
+            return Names(_on_meta(config)[0]).tied_pairs(stored) if stored else []
+        except ValueError:
+            return []
+
     def _own_pieces(self) -> Iterator[Piece]:
         seen: set[int] = set()
         for path, module in self._parts:
@@ -134,44 +154,78 @@ class GenericForCausalLM(nn.Module):
                     yield whole(f"{path}.{name}".lstrip("."), tensor)
 
     def _run(
-        self, ids: torch.Tensor, positions: torch.Tensor, incoming: torch.Tensor | None
+        self, ids: torch.Tensor, positions: torch.Tensor | None, incoming: torch.Tensor | None
     ) -> torch.Tensor:
-        """ids, positions [T]; incoming [T, hidden] on later stages -> [T, hidden]"""
+        """ids, positions [T]; incoming [T, hidden] on later stages -> [T, hidden]
+
+        Without positions, the model finds them as transformers does.
+        """
         inputs: dict[str, torch.Tensor] = {"input_ids": ids[None].long()}
         if incoming is not None:
             # Its values are replaced again right before this stage's first layer, past whatever
             # the model does to embeddings.
             self._crossing.incoming = incoming[None]
             inputs = {"inputs_embeds": incoming[None]}
-        out = self.base(position_ids=positions[None].long(), use_cache=False, **inputs)
+        if positions is not None:
+            inputs["position_ids"] = positions[None].long()
+        out = self.base(use_cache=False, **inputs)
         hidden = out.last_hidden_state if self.mesh.is_last_stage else self._crossing.outgoing
         self._crossing.incoming = self._crossing.outgoing = None
         return hidden[0]
 
     @torch.no_grad()
     def _learn(self) -> None:
-        """Let two tokens through, so that every attention layer shows its shape."""
-        ids = torch.zeros(2, dtype=torch.long, device=self.device)
+        """Let two tokens through, so that every attention layer shows its shape and its mask.
+
+        Then again without masks, as steps are computed, and up to the logits; and without
+        positions, which transformers then finds by itself: they must be the same.
+        """
+        ids = torch.tensor([1, 0], device=self.device).clamp(max=self.vocab - 1)
+        pad = getattr(self.base.config, "pad_token_id", None)
+        if isinstance(pad, int) and 0 <= pad < self.vocab and pad != 1:
+            ids[1] = pad  # what it means to a model shows in its masks and positions
         positions = torch.arange(2, device=self.device)
         first = self.mesh.is_first_stage
         incoming = None if first else self.make_empty_intermediate(2).hidden_states.zero_()
-        self._calls.learning = True
+        calls = self._calls
         try:
             with self.mesh.tensor.rehearsal():
+                with generic_masks.recording(self.base):
+                    calls.mode = Mode.LEARN
+                    given = generic_probe.integers(self.base, self._run, ids, positions, incoming)
+                    calls.mode = Mode.REHEARSE
+                    found = generic_probe.integers(self.base, self._run, ids, None, incoming)
+                mixed = generic_probe.mixes_tokens(self.base, self._run, ids, positions, incoming)
                 hidden = self._run(ids, positions, incoming)
-        except ValueError:
+                if not self.mesh.is_last_stage and hidden.shape != (2, self.hidden):
+                    raise Unfit(f"what its layers hand on has the shape {list(hidden.shape)}")
+                if self.mesh.is_last_stage:
+                    self.width = hidden.shape[1]
+                    logits = self.compute_logits(hidden)
+                    assert logits.shape[1] == self.vocab, f"logits {list(logits.shape)}"
+        except Unfit as unfit:
+            calls.refuse(f"{unfit}{_whole_again(self.mesh)}")
+        except Unservable:
             raise
         except Exception as error:
-            name = self._calls.architecture
             raise ValueError(
-                f"architecture {name!r} cannot be served: its forward fails on two tokens: "
-                f"{_first_line(error)}"
+                f"architecture {calls.architecture!r} cannot be served: its forward fails on two "
+                f"tokens: {type(error).__name__}: {_first_line(error)}{_whole_again(self.mesh)}"
             ) from error
-        self._calls.learning = False
-        silent = [i for i in self.range if i not in self._calls.layers]
+        calls.mode = Mode.COMPUTE
+        silent = [i for i in self.range if i not in calls.layers]
         if silent:
-            self._calls.refuse(f"its layer {silent[0]} has no attention (a recurrent state?)")
-        assert hidden.shape == (2, self.hidden), f"hidden states of shape {tuple(hidden.shape)}"
+            calls.refuse(
+                f"its layer {silent[0]} does not call transformers' attention interface (it has an "
+                "attention of its own, or a recurrent state)"
+            )
+        if mixed:
+            calls.refuse("its tokens see each other outside of attention (a recurrent state?)")
+        part = generic_probe.differing(given, found)
+        if part:
+            calls.refuse(
+                f"its {part} has other positions than 0, 1, 2, ... whatever the tokens are"
+            )
 
 
 class _Body:
@@ -227,6 +281,8 @@ def _on_meta(config: Any) -> tuple[Any, Any]:
             f"{_first_line(error)}"
         ) from None
     name, base = type(causal).__name__, causal.base_model
+    text = base.config.get_text_config()
+    parts = [] if text is base.config else sorted(set(base.config.sub_configs) - {"text_config"})
     why = None
     if base is causal:
         why = "its body cannot be told from its head"
@@ -234,6 +290,8 @@ def _on_meta(config: Any) -> tuple[Any, Any]:
         why = "its layers have a recurrent state"
     elif "position_ids" not in inspect.signature(base.forward).parameters:
         why = "its forward takes no positions"
+    elif parts:
+        why = f"it has {', '.join(parts)} beside its text model, and only text models are served"
     elif not all(isinstance(getattr(base.config, k, None), int) for k in SIZES):
         why = f"its config lacks one of {', '.join(SIZES)}"
     if why:
@@ -249,22 +307,22 @@ def refuse_config(config: Any, max_positions: int) -> None:
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     text = config.get_text_config()
     why = None
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION_KINDS
     if getattr(config, "is_encoder_decoder", False):
         why = "it is an encoder-decoder"
     elif kinds:
         why = f"its layer_types have {sorted(kinds)[0]!r}"
-    elif getattr(config, "quantization_config", None):
-        why = "its weights are quantized"
     if why:
         raise ValueError(f"architecture {name!r} cannot be served: {why}")
     ropes = getattr(text, "rope_parameters", None) or {}
     for rope in [ropes, *(r for r in ropes.values() if isinstance(r, dict))]:
         kind = rope.get("rope_type")
-        limit = text.max_position_embeddings
+        if kind not in ("dynamic", "longrope"):
+            continue
+        limit = getattr(text, "max_position_embeddings", None) or 0
         if kind == "longrope":
             limit = rope.get("original_max_position_embeddings") or limit
-        if kind in ("dynamic", "longrope") and max_positions > limit:
+        if max_positions > limit:
             raise ValueError(
                 f"architecture {name!r}: rope_type={kind!r} changes all angles beyond {limit} "
                 f"tokens, which no cache survives; set model.max_model_len={limit} or less"
@@ -313,6 +371,13 @@ def _materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
                 module._buffers[name]._is_hf_initialized = True  # type: ignore[union-attr]
     with _CONSTRUCTION:
         causal.initialize_weights()
+
+
+def _whole_again(mesh: Mesh) -> str:
+    """The way out, where the model may fit as long as it is not split."""
+    split = {"pipeline": mesh.pipeline.size, "tensor": mesh.tensor.size}
+    ways = [f"parallel.{key}=1" for key, size in split.items() if size > 1]
+    return f"; set {' and '.join(ways)}" if ways else ""
 
 
 def _first_line(error: Exception) -> str:

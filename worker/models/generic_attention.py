@@ -8,11 +8,13 @@ transformers looks attention up by name in one table and calls
 We stand in that table as `swell`. Every module of a model that we build carries its model's
 `PagedCalls`, so the function itself keeps no state and models of several threads do not meet.
 How many heads and which window each layer has is not read from its config, whose names vary, but
-learned by letting one batch through (`learning`).
+learned by letting a few tokens through (`Mode.LEARN`): the window from the mask that transformers
+makes for the layer, and the rest from a comparison with what transformers calls in our place.
 """
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from swell.worker.layers.attention import Attention
+from swell.worker.models import generic_masks
+from swell.worker.models.generic_masks import Sees, Unfit, own_difference, sees, window_of
 
 NAME = "swell"
 
@@ -41,17 +45,34 @@ HARMLESS = {
     "softcap",
     "use_cache",
 }
-"""Keywords that we honour, or that change nothing here; any other asks for what we cannot do."""
+"""Keywords that we honour, or that change nothing in eager attention; any other asks for what we
+cannot do."""
+
+
+class Unservable(ValueError):
+    """An architecture does not fit; the message says which, and why."""
+
+
+class Mode(Enum):
+    """What a call of attention is for."""
+
+    LEARN = auto()
+    """It shows what its layer needs; its answer is zeros."""
+    REHEARSE = auto()
+    """Its answer is zeros."""
+    COMPUTE = auto()
 
 
 class PagedCalls:
     """The attention layers of one model, and the step that it is computing."""
 
-    def __init__(self, architecture: str) -> None:
-        self.architecture = architecture
+    def __init__(self, architecture: str, positions: int) -> None:
+        """`positions`: tokens of the longest sequence that will be served."""
+        self.architecture, self.positions = architecture, positions
         self.layers: dict[int, Attention] = {}
         """Layer index -> its attention."""
-        self.learning = False
+        self._windows: dict[Sees, int] = {}
+        self.mode = Mode.COMPUTE
         self.metadata: Any = None
         """`AttentionMetadata` of the forward under way."""
 
@@ -71,8 +92,9 @@ class PagedCalls:
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         index = getattr(module, "layer_idx", None)
-        if self.learning:
-            self._learn(module, index, q, k, v, mask, scaling, kwargs)
+        if self.mode is not Mode.COMPUTE:
+            if self.mode is Mode.LEARN:
+                self._learn(module, index, q, k, v, mask, scaling, kwargs)
             return v.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
         layer = self.layers[index]
         tokens, width = q.shape[2], v.shape[3]
@@ -93,37 +115,43 @@ class PagedCalls:
         scaling: float | None,
         kwargs: dict[str, Any],
     ) -> None:
-        causal = kwargs.get("is_causal")
-        if causal is None:
-            causal = getattr(module, "is_causal", True)
         extra = sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS)
         if index is None:
             self.refuse(f"its {type(module).__name__} does not know its layer")
         elif index in self.layers:
             self.refuse(f"its layer {index} calls attention twice")
-        elif mask is not None:
-            self.refuse("its attention has a mask or bias of its own")
         elif extra:
             self.refuse(f"its attention takes {', '.join(extra)}")
-        elif not causal:
-            self.refuse("its attention is not causal")
+        elif k.shape[2] != q.shape[2]:
+            self.refuse(f"its layer {index} has {k.shape[2]} keys for {q.shape[2]} tokens")
         elif v.shape[3] > q.shape[3]:
             self.refuse(f"its values ({v.shape[3]}) are wider than its keys ({q.shape[3]})")
-        window = kwargs.get("sliding_window")
-        if window is None:
-            window = getattr(module, "sliding_window", None)
-        self.layers[index or 0] = Attention(
+        try:
+            window = self._window(sees(mask), q.device)
+        except Unfit as unfit:
+            self.refuse(f"in its layer {index}, {unfit}")
+        layer = Attention(
             q.shape[1],
             k.shape[1],
             q.shape[3],
             q.shape[3] ** -0.5 if scaling is None else float(scaling),
-            window=int(window or 0),
+            window=window,
             softcap=float(kwargs.get("softcap") or 0.0),
         )
+        difference = own_difference(module, layer, v.shape[3], q.device, scaling, kwargs)
+        if difference:
+            self.refuse(f"its layer {index} computes another attention: {difference}")
+        self.layers[index or 0] = layer
+
+    def _window(self, function: Sees, device: torch.device) -> int:
+        """Layers share their few masks."""
+        if function not in self._windows:
+            self._windows[function] = window_of(function, self.positions, device)
+        return self._windows[function]
 
     def refuse(self, why: str) -> None:
         """Say that the architecture does not fit, and why."""
-        raise ValueError(
+        raise Unservable(
             f"architecture {self.architecture!r} cannot be served: {why}, and that does not fit "
             "the paged KV cache; choose a decoder with ordinary causal attention"
         )
@@ -143,7 +171,9 @@ def _attention(
 
 
 def register() -> None:
-    """Enter our function into transformers' table; no mask function, so no mask is made."""
+    """Enter our function into transformers' table: with no mask function when steps are computed,
+    so no mask is made, and with one that explains itself when a model is learned."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
+    generic_masks.register(_attention)

@@ -50,13 +50,27 @@ class Names:
         sources = self._sources(stored)
         for piece in pieces:
             name = piece.name
-            if name not in sources and name in self.tied:
-                name = self.tied[name]
+            if name not in sources:
+                name = next((n for n in self._shared_with(name) if n in sources), name)
             found = sources.get(name, [_Stored(name)])
             if found[0].converter is None:
                 yield Piece(found[0].name, piece.target, piece.index, piece.shape)
             else:
                 yield from _converted(self.architecture, piece, found)
+
+    def tied_pairs(self, stored: Collection[str]) -> list[tuple[str, str]]:
+        """The stored tensors, two and two, that are one parameter."""
+        sources = self._sources(stored)
+        return [
+            (sources[target][0].name, sources[source][0].name)
+            for target, source in self.tied.items()
+            if target in sources and source in sources
+        ]
+
+    def _shared_with(self, name: str) -> list[str]:
+        """Other names of the same parameter: its source's, and those that have that source."""
+        source = self.tied.get(name, name)
+        return [source, *(target for target, other in self.tied.items() if other == source)]
 
     def _sources(self, stored: Collection[str]) -> dict[str, list[_Stored]]:
         """Parameter name -> the checkpoint tensors that it is made of."""

@@ -79,6 +79,11 @@ def split_tensors(model: nn.Module, config: Any, group: Group) -> None:
     if not any(STYLES.get(style) not in (_gathered_columns, _whole) for style in plan.values()):
         raise ValueError(f"architecture {name!r} has no tensor-parallel plan; {way_out}")
     _check_heads(plan, config, group)
+    if any(getattr(config, "activation_sparsity_pattern", None) or ()):
+        raise ValueError(
+            f"architecture {name!r}: activation_sparsity_pattern compares all intermediate values "
+            f"of a layer, and each rank would have a part of them; {way_out}"
+        )
     modules = {path: _pattern(path) for path, _ in model.named_modules()}
     bare = {_pattern(path) for path, _ in model.named_parameters()} & plan.keys()
     for path, pattern in modules.items():

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from swell.worker.input_batch import InputBatch
 
 
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+
+
 @dataclass(frozen=True)
 class Traits:
     """Where the members of the family differ."""
@@ -214,7 +217,7 @@ class LlamaForCausalLM(nn.Module):
             if self.tied and mesh.is_first_stage:
                 self.head.tie(self.embed)
         materialize(self, device, dtype)
-        self.rope = RotaryEmbedding(head_dim(config), max_positions, config.rope_parameters)
+        self.rope = RotaryEmbedding(head_dim(config), max_positions, _rope(config))
         self.rope.to(device)
 
     def make_mlp(self, config: Any, traits: Traits, layer: int) -> nn.Module:
@@ -266,17 +269,26 @@ class LlamaForCausalLM(nn.Module):
         return IntermediateTensors(x, residual)
 
     def pieces(self, stored: Collection[str] = ()) -> Iterator[Piece]:
-        """What this rank needs of the checkpoint; its names are the family's, whatever `stored`."""
+        """What this rank needs of the checkpoint, which has the names `stored`."""
+        embedding = EMBEDDING
+        if self.tied and stored and f"{EMBEDDING}.weight" not in stored:
+            embedding = HEAD  # either name may hold what both share
         if self.mesh.is_first_stage:
-            yield from self.embed.pieces("model.embed_tokens")
+            yield from self.embed.pieces(embedding)
         for i, layer in zip(self.range, self.layers, strict=True):
             yield from layer.pieces(f"model.layers.{i}")
         if self.mesh.is_last_stage:
             yield from self.norm.pieces("model.norm")
             if not self.tied:
-                yield from self.head.pieces("lm_head")
+                yield from self.head.pieces(HEAD)
             elif not self.mesh.is_first_stage:
-                yield from self.head.pieces("model.embed_tokens")
+                yield from self.head.pieces(embedding)
+
+    @staticmethod
+    def tied_pairs(config: Any, stored: Collection[str]) -> list[tuple[str, str]]:
+        """The head and the embedding, where both are stored."""
+        pair = (f"{HEAD}.weight", f"{EMBEDDING}.weight")
+        return [pair] if all(name in stored for name in pair) else []
 
 
 def _of(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
@@ -286,6 +298,15 @@ def _of(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
 def head_dim(config: Any) -> int:
     """Size of one attention head; a config may leave it to the hidden size."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """The rope's parameters, with the factor that a config may leave to its lengths."""
+    rope = dict(config.rope_parameters)
+    if rope.get("rope_type") == "yarn" and rope.get("factor") is None:
+        old = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        rope["factor"] = config.max_position_embeddings / old
+    return rope
 
 
 def _check(config: Any) -> None:

@@ -1,0 +1,137 @@
+"""What a mask of transformers means, and that a layer of ours is the layer that it replaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import masking_utils
+
+from swell.configs.schema import ModelConfig, ParallelConfig
+from swell.worker.loader import load_config
+from swell.worker.mesh import Mesh
+from swell.worker.models import build_model
+from swell.worker.models.generic_masks import Unfit, window_of
+from swell.worker.models.generic_probe import mixes_tokens
+from tests.worker import tiny_models
+from tests.worker.test_models import MAX_TOKENS, check, refusal
+
+CAUSAL = masking_utils.causal_mask_function
+
+
+def windowed(window: int) -> Any:
+    return masking_utils.sliding_window_causal_mask_function(window)
+
+
+def chunked(chunk: int) -> Any:
+    return masking_utils.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("function", "positions", "window"),
+    [
+        (CAUSAL, 1, 0),
+        (CAUSAL, 4096, 0),
+        (windowed(8), 4096, 8),
+        (windowed(1), 64, 1),
+        (windowed(63), 64, 63),
+        (windowed(64), 64, 0),  # no token is as far as its end
+        (windowed(4096), 64, 0),
+        (chunked(64), 64, 0),
+    ],
+)
+def test_windows(function: Any, positions: int, window: int) -> None:
+    assert window_of(function, positions) == window
+
+
+BLOCKS = torch.tensor([[0, 0, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        chunked(8),  # the last position of 64 sees exactly one chunk, like a window
+        chunked(48),
+        chunked(63),
+        masking_utils.bidirectional_mask_function,
+        masking_utils.or_masks(CAUSAL, windowed(3), lambda b, h, q, k: k == q + 1),
+        masking_utils.and_masks(CAUSAL, lambda b, h, q, k: (q - k) % 2 == 0),
+        masking_utils.or_masks(CAUSAL, lambda b, h, q, k: (q < 5) & (k < 5)),  # a prefix
+        lambda b, h, q, k: k < q,
+    ],
+)
+def test_what_is_no_window(function: Any) -> None:
+    with pytest.raises(Unfit, match="does not see"):
+        window_of(function, 64)
+
+
+def test_masks_of_tokens_are_no_masks_of_positions() -> None:
+    function = masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(BLOCKS))
+    with pytest.raises(Unfit, match="more than positions"):
+        window_of(function, 64)
+
+
+def windows(folder: Path, **model: Any) -> list[int]:
+    config = ModelConfig(path=str(folder), backend="transformers", **model)
+    mesh = Mesh.build(ParallelConfig(), 0)
+    built: Any = build_model(config, load_config(config), mesh, "cpu", torch.float32)
+    return [layer.window for layer in built.attention_layers()]
+
+
+def test_a_keyword_of_none_is_no_window(tmp_path: Path) -> None:
+    """exaone4's layers all have an attribute `sliding_window`; every second one has no window."""
+    oracle = tiny_models.make(tmp_path, "exaone4")
+    assert windows(tmp_path, max_model_len=MAX_TOKENS) == [8, 0, 8, 0]
+    assert windows(tmp_path, max_model_len=8) == [0, 0, 0, 0]
+    check(tmp_path, oracle, backend="transformers")
+    check(tmp_path, oracle, 2, 2, backend="transformers", chunk=7)
+
+
+def test_a_window_that_only_the_mask_has(tmp_path: Path) -> None:
+    oracle = tiny_models.make(tmp_path, "phimoe")
+    assert windows(tmp_path, max_model_len=MAX_TOKENS) == [8, 8, 8, 8]
+    check(tmp_path, oracle, backend="transformers")
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("roberta", ["position_embeddings", "other positions"]),
+        ("bert", ["layer 0", "does not see"]),
+        ("doge", ["layer 0", "bias of its own"]),
+        ("gpt_oss", ["s_aux"]),
+        ("diffllama", ["layer 0 calls attention twice"]),
+        ("xglm", ["layer 0 does not call", "attention of its own"]),
+        ("lfm2", ["layer_types", "'conv'"]),
+    ],
+)
+def test_what_no_layer_of_ours_computes(tmp_path: Path, family: str, words: list[str]) -> None:
+    tiny_models.make(tmp_path, family)
+    text = refusal(tmp_path, backend="transformers", max_model_len=MAX_TOKENS)
+    for word in words:
+        assert word in text
+
+
+def test_tokens_that_mix_outside_of_attention() -> None:
+    """lfm2's convolutions carry earlier tokens on; no mask and no position says so."""
+    kind = {"num_hidden_layers": 2, "layer_types": ["conv"] * 2, "hidden_size": 32}
+    config = transformers.Lfm2Config(**kind, vocab_size=16, intermediate_size=32)
+    model: Any = transformers.Lfm2Model(config).eval()
+
+    def run(ids: torch.Tensor, positions: torch.Tensor, incoming: torch.Tensor | None) -> Any:
+        if incoming is not None:
+            return model(inputs_embeds=incoming[None], use_cache=False).last_hidden_state[0]
+        return model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+
+    own = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    two = torch.tensor([1, 2]), torch.arange(2)
+    with torch.no_grad():
+        assert mixes_tokens(model, run, *two, None)
+        assert mixes_tokens(model, run, *two, torch.zeros(2, 32))
+        for layer in model.layers:
+            layer.conv.forward = lambda hidden_states, **_: hidden_states
+        assert not mixes_tokens(model, run, *two, None)
+    assert all(torch.equal(own[name], p) for name, p in model.named_parameters())

@@ -1,0 +1,71 @@
+"""What a model type needs beside the rules of `configs`, so that its small config is valid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    # A norm behind every sum makes all tokens alike where weights are random: fewer layers.
+    **{kind: {"num_hidden_layers": 2} for kind in ("bert", "bert-generation", "electra", "ernie")},
+    "roc_bert": {"num_hidden_layers": 2, "enable_pronunciation": False, "enable_shape": False},
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma4_assistant": {"num_kv_shared_layers": 4},
+    "gemma4_unified_assistant": {"num_kv_shared_layers": 4},
+    "granitemoehybrid": MAMBA,
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
+    "zamba2": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_headdim": 16,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 16,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "hybrid_layer_ids": [1, 3],
+    },
+}
+"""Model type -> keys of its (text) config."""
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        },
+    },
+}
+"""Model type whose defaults are refused by its own class -> what makes them valid."""
+
+PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "dots3_note": {
+        "vision_config": {"adapter_out_dim": 64},
+        "audio_config": {"adapter_out_dim": 64},
+    },
+}
+"""Model type -> keys of the configs beside the text model's."""

@@ -1,0 +1,127 @@
+"""docs/models.md: what was seen of every architecture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+
+import transformers
+
+from tests.zoo.run import Outcome
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+HEAD = """# Models
+
+Which causal language models of transformers {version} are served, and which are refused when they
+are loaded. Written by
+
+    python -m tests.zoo --splits --page docs/models.md
+
+which builds a small random model of every architecture, with windows and chunks shorter than its
+prompts, runs it through an engine (chunked prompts, several rows a step, decoding), and compares
+tokens and log probabilities with eager transformers, in float32. There is no third outcome: a model
+is equal, or it is refused with a reason. `make test` does the same for a fixed part of the list.
+
+- **native**: with `model.backend=native`, which `auto` takes where it exists.
+- **generic**: with `model.backend=transformers`, through our paged cache; **stages** and **ranks**:
+  the same with `parallel.pipeline=2` and `parallel.tensor=2`.
+- The config is a shrunk default of its class. Where the default has no window, a second model with
+  one was run: a difference stands in brackets. Other values of its keys are checked at load by the
+  same rules.
+- Quantized checkpoints of any architecture are refused.
+
+Of {total} model types {served} are served ({native} of them natively), {refused} are refused.
+
+"""
+COLUMNS = ("model_type", "architecture", "native", "generic", "stages", "ranks", "why refused")
+WHY_CHARS = 220
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    kind: str
+    architecture: str
+    native: str
+    generic: str
+    stages: str
+    ranks: str
+    why: str
+
+    def __str__(self) -> str:
+        return "| " + " | ".join(astuple(self)) + " |"
+
+
+def write(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Replace the page's rows by `outcomes`; what these do not have stays, if it is of the same
+    version."""
+    text = path.read_text() if path.is_file() else ""
+    rows = rows_of(text) if version_of(text) == transformers.__version__ else {}
+    for kind in sorted({o.case.kind for o in outcomes}):
+        row, old = row_of(kind, outcomes), rows.get(kind)
+        splits = {o.case.split for o in outcomes if o.case.kind == kind}
+        if old is not None and splits == {""} and "yes" in row.generic:
+            row = replace(row, stages=old.stages, ranks=old.ranks)
+        rows[kind] = row
+    path.write_text(render([rows[kind] for kind in sorted(rows)]))
+
+
+def render(rows: Sequence[Row]) -> str:
+    served = [row for row in rows if row.native.startswith("yes") or row.generic.startswith("yes")]
+    head = HEAD.format(
+        version=transformers.__version__,
+        total=len(rows),
+        served=len(served),
+        native=sum(row.native.startswith("yes") for row in rows),
+        refused=len(rows) - len(served),
+    )
+    table = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|", *map(str, rows)]
+    return head + "\n".join(table) + "\n"
+
+
+def row_of(kind: str, outcomes: Iterable[Outcome]) -> Row:
+    own = [o for o in outcomes if o.case.kind == kind]
+    why = {short(o.note): None for o in own if o.status == "refused" and not o.case.split}
+    return Row(
+        kind,
+        own[0].architecture,
+        _cell(own, "native", ""),
+        _cell(own, "transformers", ""),
+        _cell(own, "transformers", "2 stages"),
+        _cell(own, "transformers", "2 ranks"),
+        "; ".join(why),
+    )
+
+
+def _cell(own: Iterable[Outcome], backend: str, split: str) -> str:
+    words = {"equal": "yes", "refused": "no", "failed": "FAILED"}
+    found = {
+        o.case.variant: words[o.status]
+        for o in own
+        if o.case.backend == backend and o.case.split == split
+    }
+    plain = found.pop("", "-")
+    others = [f"{word} ({variant})" for variant, word in found.items() if word != plain]
+    return ", ".join([plain, *others])
+
+
+def short(note: str) -> str:
+    """The reason alone: what is refused stands in the row, and the way out in the message."""
+    text = re.sub(r"^architecture '\w+' (cannot be served|is no causal LM[^:]*): ", "", note)
+    text = re.sub(r", and that does not fit the paged KV cache;.*$", "", text)
+    text = text.replace("|", "/").replace("model 'FOLDER' ", "")
+    return text if len(text) <= WHY_CHARS else f"{text[:WHY_CHARS]}..."
+
+
+def rows_of(text: str) -> dict[str, Row]:
+    """The page's table, by model type."""
+    cells = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {cell[0]: Row(*cell) for cell in cells if tuple(cell) != COLUMNS}
+
+
+def version_of(text: str) -> str:
+    found = re.search(r"models of transformers (\S+) ", text)
+    return found.group(1) if found else ""

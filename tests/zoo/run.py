@@ -1,0 +1,170 @@
+"""Every model of the zoo in a process of its own, with a deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tests.zoo import check, configs, specimen
+
+DEADLINE_S = 120.0
+"""Of one specimen with one backend; most take a fifth of a second."""
+MEMORY_BYTES = 12 << 30
+"""Address space of one process."""
+IMPORTED = ("swell.worker.worker", "swell.worker.models.moe", "swell.worker.models.generic")
+MIN_DISTINCT = 5
+"""An oracle whose answers are all alike tests nothing."""
+
+
+SPLITS: dict[str, dict[str, int]] = {
+    "": {},
+    "2 stages": {"parallel.pipeline": 2},
+    "2 ranks": {"parallel.tensor": 2},
+}
+"""How many workers an engine has."""
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    """The model_type."""
+    variant: str
+    """See `configs.variants`."""
+    backend: str
+    split: str = ""
+    """See `SPLITS`."""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.kind, self.variant, self.backend, self.split)))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one case."""
+
+    case: Case
+    status: str
+    """equal, refused, or failed: the third one that there must not be."""
+    note: str
+    """Of a refusal its reason; of a failure what happened; else how near the answers are."""
+    architecture: str
+    seconds: float
+
+
+def cases(kinds: Sequence[str], splits: Sequence[str] = ("",)) -> list[Case]:
+    """Each kind in each variant, generically, and natively where its architecture is native."""
+    from swell.worker.models import NATIVE
+
+    return [
+        Case(kind, variant, backend, split)
+        for kind in kinds
+        for variant in configs.variants(kind)
+        for backend in ("transformers", "native")
+        for split in splits
+        if backend == "transformers" or configs.architecture(kind) in NATIVE
+    ]
+
+
+def run(case: Case) -> Outcome:
+    """In this process."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    start = time.monotonic()
+    try:
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+            warnings.simplefilter("ignore")
+            status, note = _try(case, Path(folder))
+    except BaseException as error:
+        status, note = "failed", _place(error)
+    seconds = time.monotonic() - start
+    name = configs.architecture(case.kind)
+    return Outcome(case, status, note, name, seconds)
+
+
+def _try(case: Case, folder: Path) -> tuple[str, str]:
+    config = configs.shrunk(case.kind, case.variant)
+    oracle = specimen.make(folder, config)
+    text = config.get_text_config(decoder=True)
+    pad = getattr(text, "pad_token_id", None)
+    overrides: dict[str, Any] = {"model.backend": case.backend, **SPLITS[case.split]}
+    if isinstance(oracle, Exception):
+        overrides["model.load_format"] = "dummy"
+    try:
+        found = check.answers(folder, configs.VOCAB, pad, **overrides)
+    except check.Refused as refused:
+        if not _spoken(str(refused)):
+            return "failed", f"refused without saying what: {refused}"
+        return "refused", str(refused).replace(str(folder), "FOLDER")
+    if isinstance(oracle, Exception):
+        return "failed", f"it is served, but transformers cannot build it: {oracle}"
+    difference = check.compare(oracle, found)
+    if difference.distinct < MIN_DISTINCT:
+        return "failed", f"the oracle has {difference.distinct} answers: nothing is tested"
+    note = f"{difference.worst:.2f} of the tolerance at {difference.where}"
+    return ("equal" if difference.equal else "failed"), note
+
+
+def _spoken(text: str) -> bool:
+    """A refusal says what is refused, on one line."""
+    return "\n" not in text and any(w in text for w in ("architecture", "model", "rope", "hidden"))
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    last = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({last})"
+
+
+def run_apart(case: Case, deadline_s: float = DEADLINE_S) -> Outcome:
+    """In a child of this process, which is ended when its time is over."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(asdict(run(case)), pipe)
+        os._exit(0)
+    os.close(writer)
+    text, end = b"", time.monotonic() + deadline_s
+    while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+        part = os.read(reader, 65536)
+        if not part:
+            break
+        text += part
+    else:
+        os.kill(child, signal.SIGKILL)
+    os.close(reader)
+    os.waitpid(child, 0)
+    if text:
+        found = json.loads(text)
+        return Outcome(**{**found, "case": case})
+    note = f"its process ended without an answer, within {deadline_s:.0f} s"
+    return Outcome(case, "failed", note, configs.architecture(case.kind), deadline_s)
+
+
+def run_all(wanted: Sequence[Case]) -> Iterator[Outcome]:
+    for module in IMPORTED:  # once, for all children; a model that ran here would leave threads
+        import_module(module)
+    whole: dict[Case, str] = {}
+    for case in wanted:
+        alone = replace(case, split="")
+        if whole.get(alone, "equal") != "equal":
+            continue  # what one worker does not serve, several do not either
+        outcome = run_apart(case)
+        whole[case] = outcome.status
+        yield outcome

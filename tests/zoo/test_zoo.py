@@ -1,0 +1,77 @@
+"""Of each kind of mechanism a model: equal to eager transformers, or refused at load.
+
+All of them: `python -m tests.zoo`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import transformers
+
+from tests.zoo import configs, page
+from tests.zoo.run import Case, Outcome, cases, run
+
+SPREAD = {
+    # mechanism -> model types
+    "plain": ["llama", "arcee", "olmo2", "stablelm", "internlm3"],
+    "window in some layers": ["qwen2", "gemma2", "gemma3_text", "cohere2", "mistral", "olmo3"],
+    "window that a keyword or the mask alone has": ["exaone4", "kolibri1", "phimoe"],
+    "no rotation in some layers": ["smollm3"],
+    "chunks": ["llama4_text"],
+    "caps and factors": ["granite", "minicpm3", "nanochat"],
+    "partial rotation": ["phi", "glm4", "nemotron"],
+    "learned positions": ["gpt2", "opt", "biogpt"],
+    "positions of tokens": ["roberta"],
+    "parallel blocks": ["gpt_neox", "cohere"],
+    "latent attention": ["deepseek_v3", "longcat_flash"],
+    "experts": ["mixtral", "qwen3_moe", "granitemoe"],
+    "0-dim buffers": ["apertus"],
+    "heads that read tokens, layers that share": ["gemma4_text", "gemma3n_text"],
+    "queries and keys normed": ["qwen3"],
+    "sinks": ["gpt_oss"],
+    "attention of its own": ["bloom", "mpt", "falcon", "xglm"],
+    "two attentions a layer": ["diffllama"],
+    "sparse attention": ["deepseek_v32"],
+    "recurrent states": ["mamba2", "rwkv", "jamba", "lfm2_moe"],
+    "not causal, not alone": ["bart", "gemma3", "musicgen"],
+}
+KINDS = [kind for kinds in SPREAD.values() for kind in kinds if kind in configs.kinds()]
+CASES = cases(KINDS)
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def outcome(case: Case) -> Outcome:
+    return run(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equal_or_refused(case: Case) -> None:
+    found = outcome(case)
+    assert found.status in ("equal", "refused"), found.note
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_says_what_is_seen(kind: str) -> None:
+    text = page.PAGE.read_text()
+    if page.version_of(text) != transformers.__version__:
+        pytest.skip(f"docs/models.md is of transformers {page.version_of(text)}")
+    written = page.rows_of(text)[kind]
+    seen = page.row_of(kind, [outcome(case) for case in CASES if case.kind == kind])
+    assert (written.architecture, written.native, written.generic, written.why) == (
+        seen.architecture,
+        seen.native,
+        seen.generic,
+        seen.why,
+    )
+
+
+def test_the_page_has_every_model() -> None:
+    text = page.PAGE.read_text()
+    if page.version_of(text) != transformers.__version__:
+        pytest.skip(f"docs/models.md is of transformers {page.version_of(text)}")
+    assert sorted(page.rows_of(text)) == configs.kinds()
+    assert "FAILED" not in text

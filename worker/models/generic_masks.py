@@ -1,0 +1,193 @@
+"""What the masks of a model of transformers mean, so that our attention can do the same or refuse.
+
+transformers' own attention knows nothing of windows: it adds a mask, and the mask alone says which
+tokens a token sees. Keywords and attributes of a layer say it a second time, and not always the
+same. So while a model is being learned (`recording`) its masks are made by `_record`, which keeps
+the function of positions behind each mask; `window_of` asks that function what a token sees.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from swell.worker.layers.attention import Attention
+
+LEARNING = "swell-learning"
+"""The attention implementation under which masks are made, and kept."""
+
+Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(batch, head, query's position, key's position), broadcast -> whether the query sees the key."""
+
+SAMPLES = 24
+"""Positions at which a mask is compared with what our attention does, beside the borders."""
+
+
+TOKENS = 6
+"""Of the comparison with transformers' own attention."""
+
+
+class Unfit(Exception):
+    """The mask is none that our attention can have; the message says which it is."""
+
+
+class _Made(threading.local):
+    """Masks of the forward under way in this thread."""
+
+    masks: list[tuple[torch.Tensor, Sees]] | None = None
+
+
+_made = _Made()
+
+
+def register(attention: Any) -> None:
+    """Enter the learning implementation into transformers' tables; `attention` is its function."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(LEARNING, attention)
+    AttentionMaskInterface.register(LEARNING, _record)
+
+
+@contextmanager
+def recording(model: Any) -> Iterator[None]:
+    """Let `model` make its masks, for `sees` to explain, in this thread."""
+    configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
+    own = [(c, c._attn_implementation) for c in configs.values() if c is not None]
+    for config, _ in own:
+        config._attn_implementation = LEARNING
+    _made.masks = []
+    try:
+        yield
+    finally:
+        _made.masks = None
+        for config, name in own:
+            config._attn_implementation = name
+
+
+def _record(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Sees,
+    attention_mask: torch.Tensor | None = None,
+    device: Any = None,
+    **_unused: Any,
+) -> torch.Tensor:
+    """In the place of transformers' mask functions: bool [B, 1, Q, K], as `sdpa` has it."""
+    assert _made.masks is not None
+    index = [torch.arange(n, device=device) for n in (q_length, kv_length)]
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    seen = mask_function(zero.view(1, 1, 1, 1), zero.view(1, 1, 1, 1), *_grid(*index))
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise Unfit("it masks tokens by what they are")
+    mask = seen.expand(batch_size, 1, q_length, kv_length).clone()
+    _made.masks.append((mask, mask_function))
+    return mask
+
+
+def _grid(queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1)
+
+
+def sees(mask: torch.Tensor | None) -> Sees:
+    """The function behind a mask that reached a layer. Raises `Unfit` for one that was altered."""
+    if mask is None:
+        raise Unfit("it has no mask, so every token sees every other")
+    for made, function in _made.masks or ():
+        if made is mask or (
+            made.dtype == mask.dtype
+            and made.shape == mask.shape
+            and made.data_ptr() == mask.data_ptr()
+        ):
+            return function
+    raise Unfit("it adds a bias of its own to the scores")
+
+
+def window_of(function: Sees, positions: int, device: torch.device | str = "cpu") -> int:
+    """Tokens that a token sees, itself included, up to `positions` of them; 0: all.
+
+    Raises `Unfit` where the last position's answer is not the rule of all others.
+    """
+    last = _row(function, positions - 1, positions, device)
+    width = int(last.sum())
+    window = 0 if width == positions else width
+    borders = {0, 1, 2, width - 1, width, width + 1, 2 * width - 1, 2 * width, positions // 2}
+    step = max(1, positions // SAMPLES)
+    for query in sorted(borders | {*range(0, positions, step), positions - 1}):
+        if not 0 <= query < positions:
+            continue
+        keys = torch.arange(positions)
+        want = keys <= query
+        if window:
+            want &= keys > query - window
+        if not torch.equal(_row(function, query, positions, device), want):
+            raise Unfit(
+                f"the token at position {query} does not see "
+                + (f"the last {window} tokens" if window else "all tokens up to itself")
+                + f", as that at {positions - 1} does"
+            )
+    return window
+
+
+def _row(function: Sees, query: int, positions: int, device: torch.device | str) -> torch.Tensor:
+    """[positions] bool, on the host: what the token at `query` sees."""
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    keys = torch.arange(positions, device=device)
+    try:
+        seen = function(zero, zero, *_grid(torch.tensor([query], device=device), keys))
+    except Exception as error:
+        raise Unfit(f"its mask depends on more than positions ({type(error).__name__})") from None
+    return seen.expand(1, 1, 1, positions).reshape(positions).cpu()
+
+
+@torch.no_grad()
+def own_difference(
+    module: Any,
+    layer: Attention,
+    width: int,
+    device: torch.device,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """How the layer's attention in transformers differs from `layer` on the same random tokens.
+
+    None if it does not, or if it cannot be found. What a model adds to its scores or to their sum
+    (sinks, caps, factors of a layer) may be an attribute without a keyword.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    theirs = getattr(forward, "__globals__", {}).get("eager_attention_forward")
+    if theirs is None:
+        return None
+    make = torch.Generator().manual_seed(0)
+    shapes = ((layer.heads, layer.head_dim), (layer.kv_heads, layer.head_dim))
+    q, k, v = (
+        torch.randn(1, heads, TOKENS, dim, generator=make).to(device)
+        for heads, dim in (*shapes, (layer.kv_heads, width))
+    )
+    q = q / (abs(layer.scale) * layer.head_dim**0.5 or 1.0)  # scores of about 1
+    place = torch.arange(TOKENS, device=device)
+    seen = place[None, :] <= place[:, None]
+    if layer.window:
+        seen &= place[None, :] > place[:, None] - layer.window
+    mask = torch.zeros(TOKENS, TOKENS, device=device).masked_fill(~seen, torch.finfo(q.dtype).min)
+    mask = mask[None, None]
+    try:
+        got = theirs(module, q, k, v, mask, scaling=scaling, **{**kwargs, "dropout": 0.0})[0]
+    except Exception as error:
+        return f"{type(error).__name__} when it is called alone"
+    group = layer.heads // layer.kv_heads
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    scores = q @ k.transpose(2, 3) * layer.scale
+    if layer.softcap:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    want = ((scores + mask).softmax(-1) @ v).transpose(1, 2)
+    if got.shape != want.shape:
+        return f"its answer has the shape {list(got.shape)} in place of {list(want.shape)}"
+    if not torch.allclose(got.float(), want, rtol=1e-3, atol=1e-3):
+        return "its scores or its softmax have something that no keyword shows"
+    return None

@@ -1,0 +1,136 @@
+"""What a model of transformers does with its tokens and positions, seen from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+Seen = dict[tuple[str, int, str], Any]
+"""(module, which of its calls, which of its arguments or its answer) -> the numbers there."""
+
+WEIGHT = 0.01
+"""Of a model that is asked whether its tokens mix."""
+
+
+def integers(base: nn.Module, run: Callable[..., Any], *arguments: Any) -> Seen:
+    """The integers that reach the modules of `base` in `run(*arguments)`, and the rows that its
+    embeddings look up.
+
+    Tokens and positions are such. What is computed from weights is not: while a model is learned
+    it has none yet.
+    """
+    seen: Seen = {}
+    calls: dict[str, int] = {}
+
+    def watch(path: str, module: nn.Module) -> Any:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            calls[path] = calls.get(path, 0) + 1
+            for where, leaf in tree_flatten_with_path((args, kwargs))[0]:
+                if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.int32, torch.int64):
+                    seen[path, calls[path], keystr(where)] = leaf.tolist()
+
+        return module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def watch_rows(path: str, module: nn.Module) -> Any:
+        def after(_: nn.Module, args: Any, answer: torch.Tensor) -> None:
+            seen[path, calls[path], "rows"] = answer.flatten().tolist()
+
+        return module.register_forward_hook(after)
+
+    parts = [(path, module) for path, module in base.named_modules() if path]
+    tables = [(path, module) for path, module in parts if isinstance(module, nn.Embedding)]
+    hooks = [watch(path, module) for path, module in parts]
+    hooks += [watch_rows(path, module) for path, module in tables]
+    try:
+        with _numbered([module for _, module in tables]):
+            run(*arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> str | None:
+    """The first module that both saw with different numbers."""
+    for key, value in one.items():
+        if key in other and other[key] != value:
+            return str(key[0])
+    return None
+
+
+@contextmanager
+def _numbered(tables: list[nn.Embedding]) -> Iterator[None]:
+    """Row i of each embedding is i in every column, without memory for it."""
+    own = [table.weight for table in tables]
+    for table, weight in zip(tables, own, strict=True):
+        rows = torch.arange(len(weight), device=weight.device).to(weight.dtype)
+        table.weight = nn.Parameter(rows[:, None].expand(weight.shape), requires_grad=False)
+    try:
+        yield
+    finally:
+        for table, weight in zip(tables, own, strict=True):
+            table.weight = weight
+
+
+def mixes_tokens(
+    base: nn.Module,
+    run: Callable[..., torch.Tensor],
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    incoming: torch.Tensor | None,
+) -> bool:
+    """Whether the second of two tokens sees the first, although attention gives it nothing.
+
+    The first is made not a number, and all weights are the same small number: what then becomes
+    of the second shows it. False where the numbers of such a model are of no use.
+    """
+    with _flat(base):
+        if not run(ids, positions, incoming)[1].isfinite().all():
+            return False
+        if incoming is not None:
+            incoming = incoming.clone()
+            incoming[0] = torch.nan
+            return not bool(run(ids, positions, incoming)[1].isfinite().all())
+        table = base.get_input_embeddings()  # type: ignore[operator]
+
+        def poison(_: nn.Module, args: Any, answer: torch.Tensor) -> torch.Tensor:
+            answer = answer.clone()
+            answer[:, 0] = torch.nan
+            return answer
+
+        hook = table.register_forward_hook(poison)
+        try:
+            return not bool(run(ids, positions, None)[1].isfinite().all())
+        finally:
+            hook.remove()
+
+
+@contextmanager
+def _flat(base: nn.Module) -> Iterator[None]:
+    """Every parameter is WEIGHT everywhere; all are views of memory for the largest."""
+    own = [
+        (module, name, parameter)
+        for module in base.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_floating_point()
+    ]
+    flat: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    for _, _, parameter in own:
+        kind = (parameter.dtype, parameter.device)
+        if kind not in flat or flat[kind].numel() < parameter.numel():
+            flat[kind] = torch.empty(parameter.numel(), dtype=kind[0], device=kind[1])
+    for buffer in flat.values():
+        buffer.fill_(WEIGHT)
+    for module, name, parameter in own:
+        part = flat[parameter.dtype, parameter.device][: parameter.numel()]
+        module._parameters[name] = nn.Parameter(part.view(parameter.shape), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, parameter in own:
+            module._parameters[name] = parameter
