@@ -140,8 +140,8 @@ class Admission:
             retry_s,
         )
 
-    def _bounds_reached(self, backlog: Backlog) -> tuple[bool, bool]:
-        """Of requests, and of tokens."""
+    def _bounds_reached(self, backlog: Backlog) -> tuple[int, int]:
+        """How many requests, and how many tokens, have to begin before another one may wait."""
         return (
             self._over(self._max_requests, backlog.requests, backlog.own_requests),
             self._over(self._max_tokens, backlog.tokens, backlog.own_tokens),

@@ -149,7 +149,7 @@ class EngineLinks:
         """Engines that have left, until `on_view` has taken it in."""
         self._failed_views = 0
         self._log = FactLogger("cluster.link")
-        self._beats = asyncio.create_task(vital_task(self._beat(), "ingress: heartbeat"))
+        self._beats = asyncio.create_task(vital_task(self._beat, "ingress: heartbeat"))
 
     def send(self, engine: EngineId, message: Any) -> None:
         link = self._links.get(engine)

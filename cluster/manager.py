@@ -105,8 +105,8 @@ class ClusterManager:
             self.target = max(self.target, len(self._fleet.staying))
         if newcomers:
             self._fleet.spawn(self._grow(newcomers, asked=False))
-        self._fleet.spawn(vital_task(self._reconcile_forever(), "manager: reconcile"))
-        self._fleet.spawn(vital_task(self._follow_forever(), "manager: follow"))
+        self._fleet.spawn(vital_task(self._reconcile_forever, "manager: reconcile"))
+        self._fleet.spawn(vital_task(self._follow_forever, "manager: follow"))
 
     async def leave(self) -> None:
         """Do nothing more: a successor takes over."""

@@ -150,11 +150,12 @@ class PrometheusStats(Collector):
         for request in stats.finished:
             self._success.inc(value=request.finish_reason)
             self._e2e.observe(request.e2e_s)
-            for histogram, known_s in (
+            spans: tuple[tuple[Histogram, float | None], ...] = (
                 (self._queue, request.queue_s),
                 (self._prefill, request.prefill_s),
                 (self._decode, request.decode_s),
-            ):
+            )
+            for histogram, known_s in spans:
                 if known_s is not None:
                     histogram.observe(known_s)
             self._request_prompt.observe(request.num_prompt_tokens)

@@ -40,8 +40,8 @@ _ERRORS = {
     403: "The server is not known by this name (`serve.allowed_hosts`); of the admin API also: the "
     "origin is not allowed (`serve.allowed_origins`), or there are no keys of operators.",
     404: "The model, or the stored response, does not exist.",
-    408: "The request did not come in time (`serve.head_timeout_s`, `serve.transfer_timeout_s`), or "
-    "its answer was not complete in the time of the header `x-request-timeout-s`.",
+    408: "The request did not come in time (`serve.head_timeout_s`, `serve.transfer_timeout_s`), "
+    "or its answer was not complete in the time of the header `x-request-timeout-s`.",
     413: "The body is longer than `serve.max_body_bytes`.",
     415: "The content type is not application/json.",
     429: "More requests wait than `serve.max_waiting_requests`, or more of their tokens than "

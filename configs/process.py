@@ -62,9 +62,9 @@ def vital(run: Callable[[], None], loop: str) -> Callable[[], None]:
     return guarded
 
 
-async def vital_task(work: Awaitable[None], loop: str) -> None:
+async def vital_task(work: Callable[[], Awaitable[None]], loop: str) -> None:
     """The same for a task; to cancel it is no failure."""
     try:
-        await work
+        await work()
     except Exception as error:
         end_process(loop, error)

@@ -177,7 +177,8 @@ def test_engines_that_left_and_cannot_be_ended_hold_up_no_change() -> None:
         world.manager.scale(1)
         await asyncio.sleep(60)
         world.placement.end = end  # type: ignore[method-assign]
-        world.placement.alive.pop(1, None)
+        (stuck,) = [p.handle for p in world.placement.processes.values() if p.handle.rank == 1]
+        await end(stuck)
         assert world.manager._fleet.ending == {}
         world.manager.scale(2)
         await world.settle()

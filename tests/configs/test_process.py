@@ -56,12 +56,12 @@ def test_a_loop_that_returns_or_is_cancelled_ends_nothing() -> None:
     vital(lambda: None, "loop")()
 
     async def story() -> None:
-        task = asyncio.create_task(vital_task(asyncio.sleep(600), "loop"))
+        task = asyncio.create_task(vital_task(lambda: asyncio.sleep(600), "loop"))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await vital_task(asyncio.sleep(0), "loop")
+        await vital_task(lambda: asyncio.sleep(0), "loop")
 
     asyncio.run(story())
 
@@ -70,7 +70,7 @@ def test_a_task_that_fails_ends_the_process(deaths: Deaths) -> None:
     async def work() -> None:
         fail()
 
-    asyncio.run(vital_task(work(), "task"))
+    asyncio.run(vital_task(work, "task"))
     [(loop, error)] = deaths
     assert loop == "task" and isinstance(error, ZeroDivisionError)
     deaths.clear()

@@ -180,9 +180,9 @@ class GenericForCausalLM(nn.Module):
         Then again without masks, as steps are computed, and up to the logits; and without
         positions, which transformers then finds by itself: they must be the same.
         """
-        ids = torch.tensor([1, 0], device=self.device).clamp(max=self.vocab - 1)
+        ids = torch.tensor([1, 0], device=self.device).clamp(max=self.vocab_size - 1)
         pad = getattr(self.base.config, "pad_token_id", None)
-        if isinstance(pad, int) and 0 <= pad < self.vocab and pad != 1:
+        if isinstance(pad, int) and 0 <= pad < self.vocab_size and pad != 1:
             ids[1] = pad  # what it means to a model shows in its masks and positions
         positions = torch.arange(2, device=self.device)
         first = self.mesh.is_first_stage
@@ -202,7 +202,7 @@ class GenericForCausalLM(nn.Module):
                 if self.mesh.is_last_stage:
                     self.width = hidden.shape[1]
                     logits = self.compute_logits(hidden)
-                    assert logits.shape[1] == self.vocab, f"logits {list(logits.shape)}"
+                    assert logits.shape[1] == self.vocab_size, f"logits {list(logits.shape)}"
         except Unfit as unfit:
             calls.refuse(f"{unfit}{_whole_again(self.mesh)}")
         except Unservable:
