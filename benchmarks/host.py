@@ -155,6 +155,7 @@ class ZeroModel:
     """Zeros as hidden states, and logits of eight tokens."""
 
     config = None
+    vocab_size = 8
 
     def __call__(self, batch: Any, _intermediate: Any) -> torch.Tensor:
         return torch.empty(batch.num_tokens, 1)
@@ -162,8 +163,9 @@ class ZeroModel:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros(hidden.shape[0], 8)
 
-    def most_likely(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(hidden.shape[0], dtype=torch.int64)
+    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.zeros(hidden.shape[0], dtype=torch.int64)
+        return tokens, tokens.float()
 
 
 def worker_side(rows: int, context: int) -> dict[str, float]:

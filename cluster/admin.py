@@ -9,50 +9,80 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from swell.cluster.access import AccessRules
 from swell.cluster.async_llm import AsyncLLM, EngineCallFailed
-from swell.cluster.http import HTTPError, KeyRing, json_response, read_json_body, route
+from swell.cluster.description import Change
+from swell.cluster.http import (
+    Handler,
+    HTTPError,
+    KeyRing,
+    json_response,
+    read_short_body,
+    route,
+)
 from swell.cluster.openai.admin import (
     Accepted,
     DrainRequest,
     IdleEngine,
     IdleReport,
     ScaleRequest,
+    SwitchRequest,
 )
 from swell.cluster.openai.decode import decode
+from swell.configs.schema import ServeConfig
 
 _CALL_S = 10.0
 """How long an engine may take to answer a call: it answers between steps."""
+_BODY_BYTES = 64 * 1024
+"""The longest body of a request."""
 
 
 class AdminRoutes:
-    """What operators may ask. `manager` answers with None, or with why it refuses; a leading `!`
-    marks a conflict with a change that is under way."""
+    """What operators may ask. `manager` answers with a `Change`.
+
+    An operator shows a key of `serve.admin_keys_file`. Where only `serve.api_keys_file` is set,
+    nobody is one: a user's key opens nothing here.
+    """
 
     def __init__(
-        self, admins: KeyRing, manager: Any, llm: Callable[[], AsyncLLM], *, max_body_bytes: int
+        self, config: ServeConfig, rules: AccessRules, manager: Any, llm: Callable[[], AsyncLLM]
     ) -> None:
-        self._admins = admins
+        self._admins = KeyRing(config.admin_keys_file, "serve.admin_keys_file")
+        self._has_no_admins = config.admin_keys_file is None and config.api_keys_file is not None
+        self._rules = rules
         self._manager = manager
         self._llm = llm
-        self._max_body_bytes = max_body_bytes
 
     def routes(self) -> list[Route]:
         return [
-            route("/admin/cluster", self._cluster, "GET"),
-            route("/admin/idle", self._idle, "GET"),
-            route("/admin/scale", self._scale, "POST"),
-            route("/admin/drain", self._drain, "POST"),
-            route("/admin/pause", self._pause, "POST"),
-            route("/admin/resume", self._resume, "POST"),
+            route("/admin/cluster", self._for_admins(self._cluster), "GET"),
+            route("/admin/idle", self._for_admins(self._idle), "GET"),
+            route("/admin/scale", self._for_admins(self._scale), "POST"),
+            route("/admin/drain", self._for_admins(self._drain), "POST"),
+            route("/admin/pause", self._for_admins(self._pause), "POST"),
+            route("/admin/resume", self._for_admins(self._resume), "POST"),
         ]
 
+    def _for_admins(self, handler: Handler) -> Handler:
+        async def run(request: Request) -> Any:
+            self._rules.check_admin(request)
+            if self._has_no_admins:
+                raise HTTPError(
+                    403,
+                    "the admin API is closed: serve.api_keys_file is set, and keys of users open "
+                    "nothing here; set serve.admin_keys_file to a file with keys of operators",
+                    "no_admin_keys",
+                )
+            self._admins.check(request)
+            return await handler(request)
+
+        return run
+
     async def _cluster(self, request: Request) -> Response:
-        self._admins.check(request)
         return json_response(await self._manager.describe.remote())
 
     async def _idle(self, request: Request) -> Response:
         """Ask every engine whether all its slots and blocks are free: the conservation check."""
-        self._admins.check(request)
         llm, engines = self._llm(), []
         for rank in llm.view.roster.ranks:
             reason = None
@@ -64,26 +94,30 @@ class AdminRoutes:
         return json_response(IdleReport(engines=engines))
 
     async def _scale(self, request: Request) -> Response:
-        self._admins.check(request)
-        body = decode(await read_json_body(request, self._max_body_bytes), ScaleRequest)
+        body = decode(await read_short_body(request, _BODY_BYTES), ScaleRequest)
         return _accepted(await self._manager.scale.remote(body.engines, body.drain_timeout_s))
 
     async def _drain(self, request: Request) -> Response:
-        self._admins.check(request)
-        body = decode(await read_json_body(request, self._max_body_bytes), DrainRequest)
+        body = decode(await read_short_body(request, _BODY_BYTES), DrainRequest)
         return _accepted(await self._manager.drain.remote(body.rank))
 
     async def _pause(self, request: Request) -> Response:
-        self._admins.check(request)
+        await _nothing(request)
         return _accepted(await self._manager.pause.remote())
 
     async def _resume(self, request: Request) -> Response:
-        self._admins.check(request)
+        await _nothing(request)
         return _accepted(await self._manager.resume.remote())
 
 
-def _accepted(refusal: str | None) -> Response:
-    if refusal is None:
-        return json_response(Accepted(), 202)
-    conflict = refusal.startswith("!")
-    raise HTTPError(409 if conflict else 400, refusal.removeprefix("!"), "refused")
+async def _nothing(request: Request) -> None:
+    """An empty object, or an empty body."""
+    body = await read_short_body(request, _BODY_BYTES)
+    if body.strip():
+        decode(body, SwitchRequest)
+
+
+def _accepted(change: Change) -> Response:
+    if change.refusal is None:
+        return json_response(Accepted(target=change.target), 202)
+    raise HTTPError(400, change.refusal, "refused")

@@ -8,20 +8,28 @@ one runs, reaches the same routes.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 
+from swell.cluster.connection import ConnectionLimits
 from swell.cluster.coordinator_handle import CoordinatorHandle
-from swell.cluster.edge import EdgeServer, claim_port, next_free_port, with_port
+from swell.cluster.description import Change
+from swell.cluster.edge import EdgeServer, claim_port, free_port, next_free_port, with_port
 from swell.cluster.ingress import Ingress
 from swell.cluster.link import EngineLinks
 from swell.cluster.manager import ClusterManager, ScaleRefused
+from swell.cluster.notes import Notes
 from swell.cluster.placement import Placement, resolve_device
 from swell.cluster.stored import StoreReply, StoreWish
-from swell.configs.log import configure_logging
+from swell.configs.identity import identity
+from swell.configs.log import FactLogger, configure_logging
 from swell.configs.process import keep_what_is_here
 from swell.configs.schema import Config, ConfigError, load, parse_override
 from swell.coordinator.coordinator import CoordinatorContact
@@ -35,6 +43,22 @@ _HEALTH_CHECKS = 3
 """As many in a row must fail before Serve replaces a replica."""
 _SHORTEST_CHECK_S = 3.0
 """A replica that is busy may take so long to answer."""
+_MEET_S = 60.0
+"""How long an ingress looks for the manager of its own configuration: while an application is
+deployed again, that of the old one may answer."""
+_MEET_POLL_S = 0.2
+_STATUS_S = 5.0
+"""How long Serve's controller may take to say what becomes of an application."""
+_SAVE_S = 2.0
+"""How long an answer to an operator may wait until what was asked is written down."""
+
+
+class Contact(msgspec.Struct, frozen=True):
+    """What an ingress needs of its manager."""
+
+    coordinator: CoordinatorContact
+    port: int
+    """Where all ingresses of the application listen."""
 
 
 @serve.deployment(
@@ -45,17 +69,29 @@ class ManagerDeployment:
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
         configure_logging()
-        namespace = f"swell-{serve.get_replica_context().app_name}"
+        self._log = FactLogger("cluster.app")
+        self._app = serve.get_replica_context().app_name
+        namespace = f"swell-{self._app}"
+        self._identity = identity(config)
+        self._serve = config.serve
+        self._notes = Notes(namespace, self._identity)
         config = resolve_device(config)
-        coordinator = CoordinatorHandle(config, namespace)
-        placement = Placement(config, namespace, coordinator)
-        self._manager = ClusterManager(config, coordinator, placement)
+        self._coordinator = CoordinatorHandle(config, namespace, self._notes)
+        placement = Placement(config, self._identity, namespace, self._coordinator)
+        self._manager = ClusterManager(config, self._coordinator, placement, self._notes)
         await self._manager.start()
 
-    async def contact(self) -> CoordinatorContact:
-        contact = self._manager.contact
+    async def check_health(self) -> None:
+        """Serve asks in the loop in which the manager runs: one that is stuck does not answer."""
+
+    async def contact(self, asked: str) -> Contact | None:
+        """None: this is the manager of another configuration."""
+        if asked != self._identity:
+            return None
+        contact = self._coordinator.contact
         assert contact is not None
-        return contact
+        host, port = self._serve.host, self._serve.port
+        return Contact(contact, port or await self._notes.port(lambda: free_port(host)))
 
     async def describe(self) -> dict[str, Any]:
         return await self._manager.describe()
@@ -66,26 +102,37 @@ class ManagerDeployment:
     async def stored(self, wish: StoreWish) -> StoreReply:
         return self._manager.stored(wish)
 
-    async def scale(self, engines: int, drain_timeout_s: float | None) -> str | None:
-        """None, or why it is refused; a leading `!` marks a conflict with a running change."""
-        return _refusal(lambda: self._manager.scale(engines, drain_timeout_s))
+    async def scale(self, engines: int, drain_timeout_s: float | None) -> Change:
+        return await self._change(lambda: self._manager.scale(engines, drain_timeout_s))
 
-    async def drain(self, rank: int) -> str | None:
-        return _refusal(lambda: self._manager.drain(rank))
+    async def drain(self, rank: int) -> Change:
+        return await self._change(lambda: self._manager.drain(rank))
 
-    async def pause(self) -> str | None:
-        try:
-            await self._manager.pause()
-        except ScaleRefused as refused:
-            return _words(refused)
-        return None
+    async def pause(self) -> Change:
+        await self._manager.pause()
+        return await self._change(lambda: None)
 
-    async def resume(self) -> str | None:
+    async def resume(self) -> Change:
         await self._manager.resume()
-        return None
+        return await self._change(lambda: None)
+
+    async def _change(self, change: Callable[[], None]) -> Change:
+        """Accepted means written down."""
+        try:
+            change()
+        except ScaleRefused as refused:
+            return Change(self._manager.target, str(refused))
+        try:
+            await asyncio.wait_for(self._manager.save(), _SAVE_S)
+        except Exception as error:  # it is done all the same, and written down later
+            self._log.warning("not noted", error=f"{type(error).__name__}: {error}")
+        return Change(self._manager.target)
 
     async def __del__(self) -> None:
-        await self._manager.stop()
+        if await _application_ends(self._app):
+            await self._manager.stop()
+        else:
+            await self._manager.leave()
 
 
 @serve.deployment(name="Ingress", max_ongoing_requests=100_000, ray_actor_options=_ACTOR_OPTIONS)
@@ -97,15 +144,25 @@ class IngressDeployment:
         self, config: Config, manager: DeploymentHandle
     ) -> None:
         configure_logging()
-        contact = await manager.contact.remote()
-        connect = partial(EngineLinks, contact.address, contact.keys)
+        contact = await _meet(manager, identity(config))
+        found = contact.coordinator
+        connect = partial(EngineLinks, found.address, found.keys)
         self._ingress = Ingress(config, connect, manager)
         await self._ingress.start()
         self._edge = EdgeServer(
-            self._ingress.app, config.serve.host, config.serve.port, config.cluster.drain_timeout_s
+            self._ingress.app,
+            config.serve.host,
+            contact.port,
+            config.cluster.drain_timeout_s,
+            ConnectionLimits.of(config.serve),
         )
         await self._edge.start()
+        FactLogger("cluster.app").info("listening", host=config.serve.host, port=contact.port)
         keep_what_is_here()
+
+    async def check_health(self) -> None:
+        """Serve asks in the loop in which requests are served: one that is stuck does not answer,
+        and is replaced. Loops that have ended have ended the process (`configs/process.py`)."""
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._ingress.app
@@ -115,8 +172,31 @@ class IngressDeployment:
         await self._ingress.stop()
 
 
+async def _meet(manager: DeploymentHandle, wanted: str) -> Contact:
+    """Raises TimeoutError; Serve then tries another replica."""
+    async with asyncio.timeout(_MEET_S):
+        while True:
+            contact: Contact | None = await manager.contact.remote(wanted)
+            if contact is not None:
+                return contact
+            await asyncio.sleep(_MEET_POLL_S)
+
+
+async def _application_ends(name: str) -> bool:
+    """Whether Serve deletes it; else it replaces one replica, or the whole by another version, and
+    a successor comes. If nobody can say, nobody is there who could start one."""
+    try:
+        async with asyncio.timeout(_STATUS_S):
+            found = (await asyncio.to_thread(serve.status)).applications.get(name)
+    except Exception as error:
+        FactLogger("cluster.app").warning("no status", error=f"{type(error).__name__}: {error}")
+        return True
+    return found is None or found.status == ApplicationStatus.DELETING
+
+
 def application(config: Config) -> serve.Application:
-    """The Serve application of a configuration whose port is known to be usable."""
+    """The Serve application of a configuration whose port is known to be usable. With port 0 the
+    manager chooses one, and it stays the application's."""
     manager: Any = ManagerDeployment
     ingress: Any = IngressDeployment
     options = _supervision(config)
@@ -154,16 +234,4 @@ def build(args: dict[str, Any]) -> serve.Application:
     if config.serve.port == _SERVE_PROXY_PORT:
         config = with_port(config, next_free_port(config.serve.host, _SERVE_PROXY_PORT + 1))
         print(f"Ray Serve's proxy has port {_SERVE_PROXY_PORT}; ours is {config.serve.port}")
-    return application(claim_port(config))
-
-
-def _refusal(change: Any) -> str | None:
-    try:
-        change()
-    except ScaleRefused as refused:
-        return _words(refused)
-    return None
-
-
-def _words(refused: ScaleRefused) -> str:
-    return ("!" if refused.conflict else "") + str(refused)
+    return application(claim_port(config) if config.serve.port else config)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from swell.cluster.formats import ModelFormats
 from swell.cluster.generation_config import GenerationDefaults
+from swell.cluster.offload import Offloads
 from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.completions import CompletionRequest
 from swell.cluster.openai.generation import GenerationRequest
 from swell.cluster.openai.models import TokenizeRequest
+from swell.cluster.parallel import check_children
 from swell.cluster.params import BadRequest, SamplingParams, shown
 from swell.cluster.parsers.base import ContentParser, Parser
 from swell.cluster.prompt import PromptProcessor
@@ -28,7 +29,7 @@ from swell.worker.sample.wire import Grammar
 TAIL_TOKENS = 16
 """At the end of a prompt, where a template may have opened the answer's reasoning."""
 
-Ids = TypeVar("Ids", list[int], list[list[int]])
+CompileGrammar = Callable[[], Grammar]
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,28 +52,55 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 class AskMaker:
     """One model's way from a typed body to an ask. What takes long runs in a thread: it must not
-    hold up everybody else's tokens."""
+    hold up everybody else's tokens. `size_bytes` is what the body, and what it refers to, had as
+    JSON: so much work it makes."""
 
     def __init__(
         self,
         prompts: PromptProcessor,
         config: Config,
         defaults: GenerationDefaults,
+        offloads: Offloads | None = None,
     ) -> None:
         """`defaults`: the model's, for requests that do not say."""
         self._prompts = prompts
         self._defaults = defaults
+        self._offloads = offloads or Offloads()
+        self._max_children = config.serve.max_children
         self._trusts_templates = config.serve.request_chat_template
         self._policy = config.scheduler.policy
         self._formats = ModelFormats(prompts.tokenizer, prompts.template.text, config.serve)
 
-    async def completion(self, body: CompletionRequest) -> Ask:
+    async def completion(self, body: CompletionRequest, size_bytes: int = 0) -> Ask:
         self._check_priority(body.priority)
-        prompts = await self._tokenize(body.prompt, self._prompts.completion_prompts, body.prompt)
-        return await self._ask(body, self._params(body), prompts, "prompt")
+        return await self._compiled(
+            *await self._offloads.bodies.run_sized(size_bytes, self._completion, body)
+        )
 
-    async def chat(self, body: ChatCompletionRequest) -> Ask:
+    async def chat(self, body: ChatCompletionRequest, size_bytes: int = 0) -> Ask:
         self._check_priority(body.priority)
+        return await self._compiled(
+            *await self._offloads.bodies.run_sized(size_bytes, self._chat, body)
+        )
+
+    async def tokens(self, body: TokenizeRequest, size_bytes: int = 0) -> list[int]:
+        """What a prompt or a conversation is to the model."""
+        return await self._offloads.bodies.run_sized(size_bytes, self._tokens, body)
+
+    async def _compiled(self, ask: Ask, grammar: CompileGrammar | None) -> Ask:
+        if grammar is None:
+            return ask
+        compiled = await self._offloads.grammars.run(grammar)
+        return msgspec.structs.replace(ask, grammar=compiled)
+
+    def _completion(self, body: CompletionRequest) -> tuple[Ask, CompileGrammar | None]:
+        params = self._params(body)
+        count = len(self._prompts.split(body.prompt))
+        check_children(count, params, self._max_children)
+        prompts = self._prompts.completion_prompts(body.prompt)
+        return self._ask(body, params, prompts, "prompt")
+
+    def _chat(self, body: ChatCompletionRequest) -> tuple[Ask, CompileGrammar | None]:
         form = self._formats.of(body)
         options = TemplateOptions(
             tools=form.tools,
@@ -81,49 +109,37 @@ class AskMaker:
             template=self._template(body.chat_template),
             variables=_variables(body),
         )
-        prompt = await self._tokenize(
-            body.messages, self._prompts.chat_prompt, body.messages, options
-        )
         params = self._params(body)
+        check_children(1, params, self._max_children)
+        prompt = self._prompts.chat_prompt(body.messages, options)
         if form.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        ask = await self._ask(body, params, [prompt], "messages", form.grammar)
+        ask, grammar = self._ask(body, params, [prompt], "messages", form.grammar)
         tail = self._prompts.text(prompt[-TAIL_TOKENS:])
-        return msgspec.structs.replace(ask, make_parser=partial(form.make_parser, tail))
+        return msgspec.structs.replace(ask, make_parser=partial(form.make_parser, tail)), grammar
 
-    async def tokens(self, body: TokenizeRequest) -> list[int]:
-        """What a prompt or a conversation is to the model."""
+    def _tokens(self, body: TokenizeRequest) -> list[int]:
         if body.messages is None:
-            return await self._tokenize(
-                body.prompt, self._encode, body.prompt, body.add_special_tokens
-            )
+            assert body.prompt is not None, "the body was checked"
+            return self._prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         options = TemplateOptions(
             tools=body.tools or [],
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs or {},
         )
-        return await self._tokenize(
-            body.messages, self._prompts.chat_prompt, body.messages, options
-        )
+        return self._prompts.chat_prompt(body.messages, options)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._prompts.encode(text, add_special_tokens=add_special_tokens)
-
-    async def _tokenize(self, text: object, tokenize: Callable[..., Ids], *args: object) -> Ids:
-        if self._prompts.is_long(text):
-            return await asyncio.to_thread(tokenize, *args)
-        return tokenize(*args)
-
-    async def _ask(
+    def _ask(
         self,
         body: GenerationRequest,
         params: SamplingParams,
         prompts: list[list[int]],
         field: str,
-        grammar: Callable[[], Grammar] | None = None,
-    ) -> Ask:
-        """`grammar` is that of tool calls; the wish's own is made here."""
+        grammar: CompileGrammar | None = None,
+    ) -> tuple[Ask, CompileGrammar | None]:
+        """The ask without its grammar, and what compiles that: `grammar` is that of tool calls, the
+        wish's own is made here."""
         processor = self._prompts
         validate(params, vocab_size=processor.vocab_size)
         longest = self._defaults.max_new_tokens if params.max_tokens is None else None
@@ -139,17 +155,20 @@ class AskMaker:
         ]
         if params.structured_outputs is not None:
             grammar = partial(compile_grammar, params.structured_outputs, body.form_field)
-        return Ask(
+        ask = Ask(
             prompts=prompts,
             params=params,
             budgets=budgets,
-            bad_words=bad_word_tokens(processor.tokenizer, params.bad_words),
-            grammar=None if grammar is None else await asyncio.to_thread(grammar),
+            bad_words=bad_word_tokens(
+                processor.tokenizer, params.bad_words, vocab_size=processor.vocab_size
+            ),
+            grammar=None,
             stream=bool(body.stream),
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             data_parallel_rank=body.data_parallel_rank,
         )
+        return ask, grammar
 
     def _params(self, body: GenerationRequest) -> SamplingParams:
         return body.sampling_params(self._defaults.sampling)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.admission import Admission, TooManyWaiting
+from swell.cluster.admission import Admission, Backlog, TooManyWaiting
 from swell.cluster.deadline import RequestTimedOut
 from swell.cluster.detokenizer import Detokenizer
 from swell.cluster.link import Connect, EngineId
@@ -24,7 +24,7 @@ from swell.cluster.routing.router import NoEngine, Router
 from swell.cluster.tickets import EngineGone, Move, Ticket
 from swell.configs.log import FactLogger
 from swell.configs.schema import Config
-from swell.coordinator.channel import CallTable
+from swell.coordinator.channel import CallTable, ChannelTimeout
 from swell.coordinator.roster import MemberState, Roster
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import (
@@ -113,19 +113,26 @@ class AsyncLLM:
         except TimeoutError:
             self._log.warning("the coordinator is silent")
 
+    @property
+    def has_room(self) -> bool:
+        """Whether another request may wait."""
+        return self._admission.has_room(self._backlog())
+
     def check_room(self) -> None:
         """Raises TooManyWaiting if another request may not wait (see `admission.py`). Those that
         have an engine already, or had one, may."""
-        told = self._router.backlog(self._config.scheduler.max_rows)
-        backlog = told._replace(
-            own_requests=told.own_requests + len(self._homeless),
-            own_tokens=told.own_tokens + self._homeless_tokens,
-        )
         try:
-            self._admission.check(backlog, self._clock())
+            self._admission.check(self._backlog(), self._clock())
         except TooManyWaiting as refusal:
             self._metrics.refused(refusal.code)
             raise
+
+    def _backlog(self) -> Backlog:
+        placed = self._router.backlog(self._config.scheduler.max_rows)
+        return placed._replace(
+            own_requests=placed.own_requests + len(self._homeless),
+            own_tokens=placed.own_tokens + self._homeless_tokens,
+        )
 
     def submit(
         self,
@@ -135,13 +142,18 @@ class AsyncLLM:
         index: int = 0,
     ) -> Ticket:
         """Send a request, which gives answer number `index` to its prompt, to an engine, or keep
-        it until there is one. Raises NoEngine, with nothing left behind, if there never was one."""
+        it until there is one. Raises NoEngine if there never was one; whatever it raises, nothing
+        is left behind."""
         if not self.met_engine:
             raise NoEngine("no engine is ready yet")
         ticket = Ticket(request, kind)
-        self._tickets[request.request_id] = ticket
         self._processor.add_request(request, params, kind=kind, queue=ticket.collector, index=index)
-        self._place(ticket)
+        self._tickets[request.request_id] = ticket
+        try:
+            self._place(ticket)
+        except BaseException:
+            self.abort([request.request_id])
+            raise
         return ticket
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -163,10 +175,13 @@ class AsyncLLM:
         call_id = self._calls.open(future, timeout_s)
         self._links.send(EngineId.of(member), UtilityCall(call_id, method, list(args)))
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await future
+            # An answer that is there counts, also if the loop was late and its time is over.
+            if not (await asyncio.wait({future}, timeout=timeout_s))[0]:
+                late = f"engine {rank} did not answer {method!r} within {timeout_s:g} s"
+                self._calls.fail(call_id, ChannelTimeout(late))
         finally:
             self._calls.expire()
+        answer = await future
         if answer.failure_message is not None:
             raise EngineCallFailed(answer.failure_message)
         return msgspec.msgpack.decode(answer.result)
@@ -211,6 +226,9 @@ class AsyncLLM:
             self._calls.answer(message.utility_output.call_id, message.utility_output)
         outputs: list[EngineCoreOutput] = []
         dropped: list[Ticket] = []
+        for run_id in message.started:
+            if run_id in self._runs:
+                self._runs[run_id].started = True
         for output in message.outputs:
             ticket = self._runs.get(output.request_id)
             if ticket is None:
@@ -255,7 +273,10 @@ class AsyncLLM:
         self._runs[ticket.run_id] = ticket
         self._processor.sent(request_id)
         self._links.send(
-            EngineId.of(member), msgspec.structs.replace(request, request_id=ticket.run_id)
+            EngineId.of(member),
+            msgspec.structs.replace(
+                request, request_id=ticket.run_id, failed_attempts=ticket.failed_attempts
+            ),
         )
         if begun:
             self._metrics.resubmitted()

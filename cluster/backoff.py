@@ -1,24 +1,26 @@
-"""When a rank's next engine may be started, and when there is no sense in starting more. Pure.
+"""When a rank's next engine may be started, and what there is to say about its troubles. Pure.
 
 The first replacement starts at once, and each further attempt waits twice as long as the one
-before it. An engine that lived for a while shows that engines can live here: what happened before
-it is forgotten. Several deaths of young engines in a short time, or several starts in a row that
-failed, are enough: somebody has to look.
+before it, up to some minutes; no rank is given up. An engine that lived for a while shows that
+engines can live here: what happened before it is forgotten. After several deaths of young engines
+in a row, or several starts in a row that failed, somebody has to look, and that is said.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass
 
 MAX_FAILURES = 5
-"""Starts in a row that may fail."""
+"""Starts in a row that may fail before it is called a trouble."""
 MAX_DEATHS = 5
-"""Young engines that may die within the window."""
-WINDOW_S = 120.0
+"""Young engines in a row that may die, likewise."""
 YOUNG_S = 30.0
 """An engine that served for less than this died young."""
 _FIRST_S = 0.5
-_LONGEST_S = 10.0
+_LONGEST_S = 300.0
+_DOUBLINGS = 20
+"""More than `_LONGEST_S` needs; fewer than a float can hold."""
 _TICK_S = 1e-3
 """Less than a clock tells apart is no wait."""
 
@@ -28,14 +30,48 @@ class _Slot:
     """What happened to the engines of one rank."""
 
     failures: int = 0
-    deaths: list[float] = field(default_factory=list)
-    """When young engines died."""
+    """Starts that failed since one succeeded."""
+    deaths: int = 0
+    """Engines that died young since one did not."""
     not_before: float = 0.0
+    reason: str = ""
+    """Of the last trouble."""
+
+    @property
+    def exhausted(self) -> bool:
+        return self.failures >= MAX_FAILURES or self.deaths > MAX_DEATHS
 
     def delay(self, now: float) -> None:
-        troubles = self.failures + len(self.deaths)
-        wait_s = min(_FIRST_S * 2.0 ** (troubles - 2), _LONGEST_S) if troubles > 1 else 0.0
+        doublings = min(self.failures + self.deaths - 2, _DOUBLINGS)
+        wait_s = min(_FIRST_S * 2.0**doublings, _LONGEST_S) if doublings >= 0 else 0.0
         self.not_before = now + wait_s
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a rank has no engine."""
+
+    rank: int
+    reason: str
+    times: int
+    """Starts in a row that failed, or engines that died."""
+    next_try_s: float
+    """Until it is tried again; 0: it is being tried."""
+    exhausted: bool
+    """It was tried so often that somebody has to look."""
+    dying: bool
+    """Starts succeed, and engines die soon."""
+
+    def __str__(self) -> str:
+        if not self.exhausted:
+            return self.reason
+        again = f"in {self.next_try_s:.0f} s" if self.next_try_s else "now"
+        if self.dying:
+            return (
+                f"engine {self.rank} dies again and again ({self.times} times), the last time "
+                f"because: {self.reason}; it is started again {again}"
+            )
+        return f"{self.reason} (tried {self.times} times; tried again {again})"
 
 
 class Backoff:
@@ -44,18 +80,21 @@ class Backoff:
     def __init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
 
-    def died(self, rank: int, lived_s: float, now: float) -> None:
+    def died(self, rank: int, lived_s: float, now: float, reason: str = "") -> None:
         """An engine died after it had served for `lived_s`."""
         slot = self._slots.setdefault(rank, _Slot())
-        young = lived_s < YOUNG_S
-        slot.deaths = [*self._recent(slot, now), now] if young else []
+        if lived_s >= YOUNG_S:
+            slot.failures = slot.deaths = 0
+        else:
+            slot.deaths += 1
+        slot.reason = reason
         slot.delay(now)
 
-    def failed(self, rank: int, now: float) -> None:
-        """A start did not succeed."""
+    def failed(self, rank: int, now: float, reason: str = "", *, permanent: bool = False) -> None:
+        """A start did not succeed. `permanent`: it would not, if it were tried at once."""
         slot = self._slots.setdefault(rank, _Slot())
-        slot.failures += 1
-        slot.deaths = self._recent(slot, now)
+        slot.failures = max(slot.failures + 1, MAX_FAILURES if permanent else 0)
+        slot.reason = reason
         slot.delay(now)
 
     def started(self, rank: int) -> None:
@@ -73,13 +112,28 @@ class Backoff:
         left_s = slot.not_before - now if slot else 0.0
         return left_s if left_s > _TICK_S else 0.0
 
-    def exhausted(self, rank: int, now: float) -> bool:
-        """Whether the rank was tried often enough."""
+    def exhausted(self, rank: int) -> bool:
+        """Whether the rank was tried so often that somebody has to look."""
         slot = self._slots.get(rank)
-        return slot is not None and (
-            slot.failures >= MAX_FAILURES or len(self._recent(slot, now)) > MAX_DEATHS
-        )
+        return slot is not None and slot.exhausted
 
-    @staticmethod
-    def _recent(slot: _Slot, now: float) -> list[float]:
-        return [at for at in slot.deaths if now - at <= WINDOW_S]
+    def trouble(self, living: Container[int], now: float) -> Trouble | None:
+        """The worst of those ranks that have no living engine. To die once, or a few times, is
+        none."""
+        absent = [
+            rank
+            for rank, slot in self._slots.items()
+            if rank not in living and (slot.failures or slot.exhausted)
+        ]
+        if not absent:
+            return None
+        rank = max(absent, key=lambda r: (self._slots[r].exhausted, self._slots[r].not_before))
+        slot = self._slots[rank]
+        return Trouble(
+            rank,
+            slot.reason,
+            slot.failures or slot.deaths,
+            self.wait_s(rank, now),
+            slot.exhausted,
+            dying=not slot.failures,
+        )

@@ -184,7 +184,12 @@ def _set(parser: argparse.ArgumentParser) -> None:
 
 def _server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", metavar="U", default=DEFAULT_URL, help=f"default {DEFAULT_URL}")
-    _key(parser)
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("SWELL_ADMIN_KEY") or os.environ.get("SWELL_API_KEY"),
+        help="one of serve.admin_keys_file; default: $SWELL_ADMIN_KEY, else $SWELL_API_KEY",
+    )
 
 
 def _key(parser: argparse.ArgumentParser) -> None:

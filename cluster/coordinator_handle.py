@@ -1,6 +1,6 @@
 """Ray's part of the coordinator's life: made once, watched, started again. No decisions.
 
-Its keys, its name and its port are chosen once and belong to the actor, and it stays on the
+Its keys, its name and its port are chosen once and noted (`notes.py`), and it stays on the
 machine of the manager that made it: a successor is found where its predecessor was. Ray repeats
 calls that were under way when it died, so nobody here sees its death, only a longer wait. One that
 was stopped is told by its silence, and killed: the rest is as above.
@@ -9,7 +9,6 @@ was stopped is told by its silence, and killed: the rest is as above.
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
 from collections.abc import Awaitable
 from typing import Any
@@ -17,7 +16,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from swell.cluster.edge import port_is_free
+from swell.cluster.edge import free_port
+from swell.cluster.notes import Notes
 from swell.configs.log import FactLogger
 from swell.configs.schema import Config
 from swell.coordinator.channel import make_keys
@@ -26,17 +26,16 @@ from swell.coordinator.roster import Member
 from swell.coordinator.service import ManagerNote, Membership, Seat
 from swell.coordinator.wire import ClusterView
 
-NAME = "coordinator"
-_PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives to outgoing connections: free again after a death."""
-
 
 class CoordinatorHandle:
     """The coordinator of one cluster. Its methods are the coordinator's own."""
 
-    def __init__(self, config: Config, namespace: str) -> None:
+    def __init__(self, config: Config, namespace: str, notes: Notes) -> None:
+        self.name = f"coordinator-{notes.identity}"
+        """Of its actor: engines of another configuration have another one."""
         self._config = config
         self._namespace = namespace
+        self._notes = notes
         self._actor: Any = None
         self._suspected = asyncio.Lock()
         self._restarts = 0
@@ -48,17 +47,19 @@ class CoordinatorHandle:
         return self.contact.pid if self.contact else None
 
     async def open(self) -> None:
-        """Find the coordinator, or make it."""
+        """Find the coordinator, or make it; one that was ended takes its predecessor's place."""
         kind: Any = Coordinator
-        seat = Seat(make_keys(), secrets.token_hex(8), _free_port(ray.util.get_node_ip_address()))
+        host = ray.util.get_node_ip_address()
+        fresh = Seat(make_keys(), secrets.token_hex(8), free_port(host))
+        seat = await self._notes.seat(lambda: fresh)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         self._actor = kind.options(
-            name=NAME,
+            name=self.name,
             namespace=self._namespace,
             lifetime="detached",
             get_if_exists=True,
             scheduling_strategy=here,
-        ).remote(self._config.cluster, self._config.parallel.expert, seat)
+        ).remote(self._config.cluster, self._config.parallel.expert, seat, seat != fresh)
         await self._meet()
 
     async def close(self) -> None:
@@ -84,6 +85,10 @@ class CoordinatorHandle:
     async def leave(self, ranks: list[int]) -> None:
         roster = await self._ask(self._actor.leave.remote(ranks))
         self._log.info("leaving", epoch=roster.epoch, ranks=ranks)
+
+    async def stay(self, ranks: list[int]) -> None:
+        roster = await self._ask(self._actor.stay.remote(ranks))
+        self._log.info("staying", epoch=roster.epoch, ranks=ranks)
 
     async def part(self, ranks: list[int]) -> None:
         limit_s = self._config.cluster.start_timeout_s
@@ -139,8 +144,3 @@ class CoordinatorHandle:
                 self._log.warning("coordinator is silent: killed", pid=self.pid)
                 ray.kill(self._actor, no_restart=False)
                 await self._actor.view.remote()
-
-
-def _free_port(host: str) -> int:
-    ports = random.sample(_PORTS, len(_PORTS))
-    return next(port for port in ports if port_is_free(host, port))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import random
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -18,11 +19,15 @@ import msgspec
 import uvicorn
 
 from swell.cluster.acceptor import Acceptor
-from swell.configs.schema import Config, ConfigError
+from swell.cluster.connection import ConnectionLimits, limited
+from swell.configs import process
+from swell.configs.schema import Config, ConfigError, ServeConfig
 
 _BACKLOG = 4096
 """Connections that wait to be taken, as many as the kernel allows (`net.core.somaxconn`). Those
 beyond them try again after a second."""
+_CHOSEN_PORTS = range(20_000, 32_000)
+"""Below those that the kernel gives to outgoing connections: free again after a death."""
 
 
 def port_is_free(host: str, port: int) -> bool:
@@ -41,10 +46,9 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str) -> int:
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that a successor is likely to find free again."""
+    ports = random.sample(_CHOSEN_PORTS, len(_CHOSEN_PORTS))
+    return next(port for port in ports if port_is_free(host, port))
 
 
 def claim_port(config: Config) -> Config:
@@ -118,11 +122,19 @@ class _Server(uvicorn.Server):
 class EdgeServer:
     """Serves an ASGI app in the running event loop until `stop`."""
 
-    def __init__(self, app: Any, host: str, port: int, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        drain_timeout_s: float,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         self._socket = _shared_socket(host, port)
         self._server = _Server(
             uvicorn.Config(
                 app,
+                http=limited((limits or ConnectionLimits.of(ServeConfig())).within_descriptors()),
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -145,6 +157,12 @@ class EdgeServer:
             await asyncio.sleep(0.005)
         if self._task.done():
             await self._task
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A replica that does not listen any more, though nobody stopped it, is replaced."""
+        if not self._server.should_exit and not task.cancelled():
+            process.end_process("HTTP server", task.exception() or RuntimeError("it returned"))
 
     async def stop(self) -> None:
         """Stop accepting, finish the streams, then return."""

@@ -14,7 +14,14 @@ from swell.cluster.coordinator_handle import CoordinatorHandle
 from swell.cluster.placement import EngineHandle, Placement
 from swell.configs.log import FactLogger
 from swell.configs.schema import ClusterConfig
+from swell.coordinator.roster import MemberState
+from swell.coordinator.service import Membership
 from swell.coordinator.wire import EngineReport
+
+_PAUSE_S = 1.0
+"""After a drain failed, before it begins again."""
+_QUIET_LOOKS = 2
+"""A request may be on its way when the first is taken."""
 
 OnDeath = Callable[[int, float, str], None]
 """Takes the rank, for how many seconds it served, and why it died."""
@@ -37,10 +44,13 @@ class Fleet:
         self.ending: dict[int, EngineHandle] = {}
         self.commits = asyncio.Lock()
         """Held while the engines' group changes: one change at a time."""
+        self.draining = False
+        """Engines are being let go."""
         self._config = config
         self._coordinator = coordinator
         self._placement = placement
         self._on_death, self._on_change = on_death, on_change
+        self._verdicts_seen = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = FactLogger("cluster.fleet")
 
@@ -50,11 +60,26 @@ class Fleet:
         return [handle for _, handle in sorted(self.engines.items()) if not handle.leaving]
 
     @property
+    def leaving(self) -> list[EngineHandle]:
+        """Engines that serve and shall go, by rank."""
+        return [handle for _, handle in sorted(self.engines.items()) if handle.leaving]
+
+    @property
+    def going(self) -> bool:
+        """Engines serve, start or end that shall go."""
+        return any(handle.leaving for handle in self.handles)
+
+    @property
+    def coming(self) -> list[EngineHandle]:
+        """Engines that start and are still wanted, by rank."""
+        return [handle for _, handle in sorted(self.starting.items()) if not handle.leaving]
+
+    @property
     def present(self) -> int:
         """Engines that count towards the target. One that has died counts until it can be
         replaced."""
         ending = sum(not handle.leaving for handle in self.ending.values())
-        return len(self.staying) + len(self.starting) + ending
+        return len(self.staying) + len(self.coming) + ending
 
     @property
     def handles(self) -> list[EngineHandle]:
@@ -68,47 +93,90 @@ class Fleet:
 
     # ---------------------------------------------------------------- coming
 
-    async def adopt(self) -> None:
-        """Take over the engines that an earlier manager left."""
-        for handle in await self._placement.adopt():
+    async def adopt(self) -> list[EngineHandle]:
+        """Take over the engines that an earlier manager left. Returns those that still have to
+        load or to join: they are in `starting`, for `grow`."""
+        serving, newcomers = await self._placement.adopt()
+        for handle in serving:
             self._enter(handle)
             self._watch(handle)
+            if handle.leaving:
+                self.leave(handle, self._config.drain_timeout_s)
+        self.starting.update({handle.rank: handle for handle in newcomers})
+        return newcomers
 
     async def grow(self, handles: list[EngineHandle]) -> dict[int, BaseException]:
         """Start newcomers, which are in `starting`, beside each other; those that are ready join
-        in one epoch. Returns the others, and why."""
+        in one epoch. Returns the others, and why; who was called off is in neither."""
         results = await asyncio.gather(
-            *(self._placement.start(handle) for handle in handles), return_exceptions=True
+            *(self._prepare(handle) for handle in handles), return_exceptions=True
         )
         failures = {
             handle.rank: result
             for handle, result in zip(handles, results, strict=True)
-            if isinstance(result, BaseException)
+            if isinstance(result, BaseException) and not handle.leaving
         }
-        ready = [handle for handle in handles if handle.rank not in failures]
+        ready = [h for h in handles if not (h.rank in failures or h.leaving)]
         try:
-            if ready:
-                await self._join(ready)
+            ready = await self._join(ready)
         except Exception as error:
+            ready = [handle for handle in ready if not handle.leaving]
             failures.update({handle.rank: error for handle in ready})
             await asyncio.gather(
                 *(self._placement.kill(handle) for handle in ready), return_exceptions=True
             )
         for handle in handles:
-            del self.starting[handle.rank]
+            if not handle.leaving:
+                del self.starting[handle.rank]
         for handle in ready:
             if handle.rank not in failures:
                 self._enter(handle)
         self._on_change()
         return failures
 
-    async def _join(self, handles: list[EngineHandle]) -> None:
-        """Raises if one of them dies meanwhile: it is lost, and its group does not form."""
+    async def _prepare(self, handle: EngineHandle) -> None:
+        """Returns when the engine is ready or was called off. Raises what kept it from it."""
+        if handle.leaving:
+            return
+        handle.starting = asyncio.create_task(self._placement.start(handle))
+        try:
+            await handle.starting
+        except asyncio.CancelledError:
+            if not handle.leaving:
+                raise
+
+    def call_off(self, handle: EngineHandle) -> None:
+        """A newcomer that does not join yet is not wanted any more: it is ended."""
+        handle.leaving = True
+        if handle.starting is not None:
+            handle.starting.cancel()
+        self.spawn(self._discard(handle))
+
+    async def _discard(self, handle: EngineHandle) -> None:
+        try:
+            await self._placement.end(handle)
+        finally:
+            del self.starting[handle.rank]
+            self._on_change()
+
+    async def _join(self, handles: list[EngineHandle]) -> list[EngineHandle]:
+        """Returns who has joined: all that were not called off before it began. Raises if one of
+        them dies meanwhile: it is lost, and its group does not form."""
         for handle in handles:
             self._watch(handle)
         async with self.commits:
+            handles = [handle for handle in handles if not handle.leaving]
+            if not handles:
+                return []
+            for handle in handles:
+                handle.moving = True
             self._on_change()
-            await self._coordinator.join([handle.member for handle in handles])
+            try:
+                await self._coordinator.join([handle.member for handle in handles])
+            finally:
+                for handle in handles:
+                    handle.moving = False
+        return handles
 
     def _enter(self, handle: EngineHandle) -> None:
         handle.joined_at = asyncio.get_running_loop().time()
@@ -118,25 +186,81 @@ class Fleet:
 
     # ---------------------------------------------------------------- going
 
-    async def shrink(self, going: list[EngineHandle], timeout_s: float) -> None:
-        """Let engines finish what they have, for so long, and end them."""
-        ranks = [handle.rank for handle in going]
-        await self._coordinator.leave(ranks)
-        await self.wait_idle(ranks, timeout_s)
-        going = [handle for handle in going if self.engines.get(handle.rank) is handle]
-        if not going:
-            return  # they died meanwhile
-        for handle in going:
-            handle.moving = True
-        async with self.commits:
+    def leave(self, handle: EngineHandle, timeout_s: float) -> None:
+        """It may finish what it has, for so long: see `_drain`."""
+        handle.leaving, handle.idle_looks = True, 0
+        handle.leave_by = asyncio.get_running_loop().time() + timeout_s
+
+    def hurry(self, timeout_s: float) -> None:
+        """Whoever is leaving has no longer than this from now on, unless it was named."""
+        latest = asyncio.get_running_loop().time() + timeout_s
+        for handle in self.leaving:
+            if not handle.drained:
+                handle.leave_by = min(handle.leave_by, latest)
+
+    def keep(self, handle: EngineHandle) -> None:
+        """It was leaving, and is wanted again."""
+        handle.leaving = False
+        self.spawn(self._coordinator.stay([handle.rank]))
+
+    def drain(self) -> None:
+        """Begin to let go whoever is leaving, if that is not under way."""
+        if self.leaving and not self.draining:
+            self.draining = True
+            self.spawn(self._drain_all())
+
+    async def _drain_all(self) -> None:
+        try:
+            await self._drain()
+        except Exception:
+            await asyncio.sleep(_PAUSE_S)
+            raise
+        finally:
+            self.draining = False
             self._on_change()
-            await self._coordinator.part([handle.rank for handle in going])
+
+    async def _drain(self) -> None:
+        """Until no engine is leaving: each goes when it has finished what it has, or when its time
+        is over. Who is paused cannot finish, and goes then."""
+        told: set[str] = set()
+        while self.leaving:
+            going = [handle for handle in self.leaving if not handle.moving]
+            told &= {handle.name for handle in going}
+            if fresh := [handle for handle in going if handle.name not in told]:
+                told |= {handle.name for handle in fresh}
+                await self._coordinator.leave([handle.rank for handle in fresh])
+            now = asyncio.get_running_loop().time()
+            due = [h for h in going if h.idle_looks >= _QUIET_LOOKS or now >= h.leave_by]
+            if due:
+                await self._part(due)
+                continue
+            await asyncio.sleep(2 * self._config.load_report_s)
+            view = await self._coordinator.view()
+            busy = {r.rank for r in view.reports if r.running + r.waiting}
+            for handle in going:
+                handle.idle_looks = 0 if handle.rank in busy else handle.idle_looks + 1
+
+    async def _part(self, going: list[EngineHandle]) -> None:
+        """Take engines out and end them; those that died or are kept meanwhile aside."""
+        async with self.commits:
+            going = [h for h in going if h.leaving and self.engines.get(h.rank) is h]
+            for handle in going:
+                handle.moving = True
+            self._on_change()
+            try:
+                if going:
+                    await self._coordinator.part([handle.rank for handle in going])
+            finally:
+                for handle in going:
+                    handle.moving = False
         going = [handle for handle in going if self.engines.get(handle.rank) is handle]
         for handle in going:
             self.ending[handle.rank] = self.engines.pop(handle.rank)
-        await asyncio.gather(*(self._placement.end(handle) for handle in going))
-        for handle in going:
-            del self.ending[handle.rank]
+        try:
+            await asyncio.gather(*(self._placement.end(handle) for handle in going))
+        finally:
+            for handle in going:
+                del self.ending[handle.rank]
 
     async def wait_idle(self, ranks: list[int], timeout_s: float) -> None:
         """Until the engines have nothing left, or the time is over.
@@ -154,6 +278,30 @@ class Fleet:
                     quiet = 0 if busy else quiet + 1
         except TimeoutError:
             self._log.info("not drained", ranks=ranks, timeout_s=timeout_s)
+
+    # ---------------------------------------------------------------- the roster
+
+    async def compare(self, now: Membership) -> None:
+        """Engines that the roster misses or lists otherwise, and members that are no engines of
+        ours."""
+        seen, self._verdicts_seen = self._verdicts_seen, len(now.verdicts)
+        fresh = now.verdicts[seen:] if seen <= len(now.verdicts) else now.verdicts
+        reasons = {verdict.rank: verdict.reason for verdict in fresh}
+        for rank, handle in list(self.engines.items()):
+            assert handle.ready is not None
+            member = now.view.roster.find(rank, handle.ready.incarnation)
+            if handle.moving:
+                continue
+            if member is None:
+                self.spawn(self.missed(handle, reasons.get(rank)))
+            elif handle.leaving and member.state is MemberState.ACTIVE:
+                await self._coordinator.leave([rank])
+            elif not handle.leaving and member.state is MemberState.LEAVING:
+                await self._coordinator.stay([rank])
+        ours = {*self.engines, *self.starting, *self.ending}
+        strangers = [rank for rank in now.view.roster.ranks if rank not in ours]
+        if strangers:
+            await self._coordinator.lose(strangers)
 
     # ---------------------------------------------------------------- dying
 
@@ -196,9 +344,11 @@ class Fleet:
         try:
             await self._coordinator.lose([rank])
         finally:
-            await (self._placement.kill(handle) if stopped_s else self._placement.end(handle))
-            del self.ending[rank]
-            self._on_change()
+            try:
+                await (self._placement.kill(handle) if stopped_s else self._placement.end(handle))
+            finally:  # what could not be ended must not count for an engine for ever
+                del self.ending[rank]
+                self._on_change()
 
     async def refresh(self, reports: list[EngineReport]) -> None:
         """Ask those who have replaced workers which ones they have."""
@@ -227,6 +377,7 @@ class Fleet:
         task = asyncio.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _task: work.close())  # cancelled before it began
         return task
 
     async def rest(self) -> None:

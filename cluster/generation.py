@@ -18,7 +18,11 @@ from swell.cluster.parallel import best, children, fold
 from swell.cluster.params import BadRequest, to_core_request
 from swell.cluster.tickets import Outputs, Ticket, engines_of
 
-_TRACE_HEADERS = ("traceparent", "tracestate")
+TRACE_HEADERS = ("traceparent", "tracestate")
+_TURN_TOKENS = 20_000
+"""Prompt tokens that are submitted at once: some milliseconds."""
+_CHILD_TOKENS = 500
+"""What a child costs beside its prompt."""
 
 
 class Generator:
@@ -30,9 +34,11 @@ class Generator:
 
     async def answer(self, request: Request, ask: Ask, answer: Answer) -> Any:
         """Submit everything, then answer whole or as a stream."""
-        tickets = self._submit(request, ask)
-        timer = self._end_at_deadline(request, tickets)
+        tickets: list[Ticket] = []
+        timer: asyncio.TimerHandle | None = None
         try:
+            await self._submit(request, ask, tickets)
+            timer = self._end_at_deadline(request, tickets)
             if not ask.stream:
                 whole = await unless_gone(request, self._gather(tickets))
                 self._leave(tickets, timer)
@@ -62,17 +68,17 @@ class Generator:
             prompts = [best(output, ask.params) for output in prompts]
         return answer.whole(prompts, usage)
 
-    def _submit(self, request: Request, ask: Ask) -> list[Ticket]:
-        """All children of all prompts, or none."""
+    async def _submit(self, request: Request, ask: Ask, tickets: list[Ticket]) -> None:
+        """All children of all prompts, into `tickets`: whoever gives them ends those that are there
+        if this is not done to its end. Others have their turn between."""
         self._llm.check_room()
         self._check_rank(ask.data_parallel_rank)
-        headers = {
-            name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers
-        }
+        headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         kind = RequestOutputKind.DELTA if ask.stream else RequestOutputKind.FINAL_ONLY
-        wishes = [
-            (
-                to_core_request(
+        wishes, work = children(ask.params), 0
+        for prompt, budget in zip(ask.prompts, ask.budgets, strict=True):
+            for index, params in enumerate(wishes):
+                core = to_core_request(
                     params,
                     external_req_id=request_id(request),
                     prompt_token_ids=prompt,
@@ -85,14 +91,12 @@ class Generator:
                     data_parallel_rank=ask.data_parallel_rank,
                     client_index=self._llm.client_index,
                     trace_headers=headers or None,
-                ),
-                params,
-                index,
-            )
-            for prompt, budget in zip(ask.prompts, ask.budgets, strict=True)
-            for index, params in enumerate(children(ask.params))
-        ]
-        return [self._llm.submit(core, params, kind, index) for core, params, index in wishes]
+                )
+                tickets.append(self._llm.submit(core, params, kind, index))
+                work += _CHILD_TOKENS + len(prompt)
+                if work > _TURN_TOKENS:
+                    work = 0
+                    await asyncio.sleep(0)
 
     def _end_at_deadline(
         self, request: Request, tickets: Sequence[Ticket]

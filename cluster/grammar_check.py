@@ -29,6 +29,8 @@ WALL_S = 30.0
 """Longest wait for one check, on a machine that has other things to do."""
 MEMORY_BYTES = 1 << 30
 """Address space of the process."""
+MAX_REASON_CHARS = 4096
+"""Of what the compiler says: it may repeat the grammar."""
 STACK_BYTES = 1 << 20
 """A worker's threads have at least twice this."""
 
@@ -121,7 +123,7 @@ def _serve(limits: Mapping[str, int], cpu_s: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         reason = _reason(json.loads(line), limits)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(reason), flush=True)
+        print(json.dumps(reason[:MAX_REASON_CHARS]), flush=True)
 
 
 def _reason(lark: str, limits: Mapping[str, int]) -> str:

@@ -8,7 +8,13 @@ import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+)
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +31,7 @@ from swell.cluster.deadline import RequestTimedOut
 from swell.cluster.openai.base import error_body
 from swell.cluster.params import BadRequest, shown
 from swell.cluster.routing.router import NoEngine
-from swell.cluster.tickets import EngineGone
+from swell.cluster.tickets import EngineGone, RequestFailed
 from swell.configs.log import FactLogger
 from swell.configs.schema import ConfigError
 
@@ -98,6 +104,8 @@ def failure_of(error: Exception) -> Failure:
             return Failure(503, str(error), "server_error", code="no_engine", headers=_RETRY_AFTER)
         case EngineGone():
             return Failure(500, str(error), "server_error", code="engine_failed")
+        case RequestFailed():
+            return Failure(500, str(error), "server_error", code="request_failed")
     FactLogger("cluster.ingress").error("unexpected", error=f"{type(error).__name__}: {error}")
     return Failure(500, "internal error", "server_error")
 
@@ -187,29 +195,44 @@ def _methods_at(request: Request) -> list[str]:
     return sorted(methods)
 
 
-async def read_json_body(request: Request, limit_bytes: int) -> bytes:
-    """The body of a JSON request. Raises HTTPError before more than the limit is held."""
-    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+def require_json(request: Request) -> None:
+    """Raises HTTPError 415 unless the request says that it sends JSON. A page of another site
+    cannot say so without asking first, which we never allow."""
+    sent = request.headers.get("content-type", "")
+    kind = sent.split(";")[0].strip().lower()
     if kind != "application/json":
-        raise HTTPError(415, f"content-type {kind!r} is not supported; send application/json")
+        raise HTTPError(
+            415, f"content-type {shown(kind)} is not supported; send 'application/json'"
+        )
+
+
+async def read_json_parts(
+    request: Request, limit_bytes: int, limit_name: str = "serve.max_body_bytes"
+) -> AsyncGenerator[bytes]:
+    """The body of a JSON request as it comes. Raises HTTPError before more than the limit came."""
+    require_json(request)
     told = request.headers.get("content-length", "")
-    parts: list[bytes] = []
     size = 0
-    too_long = told.isdigit() and int(told) > limit_bytes
+    too_long = told.isascii() and told.isdigit() and (len(told) > 18 or int(told) > limit_bytes)
     if not too_long:
         async for part in request.stream():
             size += len(part)
             if size > limit_bytes:
                 too_long = True
                 break
-            parts.append(part)
+            yield part
     if too_long:
         raise HTTPError(
             413,
-            f"the body has more than serve.max_body_bytes={limit_bytes} bytes",
+            f"the body has more than {limit_name}={limit_bytes} bytes",
             "request_too_large",
         )
-    return b"".join(parts)
+
+
+async def read_short_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body of a JSON request that is short in any case."""
+    parts = read_json_parts(request, limit_bytes, "the limit here")
+    return b"".join([part async for part in parts])
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -304,6 +327,15 @@ class KeyRing:
                 "send a valid key: 'Authorization: Bearer KEY', or 'x-api-key: KEY'",
                 "invalid_api_key",
             )
+
+    def owner(self, request: Request) -> str:
+        """Names the key that the request shows, without telling it: what is kept for it, no other
+        key finds. Empty where there are no keys. Raises as `check`."""
+        self.check(request)
+        if self._hashes is None:
+            return ""
+        key = next(filter(self._knows, _shown_keys(request)))
+        return hashlib.sha256(key.encode()).hexdigest()
 
     def _knows(self, key: str) -> bool:
         shown = hashlib.sha256(key.encode()).digest()

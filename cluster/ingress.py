@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from swell.cluster.access import AccessRules, Users
 from swell.cluster.admin import AdminRoutes
 from swell.cluster.answers.chat import ChatAnswer
 from swell.cluster.answers.completions import CompletionAnswer
@@ -22,6 +24,7 @@ from swell.cluster.anthropic.requests import CountTokensRequest, MessagesRequest
 from swell.cluster.anthropic.responses import TokenCount
 from swell.cluster.asks import AskMaker
 from swell.cluster.async_llm import AsyncLLM
+from swell.cluster.bodies import BodyReader, body_bytes
 from swell.cluster.deadline import HEADER as TIMEOUT
 from swell.cluster.deadline import deadline_of
 from swell.cluster.detokenizer import Detokenizer
@@ -29,21 +32,19 @@ from swell.cluster.generation import Generator
 from swell.cluster.generation_config import read_generation_config
 from swell.cluster.http import (
     HTTPError,
-    KeyRing,
     json_response,
     no_such_route,
-    read_json_body,
     request_id,
     route,
 )
 from swell.cluster.link import Connect
 from swell.cluster.metrics import PrometheusStats
+from swell.cluster.offload import Offloads
 from swell.cluster.openai import models as api
 from swell.cluster.openai.admin import Readiness
 from swell.cluster.openai.base import RequestBody
 from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.completions import CompletionRequest
-from swell.cluster.openai.decode import decode
 from swell.cluster.openapi import openapi_document
 from swell.cluster.pacing import PacedStart
 from swell.cluster.params import BadRequest
@@ -67,17 +68,22 @@ class Ingress:
         self._manager = manager
         self._connect = connect
         self._metrics = PrometheusStats()
-        self._users = KeyRing(config.serve.api_keys_file, "serve.api_keys_file")
+        self._rules = AccessRules(config.serve)
+        self._users = Users(config.serve, self._rules)
         self._prompts: PromptProcessor
         self._asks: AskMaker
         self._generator: Generator
+        self._offloads = Offloads()
+        self._reader = BodyReader(config.serve.max_body_bytes, self._offloads.bodies)
         self._responses = ResponseRoutes(
             config.serve,
             self._model,
             self._users,
             manager,
-            self._wish,
+            self._generation_body,
             lambda: (self._asks, self._generator),
+            self._offloads.bodies,
+            lambda: self.llm.met_engine and self.llm.has_room,
         )
         self.llm: AsyncLLM
         self.app = Starlette(
@@ -100,7 +106,7 @@ class Ingress:
             read_template(config.serve.chat_template),
         )
         defaults = await asyncio.to_thread(read_generation_config, config.model)
-        self._asks = AskMaker(self._prompts, config, defaults)
+        self._asks = AskMaker(self._prompts, config, defaults, self._offloads)
         self.llm = AsyncLLM(
             Detokenizer(tokenizer),
             config,
@@ -111,17 +117,15 @@ class Ingress:
         self._generator = Generator(self.llm, end_token_ids(path, tokenizer))
         self._metrics.registry.register(ViewCollector(lambda: self.llm.view))
         await self.llm.wait_for_view()
+        self._responses.start()
 
     async def stop(self) -> None:
-        self._responses.close()
+        await self._responses.close()
         self.llm.close()
+        self._offloads.close()
 
     def _routes(self) -> list[Route]:
-        serve = self._config.serve
-        admins = KeyRing(serve.admin_keys_file or serve.api_keys_file, "serve.admin_keys_file")
-        admin = AdminRoutes(
-            admins, self._manager, lambda: self.llm, max_body_bytes=serve.max_body_bytes
-        )
+        admin = AdminRoutes(self._config.serve, self._rules, self._manager, lambda: self.llm)
         return [
             route("/health", self._health, "GET"),
             route("/ready", self._ready, "GET"),
@@ -142,32 +146,36 @@ class Ingress:
     # ---------------------------------------------------------------- generation
 
     async def _completions(self, request: Request) -> Any:
-        body = await self._wish(request, CompletionRequest)
-        ask = await self._asks.completion(body)
+        body = await self._generation_body(request, CompletionRequest)
+        ask = await self._asks.completion(body, body_bytes(request))
         id = f"cmpl-{request_id(request)}"
         answer = CompletionAnswer(id, self._model, body, self._prompts.text)
         return await self._generator.answer(request, ask, answer)
 
     async def _chat(self, request: Request) -> Any:
-        body = await self._wish(request, ChatCompletionRequest)
-        ask = await self._asks.chat(body)
+        body = await self._generation_body(request, ChatCompletionRequest)
+        ask = await self._asks.chat(body, body_bytes(request))
         id = f"chatcmpl-{request_id(request)}"
         answer = ChatAnswer(id, self._model, body, ask.make_parser)
         return await self._generator.answer(request, ask, answer)
 
     async def _messages(self, request: Request) -> Any:
-        body = await self._wish(request, MessagesRequest)
-        ask = await self._asks.chat(chat_request(body))
+        body = await self._generation_body(request, MessagesRequest)
+        size = body_bytes(request)
+        chat = await self._offloads.bodies.run_sized(size, chat_request, body)
+        ask = await self._asks.chat(chat, size)
         ask = replace(ask, budgets=[min(left, body.max_tokens) for left in ask.budgets])
         answer = MessagesAnswer(request_id(request), self._model, body, ask.make_parser)
         return await self._generator.answer(request, ask, answer)
 
     async def _count_tokens(self, request: Request) -> Response:
         body = await self._body(request, CountTokensRequest)
-        ids = await self._asks.tokens(tokenize_request(body))
+        size = body_bytes(request)
+        conversation = await self._offloads.bodies.run_sized(size, tokenize_request, body)
+        ids = await self._asks.tokens(conversation, size)
         return json_response(TokenCount(input_tokens=len(ids)))
 
-    async def _wish(self, request: Request, kind: type[Any]) -> Any:
+    async def _generation_body(self, request: Request, kind: type[Any]) -> Any:
         """The body of a request for an answer. Raises TooManyWaiting before it is read where too
         many wait: thousands are refused as fast as they come."""
         self._users.check(request)
@@ -181,8 +189,7 @@ class Ingress:
         """A checked body for this model. Raises BadRequest, HTTPError, and NoEngine before the
         first engine has told what it can take; while none is here any more, requests wait."""
         self._users.check(request)
-        raw = await read_json_body(request, self._config.serve.max_body_bytes)
-        body: RequestBody = decode(raw, kind)
+        body: RequestBody = await self._reader.read(request, kind)
         model = getattr(body, "model", None)
         if model is not None and model != self._model:
             raise BadRequest(
@@ -212,10 +219,16 @@ class Ingress:
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._body(request, api.TokenizeRequest)
-        ids = await self._asks.tokens(body)
+        size = body_bytes(request)
+        ids = await self._asks.tokens(body, size)
+        return json_response(
+            await self._offloads.bodies.run_sized(size, self._tokenized, body, ids)
+        )
+
+    def _tokenized(self, body: api.TokenizeRequest, ids: list[int]) -> bytes:
         prompts = self._prompts
         words = prompts.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        return json_response(
+        return msgspec.json.encode(
             api.TokenizeResponse(
                 tokens=ids, count=len(ids), max_model_len=prompts.max_model_len, token_strs=words
             )
@@ -223,7 +236,10 @@ class Ingress:
 
     async def _detokenize(self, request: Request) -> Response:
         body = await self._body(request, api.DetokenizeRequest)
-        return json_response(api.DetokenizeResponse(prompt=self._prompts.decode(body.tokens)))
+        text = await self._offloads.bodies.run_sized(
+            body_bytes(request), self._prompts.decode, body.tokens
+        )
+        return json_response(api.DetokenizeResponse(prompt=text))
 
     async def _health(self, request: Request) -> Response:
         return json_response({"status": "ok"})

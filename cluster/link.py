@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from swell.configs.log import FactLogger
+from swell.configs.process import vital_task
 from swell.coordinator.channel import AsyncOutlet, ChannelAddress, ChannelKeys
 from swell.coordinator.roster import Member
 from swell.coordinator.wire import ClusterView, Counts, IngressWord, Watch
 from swell.engine.wire import EngineCoreOutputs, KeepAlive
 
-M = TypeVar("M")
+_MAX_FAILED_VIEWS = 3
+"""Views in a row that could not be followed before the ingress ends itself."""
 
 
 class EngineId(NamedTuple):
@@ -89,8 +91,9 @@ class _Link:
         self._on_outputs = on_outputs
         self._on_gap = on_gap
         self.outlet: AsyncOutlet[EngineCoreOutputs] = AsyncOutlet(
-            member.address, EngineCoreOutputs, keys, _guarded(self._take)
+            member.address, EngineCoreOutputs, keys, self._take
         )
+        self._log = FactLogger("cluster.link", rank=member.rank)
 
     def close(self) -> None:
         self.outlet.close()
@@ -98,7 +101,11 @@ class _Link:
     def _take(self, message: EngineCoreOutputs) -> None:
         if not self._tally.follows(message.seq):
             self._on_gap(self._engine)
-        self._on_outputs(message)
+        try:
+            self._on_outputs(message)
+        except Exception as error:  # what it told is as good as lost
+            self._log.exception("outputs not handled", error)
+            self._on_gap(self._engine)
 
 
 class EngineLinks:
@@ -136,9 +143,13 @@ class EngineLinks:
         self._links: dict[EngineId, _Link] = {}
         self._epoch = 0
         self._outlet: AsyncOutlet[IngressWord] = AsyncOutlet(
-            coordinator, IngressWord, keys, _guarded(self._hear)
+            coordinator, IngressWord, keys, self._hear
         )
-        self._beats = asyncio.create_task(self._beat())
+        self._lost: list[EngineId] = []
+        """Engines that have left, until `on_view` has taken it in."""
+        self._failed_views = 0
+        self._log = FactLogger("cluster.link")
+        self._beats = asyncio.create_task(vital_task(self._beat(), "ingress: heartbeat"))
 
     def send(self, engine: EngineId, message: Any) -> None:
         link = self._links.get(engine)
@@ -160,33 +171,30 @@ class EngineLinks:
             await asyncio.sleep(self._heartbeat_s)
 
     def _hear(self, word: IngressWord) -> None:
-        if isinstance(word, ClusterView):
-            self._follow(word)
-        else:
-            self._counted.take_others(word.counts)
+        """One word that cannot be handled harms no other. Views are repeated with each heartbeat;
+        an ingress that can follow none of them does not know where its requests are."""
+        try:
+            if isinstance(word, ClusterView):
+                self._follow(word)
+                self._failed_views = 0
+            else:
+                self._counted.take_others(word.counts)
+        except Exception as error:
+            self._log.exception("not handled", error, word=type(word).__name__)
+            self._failed_views += isinstance(word, ClusterView)
+            if self._failed_views > _MAX_FAILED_VIEWS:
+                raise
 
     def _follow(self, view: ClusterView) -> None:
         if view.roster.epoch < self._epoch:
             return
         self._epoch = view.roster.epoch
         members = {EngineId.of(member): member for member in view.roster.members}
-        lost = [engine for engine in self._links if engine not in members]
-        for engine in lost:
+        for engine in [engine for engine in self._links if engine not in members]:
+            self._lost.append(engine)
             self._links.pop(engine).close()
         for engine, member in members.items():
             if engine not in self._links:
                 self._links[engine] = _Link(member, self._keys, self._on_outputs, self._on_gap)
-        self._on_view(view, lost)
-
-
-def _guarded(take: Callable[[M], None]) -> Callable[[M], None]:
-    """A message that cannot be handled is logged and harms no other."""
-    log = FactLogger("cluster.link")
-
-    def run(message: M) -> None:
-        try:
-            take(message)
-        except Exception as error:
-            log.error("message not handled", error=f"{type(error).__name__}: {error}")
-
-    return run
+        self._on_view(view, list(self._lost))
+        self._lost.clear()

@@ -30,6 +30,9 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 _CLIENT = b"local"
 _KIND = RequestOutputKind.FINAL_ONLY
 
+Child = tuple[EngineCoreRequest, SamplingParams, int]
+"""One answer that is to be drawn, with its wish and its index."""
+
 prepare_for_torch()
 
 
@@ -55,8 +58,11 @@ class LLM:
             tokenizer, limits.max_model_len, limits.vocab_size, self.config.model.served_name
         )
         self._ends = end_token_ids(path, tokenizer)
-        self._processor = OutputProcessor(Detokenizer(tokenizer))
+        self._detokenizer = Detokenizer(tokenizer)
+        self._processor = OutputProcessor(self._detokenizer)
         self._ids = itertools.count()
+        self._clean = True
+        """Nothing is left of an earlier call."""
 
     def generate(
         self,
@@ -118,13 +124,23 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        """Check everything, then queue everything; what is queued is answered, or forgotten."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        parents = self._submit(prompts, _spread(sampling_params, len(prompts)))
-        answers: dict[str, RequestOutput] = {}
+        parents: dict[str, ParentRequest] = {}
+        requests: list[Child] = []
+        for prompt, wish in zip(prompts, _spread(sampling_params, len(prompts)), strict=True):
+            external_id = str(next(self._ids))
+            requests += self._requests(external_id, prompt, wish)
+            parents[external_id] = ParentRequest(wish, _KIND)
+        if not self._clean:  # the user's interrupt came while the last call was being forgotten
+            self._forget()
         with Progress(disable=not use_tqdm, transient=False) as progress:
             bar = progress.add_task("answers", total=len(parents))
             try:
+                self._clean = False
+                answers: dict[str, RequestOutput] = {}
+                self._submit(requests)
                 while self._core.has_work:
                     for outputs in self._core.step().values():
                         done = self._processor.process_outputs(outputs)
@@ -132,37 +148,29 @@ class LLM:
                         for output in done.request_outputs:
                             self._gather(parents, output, answers)
                         progress.update(bar, completed=len(answers))
+                self._clean = True
             except BaseException:
-                self._abandon()
+                self._forget()
                 raise
         return [answers[external_id] for external_id in parents]
 
-    def _submit(
-        self, prompts: list[list[int]], params: list[SamplingParams]
-    ) -> dict[str, ParentRequest]:
-        """Check everything, then queue everything; answers by external id, in the order of the
-        prompts."""
-        parents: dict[str, ParentRequest] = {}
-        requests: list[tuple[EngineCoreRequest, SamplingParams, int]] = []
-        for prompt, wish in zip(prompts, params, strict=True):
-            external_id = str(next(self._ids))
-            requests += self._requests(external_id, prompt, wish)
-            parents[external_id] = ParentRequest(wish, _KIND)
+    def _submit(self, requests: Sequence[Child]) -> None:
         for request, wish, index in requests:
             self._processor.add_request(request, wish, kind=_KIND, index=index)
             refused = self._core.add_request(request, _CLIENT)
             assert refused is None, refused
-        return parents
 
     def _requests(
         self, external_id: str, prompt: list[int], wish: SamplingParams
-    ) -> Iterator[tuple[EngineCoreRequest, SamplingParams, int]]:
+    ) -> Iterator[Child]:
         """One for each answer that is to be drawn, with its index."""
         validate(wish, vocab_size=self._prompts.vocab_size)
         max_tokens = self._prompts.resolve_max_tokens(
             len(prompt), wish.max_tokens, min_tokens=wish.min_tokens
         )
-        bad_words = bad_word_tokens(self._prompts.tokenizer, wish.bad_words)
+        bad_words = bad_word_tokens(
+            self._prompts.tokenizer, wish.bad_words, vocab_size=self._prompts.vocab_size
+        )
         form = wish.structured_outputs
         grammar = None if form is None else compile_grammar(form)
         for index, child in enumerate(children(wish)):
@@ -191,12 +199,13 @@ class LLM:
             left = self._processor.abort_requests([external_id], internal=False)
             self._core.abort_requests(left)
 
-    def _abandon(self) -> None:
-        """Forget unfinished requests, so that the next call starts clean."""
-        left = list(self._processor.request_states)
-        self._core.abort_requests(self._processor.abort_requests(left, internal=True))
-        while self._core.has_work:
-            self._core.step()
+    def _forget(self) -> None:
+        """Begin anew, with an empty cache: an interrupt may have come between any two lines, so
+        nothing that was kept about requests can be trusted. It may come here too."""
+        self._clean = False
+        self._processor = OutputProcessor(self._detokenizer)
+        self._core.reset()
+        self._clean = True
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -1,15 +1,18 @@
 """Keeps as many engines as are wanted. The only one who changes the roster on purpose.
 
     target --- grow ---> starting --- join ---> serving --- leave ---> leaving --- part ---> gone
-                            |                      |
-                          failed          died, or found to have stopped: lost at once, replaced
+                            |                    |   ^                   |
+                    failed or called off         |   +------- keep ------+
+                                          died, or found to have stopped: lost at once, replaced
 
 One task compares what is with what is wanted and begins what is missing; starts and drains run
 beside it and beside each other, so that a slow one holds up nobody. Another follows the roster,
-from which the coordinator takes whoever has stopped. Requests to change only move the target.
+from which the coordinator takes whoever has stopped. Requests to change only move the target, and
+the newest one counts, whatever is under way. Nothing is given up: what fails is tried again, ever
+more slowly, and `describe` says so.
 
 The manager carries no traffic: while it is away, everything else goes on. What it wants is noted
-at the coordinator, where its successor finds it; the responses that it keeps for ingresses are lost
+(`notes.py`), where its successor finds it; the responses that it keeps for ingresses are lost
 with it. There may be two for a moment, when Serve replaces one that was stopped: the one that took
 over last rules, the other leaves all to it.
 """
@@ -17,19 +20,21 @@ over last rules, the other leaves all to it.
 from __future__ import annotations
 
 import asyncio
-import secrets
+import contextlib
 from typing import Any
 
-from swell.cluster.backoff import Backoff
+from swell.cluster.backoff import Backoff, Trouble
 from swell.cluster.coordinator_handle import CoordinatorHandle
 from swell.cluster.description import describe
 from swell.cluster.fleet import Fleet
+from swell.cluster.note_keeper import NoteKeeper
+from swell.cluster.notes import ClusterNote, Notes
 from swell.cluster.placement import EngineHandle, Placement, StartFailed
 from swell.cluster.stored import StoredResponses, StoreReply, StoreWish
 from swell.configs.log import FactLogger
+from swell.configs.process import vital_task
 from swell.configs.schema import Config
-from swell.coordinator.coordinator import CoordinatorContact
-from swell.coordinator.roster import MemberState, Roster
+from swell.coordinator.roster import Roster
 from swell.coordinator.service import ManagerNote, Membership
 from swell.coordinator.wire import ClusterView
 
@@ -40,28 +45,23 @@ _PAUSE_S = 1.0
 
 
 class ScaleRefused(ValueError):
-    """A change that cannot be begun now: the reason, in words."""
-
-    def __init__(self, message: str, *, conflict: bool = False) -> None:
-        super().__init__(message)
-        self.conflict = conflict
+    """A change that cannot be made: the reason, in words."""
 
 
 class ClusterManager:
     """The lives of a cluster's engines. All methods run in one event loop."""
 
     def __init__(
-        self, config: Config, coordinator: CoordinatorHandle, placement: Placement
+        self, config: Config, coordinator: CoordinatorHandle, placement: Placement, notes: Notes
     ) -> None:
         self.config = config
         self.target = config.parallel.data
         self.held = False
         """An operator wants a pause."""
-        self.error: str | None = None
-        self._owner = secrets.token_hex(8)
         self._rules = False
         self._coordinator = coordinator
         self._placement = placement
+        self._notes = NoteKeeper(notes)
         self._wake = asyncio.Event()
         self._fleet = Fleet(
             config.cluster,
@@ -70,19 +70,17 @@ class ClusterManager:
             on_death=self._on_death,
             on_change=self._wake.set,
         )
-        self._draining = False
         self._backoff = Backoff()
-        self._failed = False
-        """The last change that was asked for failed, or nothing is started any more."""
-        self._resigned = False
-        """Nothing is started any more until somebody asks."""
+        self._failure: str | None = None
+        """Why the last change that was asked for failed; the target is then what it was before."""
+        self._served = False
+        """The cluster was up once: what fails from then on is tried for ever."""
         self._before = self.target
         """What the target was before the change that was asked for."""
+        self._drain_timeout_s = config.cluster.drain_timeout_s
         self._asked = False
         """The next start was asked for; else it replaces what died, or is the first."""
-        self._drain_timeout_s = config.cluster.drain_timeout_s
         self._view = ClusterView(Roster())
-        self._verdicts_seen = 0
         self._stored = StoredResponses(
             config.serve.stored_responses,
             config.serve.stored_response_bytes,
@@ -93,17 +91,26 @@ class ClusterManager:
     async def start(self) -> None:
         """Take over what an earlier manager left, and begin to reconcile."""
         await self._coordinator.open()
-        note = await self._coordinator.take_over(self._owner)
+        kept = await self._notes.before()
+        note = await self._coordinator.take_over(self._notes.owner)
         self._rules = True
-        await self._fleet.adopt()
         self._view = await self._coordinator.view()
-        self.held = note.held or self._view.state == "paused"
-        if note.target:
-            self.target = note.target
-        elif self._fleet.engines:
-            self.target = max(len(self._fleet.staying), self.config.cluster.min_engines)
-        self._fleet.spawn(self._reconcile_forever())
-        self._fleet.spawn(self._follow_forever())
+        self.held = kept.held if kept.target else note.held or self._view.state == "paused"
+        self.target = kept.target or note.target or self.target
+        self._before = self.target
+        self._served = kept.served
+        await self.save()
+        newcomers = await self._fleet.adopt()
+        if not (kept.target or note.target):
+            self.target = max(self.target, len(self._fleet.staying))
+        if newcomers:
+            self._fleet.spawn(self._grow(newcomers, asked=False))
+        self._fleet.spawn(vital_task(self._reconcile_forever(), "manager: reconcile"))
+        self._fleet.spawn(vital_task(self._follow_forever(), "manager: follow"))
+
+    async def leave(self) -> None:
+        """Do nothing more: a successor takes over."""
+        await self._fleet.rest()
 
     async def stop(self) -> None:
         """Let the engines finish what they have, then end them and the coordinator; unless
@@ -112,7 +119,7 @@ class ClusterManager:
         Serve stops the ingresses at the same time: they take nothing new and finish their streams.
         """
         await self._fleet.rest()
-        if not await self._still_rules():
+        if not (self._rules and await self._notes.rules()):
             return
         try:
             await self._fleet.wait_idle(
@@ -120,60 +127,68 @@ class ClusterManager:
             )
         except Exception as error:  # whatever cannot be asked is ended all the same
             self._log.warning("not drained", error=f"{type(error).__name__}: {error}")
+        if not await self._notes.rules():
+            return
         await self._placement.close(self._fleet.handles)
         await self._coordinator.close()
-
-    async def _still_rules(self) -> bool:
-        if not self._rules:
-            return False
-        try:
-            now = await asyncio.wait_for(self._coordinator.wait(-1, 0.0), _LOOK_S)
-        except Exception:  # it does not answer, so nobody can have taken over
-            return True
-        return now.note.owner in ("", self._owner)
-
-    @property
-    def contact(self) -> CoordinatorContact | None:
-        return self._coordinator.contact
+        await self._notes.clear()
 
     @property
     def phase(self) -> str:
-        """Of the change of engines: idle, prepare, commit, drain or failed."""
+        """Of the change of engines: idle, prepare, commit, drain or failed. It is failed while
+        nothing happens before the next attempt, too."""
         fleet = self._fleet
         if fleet.commits.locked():
             return "commit"
-        if fleet.starting:
+        if fleet.coming:
             return "prepare"
-        if self._draining:
+        if fleet.going:
             return "drain"
-        if self._failed:
+        trouble = self.trouble
+        if self._failure is not None or (trouble is not None and trouble.exhausted):
             return "failed"
         staying = len(fleet.staying)
-        if staying < self.target:
-            return "prepare"
-        return "drain" if staying > self.target or staying < len(fleet.engines) else "idle"
+        if staying == self.target:
+            return "idle"
+        return "prepare" if staying < self.target else "drain"
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """What keeps engines that are missing from being there."""
+        if len(self._fleet.staying) >= self.target:
+            return None
+        return self._backoff.trouble(self._fleet.engines, asyncio.get_running_loop().time())
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong last, while it still matters."""
+        trouble = self.trouble
+        return self._failure or (None if trouble is None else str(trouble))
 
     # ---------------------------------------------------------------- what people ask
 
     def scale(self, engines: int, drain_timeout_s: float | None = None) -> None:
-        """Set how many engines are wanted. Raises ScaleRefused; the state is then unchanged."""
+        """Set how many engines are wanted; this replaces a change that is under way. Raises
+        ScaleRefused; the state is then unchanged."""
         low, high = self.config.cluster.min_engines, self.config.cluster.max_engines
         if not low <= engines <= high:
             raise ScaleRefused(
                 f"engines={engines} lies outside of cluster.min_engines={low} .. "
                 f"cluster.max_engines={high}"
             )
-        self._refuse_during_a_change()
         grows = engines > len(self._fleet.staying)
         if grows and (reason := self._placement.refusal(engines)) is not None:
             raise ScaleRefused(reason)
-        self._before, self.target = self.target, engines
-        self._asked, self._failed, self._resigned = True, False, False
-        self.error = None
+        changing = self.phase not in ("idle", "failed")
+        self._before = min(self._before, engines) if changing else self.target
+        self.target = engines
+        self._asked, self._failure = True, None
         self._backoff.forget()
         self._drain_timeout_s = (
             self.config.cluster.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
         )
+        self._fleet.hurry(self._drain_timeout_s)
+        self._adjust()
         self._wake.set()
 
     def drain(self, rank: int) -> None:
@@ -181,13 +196,18 @@ class ClusterManager:
         staying = [handle.rank for handle in self._fleet.staying]
         if rank not in staying:
             raise ScaleRefused(f"there is no engine {rank}; engines: {staying}")
-        self.scale(len(staying) - 1)
-        self._fleet.engines[rank].leaving = True
+        handle = self._fleet.engines[rank]
+        handle.leaving = handle.drained = True  # it counts no more
+        try:
+            self.scale(self.target - 1)
+        except ScaleRefused:
+            handle.leaving = handle.drained = False
+            raise
+        self._fleet.leave(handle, self._drain_timeout_s)
 
     async def pause(self) -> None:
-        """Let all engines keep their requests and compute nothing. Raises ScaleRefused during a
-        change: engines that compute nothing cannot finish what they have."""
-        self._refuse_during_a_change()
+        """Let all engines keep their requests and compute nothing. A change that is under way goes
+        on: newcomers are paused as they join, and who leaves hands over what it has."""
         self.held = True
         self._wake.set()
         await self._coordinator.hold()
@@ -196,6 +216,13 @@ class ClusterManager:
         self.held = False
         self._wake.set()
         await self._coordinator.release()
+
+    async def save(self) -> None:
+        """Returns when what was asked last outlives this manager."""
+        await self._notes.save(self._wanted())
+
+    def _wanted(self) -> ClusterNote:
+        return self._notes.note(self.target, self.held, self._served)
 
     async def describe(self) -> dict[str, Any]:
         """The body of `GET /admin/cluster`."""
@@ -211,57 +238,69 @@ class ClusterManager:
             target=self.target,
             phase=self.phase,
             error=self.error,
+            trouble=self.trouble,
         )
 
     async def waiting_for(self) -> tuple[str, bool]:
-        """One line for people who wait for the cluster, and whether they wait in vain."""
-        if self.phase == "failed":
-            return self.error or "the cluster did not start", True
+        """One line for people who wait for the cluster, and whether the first start was in vain:
+        it is tried again all the same, for those who have patience."""
+        trouble = self.trouble
+        if trouble is not None and trouble.exhausted and not self._served:
+            return trouble.reason, True
         starting = sorted(self._fleet.starting.items())
         doing = await asyncio.gather(*(handle.doing() for _rank, handle in starting))
         lines = [f"engine {rank}: {text}" for (rank, _), text in zip(starting, doing, strict=True)]
-        return "; ".join(lines) or self.error or "the first engine", False
+        if self.error is not None:
+            lines.append(self.error)
+        return "; ".join(lines) or "the first engine", False
 
     def stored(self, wish: StoreWish) -> StoreReply:
         """What ingresses keep here for each other, as long as this manager lives."""
         return self._stored.handle(wish, asyncio.get_running_loop().time())
-
-    def _refuse_during_a_change(self) -> None:
-        if self.phase not in ("idle", "failed"):
-            raise ScaleRefused(
-                f"a change to {self.target} engines is in phase {self.phase!r}; "
-                "wait until it is idle",
-                conflict=True,
-            )
 
     # ---------------------------------------------------------------- what is wanted, what is
 
     async def _reconcile_forever(self) -> None:
         while self._rules:
             self._wake.clear()
-            wait_s = self._reconcile()
-            self._coordinator.note(self._note)
             try:
-                await asyncio.wait_for(self._wake.wait(), wait_s)
-            except TimeoutError:
-                continue
+                wait_s = self._reconcile()
+            except Exception as error:  # what is wanted stays wanted
+                self._log.error("cannot reconcile", error=f"{type(error).__name__}: {error}")
+                wait_s = _PAUSE_S
+            self._coordinator.note(self._note)
+            self._fleet.spawn(self._notes.keep(self._wanted))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):  # `wait_for` may swallow `stop`
+                    await self._wake.wait()
 
     def _reconcile(self) -> float | None:
         """Begin what is missing. Returns when to look again if nothing happens."""
         fleet, wait_s = self._fleet, None
         missing = self.target - fleet.present
-        if missing > 0 and not self._resigned:
+        if missing > 0:
             wait_s = self._start(missing)
         else:
             self._asked = False
-        if missing < 0 and not fleet.starting:
-            for handle in fleet.staying[missing:]:
-                handle.leaving = True
-        going = [handle for handle in fleet.engines.values() if handle.leaving]
-        if going and not self._draining:
-            self._draining = True
-            fleet.spawn(self._shrink(going))
+        self._adjust()
+        fleet.drain()
         return wait_s
+
+    def _adjust(self) -> None:
+        """Take back what is not wanted any more: a drain, a start that has not come to joining, and
+        only then engines that serve."""
+        fleet = self._fleet
+        back = [h for h in fleet.leaving if self._asked and not (h.drained or h.moving)]
+        for handle in back[: max(0, self.target - fleet.present)]:
+            fleet.keep(handle)
+        surplus = len(fleet.staying) + len(fleet.coming) - self.target
+        for handle in reversed([h for h in fleet.coming if not h.moving]):
+            if surplus > 0:
+                fleet.call_off(handle)
+                surplus -= 1
+        if surplus > 0 and not fleet.coming:
+            for handle in fleet.staying[-surplus:]:
+                fleet.leave(handle, self._drain_timeout_s)
 
     def _start(self, count: int) -> float | None:
         """Start the lowest free ranks, of those that may be started now. Returns when the next
@@ -278,54 +317,39 @@ class ClusterManager:
 
     async def _grow(self, handles: list[EngineHandle], *, asked: bool) -> None:
         """What was asked for is over once it failed, and the old epoch goes on. What replaces is
-        tried again, as long as there is hope."""
+        tried again, ever more slowly."""
+        if not await self._notes.rules():
+            await self._abdicate()
+            return
         failures = await self._fleet.grow(handles)
         for handle in handles:
-            if handle.rank not in failures:
+            if handle.rank in self._fleet.engines:
+                self._served = True
                 self._backoff.started(handle.rank)
-        if not failures:
-            self.error = self.error if self._failed else None
-            return
         now = asyncio.get_running_loop().time()
         for rank, failure in failures.items():
-            self.error = str(failure)
-            self._log.error("engine did not start", rank=rank, error=self.error)
-            self._backoff.failed(rank, now)
-        permanent = any(isinstance(f, StartFailed) and f.permanent for f in failures.values())
-        if asked:
-            self.target = max(self._fleet.present, self._before)
-            self._failed = True
-        elif permanent or any(self._backoff.exhausted(rank, now) for rank in failures):
-            self._resign()
-
-    async def _shrink(self, going: list[EngineHandle]) -> None:
-        try:
-            await self._fleet.shrink(going, self._drain_timeout_s)
-        except Exception:
-            await asyncio.sleep(_PAUSE_S)
-            raise
-        finally:
-            self._draining = False
-            self._wake.set()
+            self._log.error("engine did not start", rank=rank, error=str(failure))
+            permanent = isinstance(failure, StartFailed) and failure.permanent
+            self._backoff.failed(rank, now, str(failure), permanent=permanent)
+        back = max(self._fleet.present, self._before)
+        if asked and failures and back < self.target:
+            reason = next(reversed(failures.values()))
+            told = f"{self.target} engines were not reached, the target is {back}: {reason}"
+            self._log.error("change failed", error=told)
+            self.target, self._failure = back, told
+            self._backoff.forget()
 
     def _on_death(self, rank: int, lived_s: float, reason: str) -> None:
         now = asyncio.get_running_loop().time()
-        self._backoff.died(rank, lived_s, now)
-        if self._backoff.exhausted(rank, now):
-            self.error = f"engine {rank} dies again and again, the last time because: {reason}"
-            self._resign()
-
-    def _resign(self) -> None:
-        living = len(self._fleet.staying) + len(self._fleet.starting)
-        self.target = max(living, self.config.cluster.min_engines)
-        self._failed = self._resigned = True
-        self._log.error("no engine is started any more", target=self.target, error=self.error)
+        self._backoff.died(rank, lived_s, now, reason)
+        if self._backoff.exhausted(rank):
+            self._log.error("engines of one rank die again and again", rank=rank, reason=reason)
 
     # ---------------------------------------------------------------- what the coordinator says
 
     @property
     def _note(self) -> ManagerNote:
-        return ManagerNote(self._owner, self.target, self.held, self.phase)
+        return ManagerNote(self._notes.owner, self.target, self.held, self.phase)
 
     async def _follow_forever(self) -> None:
         epoch = -1
@@ -337,13 +361,28 @@ class ClusterManager:
             except Exception as error:
                 self._log.error("cannot follow", error=f"{type(error).__name__}: {error}")
                 await asyncio.sleep(_PAUSE_S)
+                await self._meet_again()
+
+    async def _meet_again(self) -> None:
+        """The coordinator was lost for good, if no other manager has taken over: one that does so
+        with another configuration ends it."""
+        if not await self._notes.rules():
+            await self._abdicate()
+            return
+        try:
+            await self._coordinator.open()
+        except Exception as error:
+            self._log.error("no coordinator", error=f"{type(error).__name__}: {error}")
+
+    async def _abdicate(self) -> None:
+        self._log.warning("another manager rules: this one does nothing more")
+        self._rules = False
+        await self._fleet.rest()
 
     async def _heed(self, now: Membership) -> None:
         """A coordinator that was restarted knows only what engines have told it."""
-        if now.note.owner not in ("", self._owner):
-            self._log.warning("another manager rules: this one does nothing more")
-            self._rules = False
-            await self._fleet.rest()
+        if now.note.owner not in ("", self._notes.owner):
+            await self._abdicate()
             return
         if now.note != self._note:
             self._coordinator.note(self._note)
@@ -351,24 +390,4 @@ class ClusterManager:
             await self._coordinator.hold()
         if not self.held and now.view.state == "paused":
             await self._coordinator.release()
-        await self._compare(now)
-
-    async def _compare(self, now: Membership) -> None:
-        """Engines that the roster misses, and members that are no engines of ours."""
-        seen, self._verdicts_seen = self._verdicts_seen, len(now.verdicts)
-        fresh = now.verdicts[seen:] if seen <= len(now.verdicts) else now.verdicts
-        reasons = {verdict.rank: verdict.reason for verdict in fresh}
-        fleet = self._fleet
-        for rank, handle in list(fleet.engines.items()):
-            assert handle.ready is not None
-            member = now.view.roster.find(rank, handle.ready.incarnation)
-            if handle.moving:
-                continue
-            if member is None:
-                fleet.spawn(fleet.missed(handle, reasons.get(rank)))
-            elif handle.leaving and member.state is MemberState.ACTIVE:
-                await self._coordinator.leave([rank])
-        ours = {*fleet.engines, *fleet.starting, *fleet.ending}
-        strangers = [rank for rank in now.view.roster.ranks if rank not in ours]
-        if strangers:
-            await self._coordinator.lose(strangers)
+        await self._fleet.compare(now)

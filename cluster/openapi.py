@@ -37,19 +37,23 @@ _EVENTS = "text/event-stream"
 _ERRORS = {
     400: "A field is wrong; the message names it, its value and the limit.",
     401: "The key is missing or unknown.",
+    403: "The server is not known by this name (`serve.allowed_hosts`); of the admin API also: the "
+    "origin is not allowed (`serve.allowed_origins`), or there are no keys of operators.",
     404: "The model, or the stored response, does not exist.",
-    408: "The answer was not complete in the time of the header `x-request-timeout-s`.",
-    409: "Another change of the cluster is running.",
+    408: "The request did not come in time (`serve.head_timeout_s`, `serve.transfer_timeout_s`); "
+    "or its answer was not complete in that of `x-request-timeout-s`.",
     413: "The body is longer than `serve.max_body_bytes`.",
     415: "The content type is not application/json.",
     429: "More requests wait than `serve.max_waiting_requests`, or more of their tokens than "
     "`serve.max_waiting_tokens`; the header `retry-after` says when to come back.",
     500: "An engine failed and the request could not be moved.",
-    503: "No engine came in time, or stored responses cannot be reached now; try again later.",
+    503: "No engine came in time, stored responses cannot be reached now, or there are too many "
+    "connections or bodies; try again later.",
     529: "No engine came in time; try again later.",
 }
-_BODY_ERRORS = (400, 401, 413, 415)
-_ANSWER_ERRORS = (*_BODY_ERRORS, 404, 408, 429, 500)
+_KEY_ERRORS = (401, 403)
+_BODY_ERRORS = (400, *_KEY_ERRORS, 408, 413, 415)
+_ANSWER_ERRORS = (*_BODY_ERRORS, 404, 429, 500)
 _TIMEOUT = {
     "name": deadline.HEADER,
     "in": "header",
@@ -96,8 +100,10 @@ OPERATIONS = (
     Operation("get", "/ready", "Whether an engine can answer.", admin.Readiness, errors=(503,)),
     Operation("get", "/metrics", "Metrics for Prometheus.", "text/plain"),
     Operation("get", "/openapi.json", "This document.", _JSON),
-    Operation("get", "/v1/models", "The models served.", models.ModelList, errors=(401,)),
-    Operation("get", "/v1/models/{model}", "One model.", models.ModelCard, errors=(401, 404)),
+    Operation("get", "/v1/models", "The models served.", models.ModelList, errors=_KEY_ERRORS),
+    Operation(
+        "get", "/v1/models/{model}", "One model.", models.ModelCard, errors=(*_KEY_ERRORS, 404)
+    ),
     Operation(
         "post",
         "/v1/completions",
@@ -133,28 +139,28 @@ OPERATIONS = (
         "/v1/responses/{id}",
         "A stored response, or how far one in the background is.",
         response_body.ResponseBody,
-        errors=(400, 401, 404, 503),
+        errors=(400, *_KEY_ERRORS, 404, 503),
     ),
     Operation(
         "delete",
         "/v1/responses/{id}",
         "Forget a stored response.",
         response_body.ResponseDeleted,
-        errors=(400, 401, 404, 503),
+        errors=(400, *_KEY_ERRORS, 404, 503),
     ),
     Operation(
         "post",
         "/v1/responses/{id}/cancel",
         "End a response in the background.",
         response_body.ResponseBody,
-        errors=(400, 401, 404, 503),
+        errors=(400, *_KEY_ERRORS, 404, 503),
     ),
     Operation(
         "get",
         "/v1/responses/{id}/input_items",
         "What a stored response was given, in pages.",
         response_body.ResponseItemList,
-        errors=(400, 401, 404, 503),
+        errors=(400, *_KEY_ERRORS, 404, 503),
     ),
     Operation(
         "post",
@@ -199,16 +205,18 @@ OPERATIONS = (
         "/admin/idle",
         "Whether all is free.",
         admin.IdleReport,
-        errors=(401,),
+        errors=_KEY_ERRORS,
     ),
-    Operation("get", "/admin/cluster", "The cluster's state.", admin.ClusterState, errors=(401,)),
+    Operation(
+        "get", "/admin/cluster", "The cluster's state.", admin.ClusterState, errors=_KEY_ERRORS
+    ),
     Operation(
         "post",
         "/admin/scale",
         "Grow or shrink to a number of engines.",
         admin.Accepted,
         admin.ScaleRequest,
-        errors=(*_BODY_ERRORS, 409),
+        errors=_BODY_ERRORS,
         status=202,
     ),
     Operation(
@@ -217,7 +225,7 @@ OPERATIONS = (
         "Take one engine out when it has finished.",
         admin.Accepted,
         admin.DrainRequest,
-        errors=(*_BODY_ERRORS, 409),
+        errors=_BODY_ERRORS,
         status=202,
     ),
     Operation(
@@ -225,7 +233,8 @@ OPERATIONS = (
         "/admin/pause",
         "Let all engines stop; requests wait in them.",
         admin.Accepted,
-        errors=(400, 401, 409),
+        admin.SwitchRequest,
+        errors=_BODY_ERRORS,
         status=202,
     ),
     Operation(
@@ -233,7 +242,8 @@ OPERATIONS = (
         "/admin/resume",
         "Let all engines go on.",
         admin.Accepted,
-        errors=(400, 401, 409),
+        admin.SwitchRequest,
+        errors=_BODY_ERRORS,
         status=202,
     ),
 )

@@ -12,6 +12,7 @@ from swell.cluster.validate import (
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
     MAX_TOP_K,
+    MIN_REPETITION_PENALTY,
 )
 
 Limits = dict[str, float]
@@ -32,7 +33,7 @@ GENERATION_LIMITS: dict[str, Limits] = {
     "min_tokens": {"minimum": 0},
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
-    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": MAX_REPETITION_PENALTY},
+    "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
     "logprobs": _LOGPROBS,
     "top_logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,

@@ -127,7 +127,10 @@ class RequestState:
                 self._logprobs.add(told[position], self._num_chars)
             if position < visible and self._show(self._detokenizer.push(token_id)):
                 return
-        if output.finish_reason is not None:
+        if output.finish_reason is FinishReason.ERROR:
+            # What was held back is no end of the answer, even where it holds a stop string.
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        elif output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:

@@ -12,7 +12,19 @@ from collections.abc import Sequence
 import msgspec
 
 from swell.cluster.outputs import CompletionOutput, RequestOutput, RequestOutputKind
-from swell.cluster.params import SEED_BITS, SamplingParams
+from swell.cluster.params import SEED_BITS, BadRequest, SamplingParams, shown
+
+
+def check_children(prompts: int, params: SamplingParams, limit: int) -> None:
+    """Refuse a request for more answers than one may draw: each is a request of its own to the
+    engines, and all begin at once. Raises `BadRequest`."""
+    each, field = (params.n, "n") if params.best_of is None else (params.best_of, "best_of")
+    if isinstance(each, int) and prompts * each > limit:
+        raise BadRequest(
+            f"{prompts} prompts with {field}={shown(each)} are {shown(prompts * each)} answers to "
+            f"draw; at most serve.max_children={limit} are allowed in one request",
+            field if each > 1 else "prompt",
+        )
 
 
 def children(params: SamplingParams) -> list[SamplingParams]:

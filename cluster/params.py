@@ -126,7 +126,7 @@ def _shown_container(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> str
 
 def internal_request_id(external_req_id: str) -> str:
     """A unique id for the engines: users may send the same id twice."""
-    return f"{external_req_id}-{secrets.token_hex(4)}"
+    return f"{external_req_id}-{secrets.token_hex(8)}"
 
 
 def to_core_request(

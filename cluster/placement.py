@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from swell.cluster import coordinator_handle
+from swell.cluster import names, remains
 from swell.cluster.coordinator_handle import CoordinatorHandle
+from swell.cluster.names import EngineName
 from swell.configs.log import FactLogger
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.roster import Member, MemberState
@@ -29,6 +31,9 @@ _ANSWER_S = 10.0
 """How long an engine may take to say how it is: it does so beside its work."""
 _ROOM_S = 10.0
 """How long resources may take to become free: what was killed holds them for some seconds."""
+_GONE_S = 15.0
+"""How long strays that were ended may take to be gone."""
+_POLL_S = 0.1
 
 
 class StartFailed(RuntimeError):
@@ -39,16 +44,26 @@ class StartFailed(RuntimeError):
         self.permanent = permanent
 
 
-@dataclass
+@dataclass(eq=False)
 class EngineHandle:
     """One engine that was placed, or is about to be."""
 
     rank: int
+    name: str = ""
+    """Of this start alone."""
     actor: Any = None
     group: Any = None
     ready: EngineReady | None = None
+    starting: asyncio.Task[None] | None = None
+    """Until it is ready."""
     leaving: bool = False
-    """It takes no new requests, and goes."""
+    """It takes no new requests, and goes; one that is starting is not wanted any more."""
+    drained: bool = False
+    """It leaves because an operator has named it."""
+    leave_by: float = 0.0
+    """When it goes even if it has requests, by the clock of the manager's event loop."""
+    idle_looks: int = 0
+    """How often in a row it was seen without requests since it is leaving."""
     moving: bool = False
     """The manager is changing its place in the roster."""
     joined_at: float = 0.0
@@ -87,10 +102,16 @@ class EngineHandle:
 class Placement:
     """Engines of one cluster, detached and named, so that a new manager finds them again."""
 
-    def __init__(self, config: Config, namespace: str, coordinator: CoordinatorHandle) -> None:
+    def __init__(
+        self, config: Config, identity: str, namespace: str, coordinator: CoordinatorHandle
+    ) -> None:
+        """`identity`: of the configuration as it was given; see `configs/identity.py`."""
         self._config = config
+        self._identity = identity
         self._namespace = namespace
         self._coordinator = coordinator
+        self._known: set[str] = set()
+        """Names of engines that were placed or adopted here, and not ended."""
         self._log = FactLogger("cluster.placement")
 
     def refusal(self, engines: int) -> str | None:
@@ -107,73 +128,115 @@ class Placement:
                 )
         return None
 
-    async def adopt(self) -> list[EngineHandle]:
-        """Engines in the roster that live. Others, which an earlier manager was starting or
-        ending, are ended."""
-        members = (await self._coordinator.view()).roster.members
-        found = await asyncio.gather(*(self._find(member) for member in members))
-        handles = [handle for handle in found if handle is not None]
-        kept = {handle.rank for handle in handles}
-        gone = {member.rank for member in members} - kept | self._end_strays(kept)
+    async def adopt(self) -> tuple[list[EngineHandle], list[EngineHandle]]:
+        """What an earlier manager left: engines that serve, and engines that load or have not
+        joined yet. Whatever else carries a name of this cluster is ended."""
+        self._known.clear()
+        roster = (await self._coordinator.view()).roster
+        actors = remains.actor_names(self._namespace)
+        groups = self._groups()
+        found = names.candidates(actors, groups, self._namespace, self._tag)
+        handles = {
+            name: EngineHandle(
+                name.rank,
+                str(name),
+                remains.find_actor(str(name), self._namespace),
+                remains.group(groups[str(name)][0]),
+            )
+            for name in found
+        }
+        said = await asyncio.gather(*(self._greet(handle) for handle in handles.values()))
+        answers = {
+            name: handle.ready.incarnation if handle.ready else None
+            for (name, handle), lives in zip(handles.items(), said, strict=True)
+            if lives
+        }
+        kept = [handles[name] for name in names.choose(answers, roster).values()]
+        self._known |= {handle.name for handle in kept}
+        await self.end_strays()
+        serving, newcomers = [], []
+        for handle in kept:
+            start = handle.ready.incarnation if handle.ready else None
+            member = None if start is None else roster.find(handle.rank, start)
+            handle.leaving = member is not None and member.state is MemberState.LEAVING
+            (newcomers if member is None else serving).append(handle)
+        gone = set(roster.ranks) - {handle.rank for handle in serving}
         if gone:
             await self._coordinator.lose(sorted(gone))
-        return handles
+        return serving, newcomers
 
-    async def _find(self, member: Member) -> EngineHandle | None:
-        name = self._engine_name(member.rank)
-        handle = EngineHandle(member.rank, leaving=member.state is MemberState.LEAVING)
+    async def _greet(self, handle: EngineHandle) -> bool:
+        """Whether the engine lives; `ready` is set if it has loaded."""
         try:
-            handle.actor = ray.get_actor(name, namespace=self._namespace)
-            await self.refresh(handle)
-            handle.group = ray.util.get_placement_group(name)
-        except (ValueError, TimeoutError, ray.exceptions.RayError):
-            return None
-        return handle
+            if handle.actor is not None:
+                await self.refresh(handle)
+        except ray.exceptions.RayTaskError:
+            return True  # it says that it still loads
+        except (TimeoutError, ray.exceptions.RayError):
+            return False
+        return handle.actor is not None
 
-    def _end_strays(self, adopted: set[int]) -> set[int]:
-        """Returns their ranks."""
-        names = {self._engine_name(rank) for rank in adopted} | {coordinator_handle.NAME}
-        ranks: set[int] = set()
-        for actor in ray.util.list_named_actors(all_namespaces=True):
-            name = actor["name"]
-            if actor["namespace"] != self._namespace or name in names:
-                continue
-            self._log.warning("stray engine ended", name=name)
-            rank = int(name.rpartition("-")[2])
-            stray = EngineHandle(rank, ray.get_actor(name, namespace=self._namespace))
-            with contextlib.suppress(ValueError):
-                stray.group = ray.util.get_placement_group(name)
-            _destroy(stray)
-            ranks.add(rank)
-        return ranks
+    async def end_strays(self) -> bool:
+        """End everything that carries a name of this cluster and that this manager did not place:
+        engines of an earlier one, or of another configuration, and placement groups whose engines
+        are dead. Waits until they are gone, for some seconds. Returns whether there were any."""
+        ended: set[str] = set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GONE_S):
+                while self._end_strays(ended):
+                    await asyncio.sleep(_POLL_S)
+        return bool(ended)
+
+    def _end_strays(self, ended: set[str]) -> bool:
+        """End each once, add their names to `ended`; whether some are still there."""
+        known = self._known | {self._coordinator.name}
+        actors = remains.actor_names(self._namespace) - known
+        groups = {name: ids for name, ids in self._groups().items() if name not in known}
+        for name in (actors | set(groups)) - ended:
+            self._log.warning("stray ended", name=name, actor=name in actors, group=name in groups)
+            if name in actors:
+                remains.destroy(remains.find_actor(name, self._namespace), None)
+            for group_id in groups.get(name, []):
+                remains.destroy(None, remains.group(group_id))
+            ended.add(name)
+        return bool(actors or groups)
 
     async def refresh(self, handle: EngineHandle) -> None:
         """Ask the engine how it is now. Raises TimeoutError or RayError if it does not answer."""
         handle.ready = await asyncio.wait_for(handle.actor.ready.remote(), _ANSWER_S)
 
     def plan(self, rank: int) -> EngineHandle:
-        return EngineHandle(rank)
+        name = EngineName(self._namespace, rank, self._tag, secrets.token_hex(4))
+        self._known.add(str(name))
+        return EngineHandle(rank, str(name))
 
     async def start(self, handle: EngineHandle) -> None:
-        """Reserve resources, start the processes, load. Raises StartFailed and leaves nothing."""
+        """Reserve resources, start the processes, load. Raises StartFailed and leaves nothing; one
+        that is cancelled leaves all to whoever ends it.
+
+        An engine that was adopted while it loaded is waited for."""
         try:
             async with asyncio.timeout(self._config.cluster.start_timeout_s):
-                await self._reserve(handle)
-                await self._start(handle)
+                if handle.actor is None:
+                    await self.end_strays()
+                    await self._reserve(handle)
+                    self._create(handle)
+                handle.ready = await handle.actor.start.remote(handle.group)
+        except asyncio.CancelledError:
+            raise
         except TimeoutError as error:
             await self.kill(handle)
             raise _explain(error, handle.rank, self._config) from error
         except BaseException as error:
             await self.end(handle)
-            if isinstance(error, asyncio.CancelledError | StartFailed):
+            if isinstance(error, StartFailed):
                 raise
             raise _explain(error, handle.rank, self._config) from error
 
     async def _reserve(self, handle: EngineHandle) -> None:
         bundle, count = self._bundle(), self._config.parallel.world
-        name = self._engine_name(handle.rank)
         handle.group = placement_group(
-            [bundle] * count, strategy="PACK", name=name, lifetime="detached"
+            [bundle] * count, strategy="PACK", name=handle.name, lifetime="detached"
         )
         if await asyncio.to_thread(handle.group.wait, _ROOM_S):
             return
@@ -186,14 +249,14 @@ class Placement:
             permanent=False,
         )
 
-    async def _start(self, handle: EngineHandle) -> None:
+    def _create(self, handle: EngineHandle) -> None:
         contact = self._coordinator.contact
         assert contact is not None
         world, executor = self._config.parallel.world, self._config.parallel.executor
         in_process = executor == "inproc" or (executor == "auto" and world == 1)
         kind: Any = EngineActor
         handle.actor = kind.options(
-            name=self._engine_name(handle.rank),
+            name=handle.name,
             namespace=self._namespace,
             lifetime="detached",
             num_gpus=self._bundle().get("GPU", 0) * world if in_process else 0,
@@ -201,7 +264,6 @@ class Placement:
                 handle.group, placement_group_bundle_index=0
             ),
         ).remote(self._config, handle.rank, contact.keys, contact.address)
-        handle.ready = await handle.actor.start.remote(handle.group)
 
     async def ended(self, handle: EngineHandle) -> str:
         """Waits for the end of an engine; says why."""
@@ -222,7 +284,7 @@ class Placement:
         except (TimeoutError, ray.exceptions.RayError):
             pass
         finally:
-            _destroy(handle)
+            self._destroy(handle)
 
     async def kill(self, handle: EngineHandle) -> None:
         """End an engine that may not hear any more. Ray asks first, and waits for seconds."""
@@ -231,13 +293,24 @@ class Placement:
         if handle.ready is not None and handle.ready.node == here and handle.ended is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(handle.ready.pid, signal.SIGKILL)
-        _destroy(handle)
+        self._destroy(handle)
 
     async def close(self, handles: list[EngineHandle]) -> None:
         await asyncio.gather(*(self.end(handle) for handle in handles))
 
-    def _engine_name(self, rank: int) -> str:
-        return f"{self._namespace}-engine-{rank}"
+    def _destroy(self, handle: EngineHandle) -> None:
+        """From now on a stray, if Ray does not end it."""
+        self._known.discard(handle.name)
+        remains.destroy(handle.actor, handle.group)
+
+    def _groups(self) -> dict[str, list[str]]:
+        return remains.group_ids(lambda name: names.is_group(name, self._namespace))
+
+    @property
+    def _tag(self) -> str:
+        contact = self._coordinator.contact
+        assert contact is not None, "the coordinator is opened first"
+        return names.engine_tag(self._identity, contact.keys.public.hex())
 
     def _bundle(self) -> dict[str, float]:
         """Ray resources of one worker."""
@@ -249,14 +322,6 @@ class Placement:
 def _unwatch(handle: EngineHandle) -> None:
     if handle.watcher is not None and handle.watcher is not asyncio.current_task():
         handle.watcher.cancel()
-
-
-def _destroy(handle: EngineHandle) -> None:
-    """Kill the actor and give its resources back."""
-    if handle.actor is not None:
-        ray.kill(handle.actor)
-    if handle.group is not None:
-        remove_placement_group(handle.group)
 
 
 def resolve_device(config: Config) -> Config:

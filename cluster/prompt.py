@@ -22,8 +22,8 @@ from swell.cluster.templates import ChatTemplate, TemplateOptions
 from swell.cluster.validate import check_token_ids
 from swell.configs.schema import ConfigError
 
-LONG_TEXT_CHARS = 16_384
-"""Tokenizing more takes some milliseconds: for a thread, not for the event loop."""
+PIECE_CHARS = 64 * 1024
+"""Of a text that is very probably too long, so much is tokenized at once to find out."""
 MAX_PROMPTS = 1024
 """Prompts of one completions request."""
 
@@ -39,6 +39,13 @@ TOKENIZER_FILES = (
 
 Prompt = str | list[int]
 PLAIN_CHAT = TemplateOptions()
+
+
+def encode_fast(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> Any:
+    """The encoding of one text without its offsets. Of the ways to ask for it only those of batches
+    let other threads go on meanwhile: `encode` holds the interpreter for seconds a megabyte."""
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoding
 
 
 @lru_cache(maxsize=8)
@@ -129,6 +136,9 @@ class PromptProcessor:
             # is also what makes its own calls unsafe among threads.
             self._backend.no_truncation()
             self._backend.no_padding()
+        decode = getattr(type(tokenizer), "_decode", None)
+        self._decodes_alone = getattr(decode, "__module__", "").startswith("transformers.")
+        """Its texts are the backend's own: no model's code stands between."""
         self._longest_token = self._longest_token_bytes()
 
     @property
@@ -139,10 +149,6 @@ class PromptProcessor:
         """What the engines can take, once they have told it."""
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-
-    def is_long(self, prompt: object) -> bool:
-        """Whether tokenizing belongs in a thread: a prompt of any form, or chat messages."""
-        return _chars(prompt) > LONG_TEXT_CHARS
 
     def completion_prompts(self, prompt: str | Sequence[Any]) -> list[list[int]]:
         """The ids of each prompt: of a text, texts, token ids, or lists of token ids."""
@@ -189,16 +195,32 @@ class PromptProcessor:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
     ) -> list[int]:
-        """The ids of one text. May take long (see `is_long`)."""
+        """The ids of one text. May take long: call from a thread."""
         if not text:
             raise BadRequest(f"{field}='' is empty; a prompt needs at least one token", field)
         self._check_bytes(text, field)
-        if self._backend is not None:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-            token_ids: list[int] = encoding.ids
-        else:
-            token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return self.check_ids(token_ids, field=field)
+        if self._backend is None:
+            token_ids: list[int] = self.tokenizer.encode(
+                text, add_special_tokens=add_special_tokens
+            )
+            return self.check_ids(token_ids, field=field)
+        self._check_pieces(self._backend, text, field)
+        encoding = encode_fast(self._backend, text, add_special_tokens=add_special_tokens)
+        if len(encoding) >= self.max_model_len:
+            raise self._too_long(len(encoding), field)
+        return self.check_ids(encoding.ids, field=field)
+
+    def _check_pieces(self, backend: Tokenizer, text: str, field: str) -> None:
+        """Refuse a text that is far too long before all of it is tokenized. A text has fewer tokens
+        than its pieces, if not by much: so twice as many as fit are too many."""
+        if len(text) <= max(PIECE_CHARS, 4 * self.max_model_len):
+            return
+        count = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            count += len(encode_fast(backend, piece, add_special_tokens=False))
+            if count > 2 * self.max_model_len:
+                raise self._too_long(count, field)
 
     def chat_messages(
         self, messages: Sequence[Mapping[str, Any] | ChatMessage]
@@ -222,12 +244,22 @@ class PromptProcessor:
         return self.encode(text, add_special_tokens=False, field="messages")
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of ids, special tokens included."""
+        """The text of ids, special tokens included; of as many as a prompt may have. May take long:
+        call from a thread."""
+        if len(token_ids) > self.max_model_len:
+            raise BadRequest(
+                f"tokens holds {len(token_ids)} ids; at most max_model_len={self.max_model_len} "
+                "are allowed",
+                "tokens",
+            )
         check_token_ids("tokens", token_ids, self.vocab_size)
         return self.text(token_ids)
 
     def text(self, token_ids: list[int]) -> str:
         """The text of ids that were checked."""
+        if self._backend is not None and self._decodes_alone:
+            (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=False)
+            return str(text)
         return str(self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
     def resolve_max_tokens(
@@ -294,14 +326,3 @@ class PromptProcessor:
         vocab = self.tokenizer.get_vocab()
         byte_level = self._backend is not None and "ByteLevel" in repr(self._backend.decoder)
         return max((len(t) if byte_level else len(t.encode()) for t in vocab), default=1)
-
-
-def _chars(prompt: object) -> int:
-    """Characters of all texts in a prompt or in messages."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if isinstance(prompt, ChatMessage):
-        return len(prompt.text)
-    if isinstance(prompt, list | tuple):
-        return sum(map(_chars, prompt)) if prompt and not isinstance(prompt[0], int) else 0
-    return 0

@@ -3,7 +3,8 @@
 The coordinator takes out of the roster who is silent or stuck, so a view that is fresh says most of
 it. What is left to see here is an engine that has work and whose steps and layers do not grow:
 it is told before it is replaced. A view that is old says nothing about engines, and harms none:
-requests and answers do not pass through the coordinator.
+requests and answers do not pass through the coordinator. Time without views does not count: an
+ingress that was stopped, or whose coordinator was, wakes to views of which the first is old.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from swell.cluster.link import EngineId
+from swell.coordinator.listening import ListeningClock
 from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import ClusterView, EngineReport
 
@@ -53,12 +55,15 @@ class Readiness:
         self._repairing: list[int] = []
         self._state = _SERVING
         self._seen_at: float | None = None
+        self._clock = ListeningClock(stall_timeout_s)
+        self._listened_s = 0.0
 
     def follow(self, view: ClusterView, now: float) -> None:
         """A view has come. An engine is excused while it must not compute."""
         reports = {report.rank: report for report in view.reports}
+        listened_s = self._listened_s = self._clock.listened(now)
         self._pulses = {
-            key: self._pulses.get(key) or _Pulse(now)
+            key: self._pulses.get(key) or _Pulse(listened_s)
             for key in map(EngineId.of, view.roster.members)
         }
         self._active, self._repairing = [], []
@@ -66,7 +71,7 @@ class Readiness:
             active = member.state is MemberState.ACTIVE
             excused = not active or view.state != _SERVING
             key = EngineId.of(member)
-            self._pulses[key].hear(reports.get(member.rank), excused, now)
+            self._pulses[key].hear(reports.get(member.rank), excused, listened_s)
             if active:
                 self._active.append(key)
             elif member.state is MemberState.REPAIRING:
@@ -77,7 +82,7 @@ class Readiness:
         """Who can make progress now. Stillness is counted up to the newest view: afterwards
         nobody told."""
         seen_at = now if self._seen_at is None else self._seen_at
-        still_s = {key.rank: seen_at - self._pulses[key].moved_at for key in self._active}
+        still_s = {key.rank: self._listened_s - self._pulses[key].moved_at for key in self._active}
         stuck = {rank: time_s for rank, time_s in still_s.items() if time_s > self._limit_s}
         reasons = [f"engine {rank} replaces a worker" for rank in self._repairing]
         reasons += [

@@ -7,13 +7,33 @@ import time
 from typing import Any
 
 from swell.cluster.http import HTTPError
-from swell.cluster.stored import Beat, Begin, Found, Kept, Orders, Store, StoreReply, StoreWish
+from swell.cluster.stored import (
+    Beat,
+    Begin,
+    Found,
+    Kept,
+    Leave,
+    Orders,
+    Store,
+    StoreReply,
+    StoreWish,
+)
 from swell.configs.log import FactLogger
 
 _ASK_S = 2.0
 """How long an answer may wait for the manager to keep it."""
 _AWAY_S = 10.0
 """A manager that did not answer is not asked to keep anything for so long."""
+
+
+def key_of(owner: str, id: str) -> str:
+    """The name under which the store has the response `id` of `owner` (`KeyRing.owner`): who
+    shows another key finds nothing under it. Where there are no keys, all share one namespace."""
+    return f"{owner}/{id}" if owner else id
+
+
+def id_of(key: str) -> str:
+    return key.rpartition("/")[2]
 
 
 class StoreAway(HTTPError):
@@ -49,22 +69,25 @@ class ResponseStore:
             self._log.warning("responses are not kept", error=str(away))
             return False
 
-    async def store(self, id: str, kept: Kept) -> bool:
-        """False: there is no room, or it was cancelled or deleted while it ran."""
-        return await self._ask(Store(id, kept)) is True
+    async def store(self, id: str, kept: Kept, runner: str = "") -> bool:
+        """False: there is no room, or it was cancelled or deleted while it ran, or taken over."""
+        return await self._ask(Store(id, kept, runner)) is True
 
-    async def begin(self, id: str, kept: Kept, runner: str) -> bool:
-        return await self._ask(Begin(id, kept, runner)) is True
+    async def begin(self, begin: Begin) -> bool:
+        return await self._ask(begin) is True
 
-    async def beat(self, runner: str, ids: list[str]) -> Orders:
-        orders = await self._ask(Beat(runner, ids))
+    async def beat(self, runner: str, ids: list[str], takes: int) -> Orders:
+        orders = await self._ask(Beat(runner, ids, takes))
         return orders if isinstance(orders, Orders) else Orders([], [])
+
+    async def leave(self, runner: str) -> None:
+        await self._ask(Leave(runner))
 
     async def found(self, wish: StoreWish) -> Found:
         """What a wish to read, cancel or delete finds. HTTPError 404 where there is nothing."""
         found = await self._ask(wish)
         if not isinstance(found, Found):
-            id = getattr(wish, "id", "")
+            id = id_of(getattr(wish, "id", ""))
             raise HTTPError(
                 404,
                 f"there is no response {id!r}: it was not stored, was deleted, or had to make room "

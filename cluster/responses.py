@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -17,11 +17,14 @@ from swell.cluster.answers.base import ENGINES
 from swell.cluster.answers.responses import ResponsesAnswer
 from swell.cluster.asks import Ask, AskMaker
 from swell.cluster.background import Background
+from swell.cluster.background_job import detached, items_of, job_of, left_by
+from swell.cluster.bodies import body_bytes
 from swell.cluster.deadline import RequestTimedOut
 from swell.cluster.generation import Generator
 from swell.cluster.http import HTTPError, KeyRing, json_response, route
+from swell.cluster.offload import Offload
 from swell.cluster.openai.as_chat import chat_request, in_our_words
-from swell.cluster.openai.items import Item
+from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.models import TokenizeRequest
 from swell.cluster.openai.response_body import (
     ResponseBody,
@@ -31,11 +34,11 @@ from swell.cluster.openai.response_body import (
     item_list,
 )
 from swell.cluster.openai.responses import LOGPROBS, ResponsesRequest
-from swell.cluster.params import BadRequest, shown
-from swell.cluster.response_store import ResponseStore
+from swell.cluster.params import SEED_BITS, BadRequest, shown
+from swell.cluster.response_store import ResponseStore, key_of
 from swell.cluster.routing.router import NoEngine
-from swell.cluster.stored import Cancel, Delete, Fate, Found, Kept, Read
-from swell.cluster.tickets import EngineGone
+from swell.cluster.stored import Begin, Cancel, Delete, Fate, Found, Kept, Read
+from swell.cluster.tickets import EngineGone, RequestFailed
 from swell.configs.log import FactLogger
 from swell.configs.schema import ServeConfig
 
@@ -47,8 +50,9 @@ ReadBody = Callable[[Request, type[Any]], Awaitable[Any]]
 
 
 class ResponseRoutes:
-    """`read` gives the checked body of a request, `floor` what makes answers. An answer is stored
-    before its end is told, so whoever has seen the end can continue it, through any ingress."""
+    """`read` gives the checked body of a request, `floor` what makes answers, `is_ready` says
+    whether it can. An answer is stored before its end is told, so whoever has seen the end and
+    shows the same API key can continue it, through any ingress."""
 
     def __init__(
         self,
@@ -58,14 +62,17 @@ class ResponseRoutes:
         manager: Any,
         read: ReadBody,
         floor: Callable[[], tuple[AskMaker, Generator]],
+        offload: Offload,
+        is_ready: Callable[[], bool],
     ) -> None:
         self._config = config
         self._model = model
         self._users = users
         self._read = read
         self._floor = floor
+        self._offload = offload
         self._store = ResponseStore(manager)
-        self._background = Background(self._store)
+        self._background = Background(self._store, self._resume, is_ready)
         self._log = FactLogger("cluster.ingress")
 
     def routes(self) -> list[Route]:
@@ -77,39 +84,44 @@ class ResponseRoutes:
             route("/v1/responses/{id}/input_items", self._input_items, "GET"),
         ]
 
-    def close(self) -> None:
-        self._background.close()
+    def start(self) -> None:
+        if self._config.stored_responses:
+            self._background.start()
+
+    async def close(self) -> None:
+        await self._background.close()
 
     # ---------------------------------------------------------------- an answer
 
     async def _create(self, request: Request) -> Any:
         body: ResponsesRequest = await self._read(request, ResponsesRequest)
         response = begin_response(body, self._model, store=self._wants_store(body))
-        own = body.items()
-        before = await self._conversation(body.previous_response_id)
-        asks, generator = self._floor()
-        chat = chat_request(body, own, before)
-        try:
-            ask = await asks.chat(chat)
-        except BadRequest as error:
-            raise in_our_words(error) from None
+        owner = self._users.owner(request)
+        found = await self._earlier(owner, body.previous_response_id)
+        if body.background and body.seed is None:  # whoever takes it over draws the same
+            body.seed = secrets.randbits(SEED_BITS)
+        size = body_bytes(request) + (0 if found is None else found.kept.size_bytes)
+        chat, items = await self._offload.run_sized(size, _conversation, body, found)
+        ask = await self._ask(chat, size)
         response.temperature, response.top_p = ask.params.temperature, ask.params.top_p
-        items = _encode([*before, *own])
-        settle = self._settle_in_background if body.background else self._settle
-        logprobs = LOGPROBS in (body.include or ())
-        answer = ResponsesAnswer(
-            response,
-            ask.make_parser,
-            partial(settle, items),
-            body.top_logprobs or 0 if logprobs else None,
-        )
+        _, generator = self._floor()
+        key = key_of(owner, response.id)
         if body.background:
-            return await self._begin(request, ask, answer, items)
+            answer = self._background_answer(key, body, response, ask, items)
+            return await self._begin(key, request, body, ask, answer, items)
+        answer = _answer(body, response, ask, partial(self._settle, key, items))
         reply = await generator.answer(request, ask, answer)
         if ask.stream:
             return reply
         await answer.settle()
         return json_response(response, headers={ENGINES: reply.headers[ENGINES]})
+
+    async def _ask(self, chat: ChatCompletionRequest, size_bytes: int) -> Ask:
+        asks, _ = self._floor()
+        try:
+            return await asks.chat(chat, size_bytes)
+        except BadRequest as error:
+            raise in_our_words(error) from None
 
     def _wants_store(self, body: ResponsesRequest) -> bool:
         possible = self._config.stored_responses > 0
@@ -123,12 +135,12 @@ class ResponseRoutes:
             )
         return possible and body.store is not False
 
-    async def _conversation(self, id: str | None) -> list[Item]:
-        """What stands before the input: input and output of an earlier response."""
+    async def _earlier(self, owner: str, id: str | None) -> Found | None:
+        """The response that a request continues."""
         if id is None:
-            return []
+            return None
         try:
-            found = await self._store.found(Read(id))
+            return await self._store.found(Read(key_of(owner, id)))
         except HTTPError as error:
             if error.status != 404:
                 raise
@@ -137,19 +149,13 @@ class ResponseRoutes:
                 "previous_response_id",
                 "previous_response_not_found",
             ) from None
-        response = _as_it_is(found)
-        if response.status not in ("completed", "incomplete"):
-            raise BadRequest(
-                f"previous_response_id={shown(id)} is {response.status}; only a response that is "
-                "completed or incomplete can be continued",
-                "previous_response_id",
-            )
-        return [*_items(found), *response.output]
 
-    async def _settle(self, items: bytes, response: ResponseBody, reasoning: list[str]) -> None:
+    async def _settle(
+        self, key: str, items: bytes, response: ResponseBody, reasoning: list[str]
+    ) -> None:
         await self._count_reasoning(response, reasoning)
         if response.store:
-            response.store = await self._store.keep(response.id, Kept(_encode(response), items))
+            response.store = await self._store.keep(key, Kept(_encode(response), items))
 
     async def _count_reasoning(self, response: ResponseBody, reasoning: list[str]) -> None:
         asks, _ = self._floor()
@@ -160,7 +166,7 @@ class ResponseRoutes:
         for text in filter(None, reasoning):
             wish = TokenizeRequest(prompt=text, add_special_tokens=False)
             try:
-                count += len(await asks.tokens(wish))
+                count += len(await asks.tokens(wish, len(text)))
             except BadRequest:  # written otherwise than the model did, it would not fit
                 count = usage.output_tokens
         usage.output_tokens_details.reasoning_tokens = min(count, usage.output_tokens)
@@ -168,21 +174,58 @@ class ResponseRoutes:
     # ---------------------------------------------------------------- in the background
 
     async def _begin(
-        self, request: Request, ask: Ask, answer: ResponsesAnswer, items: bytes
+        self,
+        key: str,
+        request: Request,
+        body: ResponsesRequest,
+        ask: Ask,
+        answer: ResponsesAnswer,
+        items: bytes,
     ) -> Response:
         """The reply says `queued`; who asks later sees `in_progress`, also while the request waits
-        for an engine."""
+        for an engine or for another ingress."""
         response = answer.response
         kept = Kept(_encode(response), items, background=True)
         queued = _encode(msgspec.structs.replace(response, status="queued"))
-        await self._background.begin(response.id, kept, self._run(_detached(request), ask, answer))
+        job = job_of(request, body)
+        again = detached(job)
+        again.state.deadline = getattr(request.state, "deadline", None)
+        work = self._run(again, ask, answer)
+        await self._background.begin(key, kept, job, work)
         return json_response(queued)
+
+    async def _resume(self, begun: Begin) -> None:
+        """Compute again, to the same answer, what another ingress has left."""
+        assert begun.job is not None, "the store gives nothing else"
+        size, items = begun.kept.size_bytes, begun.kept.items
+        body, response, chat = await self._offload.run_sized(size, left_by, begun.job, begun.kept)
+        try:
+            ask = await self._ask(chat, size)
+        except BadRequest as error:  # this ingress has other limits
+            _mark_failed(response, f"it could not be taken over by another ingress: {error}")
+            await self._background.store(begun.id, Kept(_encode(response), items, background=True))
+            return
+        answer = self._background_answer(begun.id, body, response, ask, items)
+        await self._run(detached(begun.job), ask, answer)
+
+    def _background_answer(
+        self, key: str, body: ResponsesRequest, response: ResponseBody, ask: Ask, items: bytes
+    ) -> ResponsesAnswer:
+        return _answer(body, response, ask, partial(self._settle_in_background, key, items))
 
     async def _run(self, request: Request, ask: Ask, answer: ResponsesAnswer) -> None:
         _, generator = self._floor()
         try:
             await generator.answer(request, ask, answer)
-        except (EngineGone, NoEngine, BadRequest, TooManyWaiting, RequestTimedOut) as error:
+        except (
+            EngineGone,
+            NoEngine,
+            RequestFailed,
+            BadRequest,
+            HTTPError,
+            TooManyWaiting,
+            RequestTimedOut,
+        ) as error:
             answer.fail(str(error))
         except Exception as error:
             self._log.error("unexpected", error=f"{type(error).__name__}: {error}")
@@ -190,15 +233,16 @@ class ResponseRoutes:
         await answer.settle()
 
     async def _settle_in_background(
-        self, items: bytes, response: ResponseBody, reasoning: list[str]
+        self, key: str, items: bytes, response: ResponseBody, reasoning: list[str]
     ) -> None:
+        """Where another ingress has it now, neither the answer nor the failure is stored."""
         await self._count_reasoning(response, reasoning)
         kept = Kept(_encode(response), items, background=True)
-        if await self._background.store(response.id, kept):
+        if await self._background.store(key, kept):
             return
         response.output = []
         _mark_failed(response, "there is no room for the answer in serve.stored_response_bytes")
-        await self._background.store(response.id, Kept(_encode(response), items, background=True))
+        await self._background.store(key, Kept(_encode(response), items, background=True))
 
     # ---------------------------------------------------------------- what is kept
 
@@ -211,17 +255,16 @@ class ResponseRoutes:
                 "stream",
                 "unsupported_value",
             )
-        return _told(await self._store.found(Read(request.path_params["id"])))
+        return _told(await self._store.found(Read(self._key(request))))
 
     async def _cancel(self, request: Request) -> Response:
         """Also of one that has ended: the answer tells how."""
         self._query(request)
-        id = request.path_params["id"]
-        found = await self._store.found(Cancel(id))
+        found = await self._store.found(Cancel(self._key(request)))
         if not found.kept.background:
             raise BadRequest(
-                f"the response {id!r} was not made with background=true; such a one is cancelled "
-                "by closing its connection",
+                f"the response {request.path_params['id']!r} was not made with background=true; "
+                "such a one is cancelled by closing its connection",
                 "id",
                 "not_in_background",
             )
@@ -229,9 +272,8 @@ class ResponseRoutes:
 
     async def _delete(self, request: Request) -> Response:
         self._query(request)
-        id = request.path_params["id"]
-        await self._store.found(Delete(id))
-        return json_response(ResponseDeleted(id=id))
+        await self._store.found(Delete(self._key(request)))
+        return json_response(ResponseDeleted(id=request.path_params["id"]))
 
     async def _input_items(self, request: Request) -> Response:
         query = self._query(request, "limit", "order", "after")
@@ -239,14 +281,17 @@ class ResponseRoutes:
         if order not in ("asc", "desc"):
             raise BadRequest(f"order={shown(order)} must be 'asc' or 'desc'", "order")
         limit = _limit(query.get("limit", str(_PAGE_ITEMS)))
-        found = await self._store.found(Read(request.path_params["id"]))
+        found = await self._store.found(Read(self._key(request)))
         page = item_list(
-            _items(found),
+            items_of(found.kept),
             limit=limit,
             after=query.get("after"),
             newest_first=order == "desc",
         )
         return json_response(page)
+
+    def _key(self, request: Request) -> str:
+        return key_of(self._users.owner(request), request.path_params["id"])
 
     def _query(self, request: Request, *known: str) -> dict[str, str]:
         """The query of somebody who may ask."""
@@ -263,16 +308,47 @@ class ResponseRoutes:
         return query
 
 
+def _conversation(
+    body: ResponsesRequest, found: Found | None
+) -> tuple[ChatCompletionRequest, bytes]:
+    """The request as one of chat, behind what was `found` of an earlier response; and the items of
+    the whole conversation, as JSON."""
+    own, before = body.items(), []
+    if found is not None:
+        response = _as_it_is(found)
+        if response.status not in ("completed", "incomplete"):
+            raise BadRequest(
+                f"previous_response_id={shown(body.previous_response_id)} is {response.status}; "
+                "only a response that is completed or incomplete can be continued",
+                "previous_response_id",
+            )
+        before = [*items_of(found.kept), *response.output]
+    return chat_request(body, own, before), _encode([*before, *own])
+
+
 def _limit(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _MAX_PAGE_ITEMS:
+    if (
+        len(text) > len(str(_MAX_PAGE_ITEMS))
+        or not text.isascii()
+        or not text.isdigit()
+        or not 1 <= int(text) <= _MAX_PAGE_ITEMS
+    ):
         raise BadRequest(
             f"limit={shown(text)} must be an integer between 1 and {_MAX_PAGE_ITEMS}", "limit"
         )
     return int(text)
 
 
-def _items(found: Found) -> list[Item]:
-    return msgspec.json.decode(found.kept.items, type=list[Item])
+def _answer(
+    body: ResponsesRequest,
+    response: ResponseBody,
+    ask: Ask,
+    settle: Callable[[ResponseBody, list[str]], Awaitable[None]],
+) -> ResponsesAnswer:
+    logprobs = LOGPROBS in (body.include or ())
+    return ResponsesAnswer(
+        response, ask.make_parser, settle, body.top_logprobs or 0 if logprobs else None
+    )
 
 
 def _as_it_is(found: Found) -> ResponseBody:
@@ -280,7 +356,11 @@ def _as_it_is(found: Found) -> ResponseBody:
     if found.fate is Fate.CANCELLED:
         response.status = "cancelled"
     if found.fate is Fate.LOST:
-        _mark_failed(response, "the ingress that computed the response is gone")
+        _mark_failed(
+            response,
+            "the ingresses that computed the response are gone, one after the other; it is not "
+            "computed again",
+        )
     return response
 
 
@@ -292,12 +372,3 @@ def _told(found: Found) -> Response:
     if found.fate in (Fate.CANCELLED, Fate.LOST):
         return json_response(_as_it_is(found))
     return json_response(found.kept.body)
-
-
-def _detached(request: Request) -> Request:
-    """The same request of a client that never leaves."""
-    return Request(request.scope, receive=_never)
-
-
-async def _never() -> Any:
-    await asyncio.get_running_loop().create_future()

@@ -8,8 +8,9 @@ text that begins some stop, and the depth of that node is what is held.
 
 from __future__ import annotations
 
-from collections import deque
-from functools import lru_cache
+import threading
+import weakref
+from collections import OrderedDict, deque
 
 
 class StopAutomaton:
@@ -64,7 +65,43 @@ class StopAutomaton:
         return self.depths[node]
 
 
-_automaton = lru_cache(maxsize=256)(StopAutomaton)
+CACHED_NODES = 8192
+"""A node is some 280 bytes; one request may have half as many."""
+
+
+class AutomatonCache:
+    """Automata by their stops. Equal requests share one while any of them lives, and the last used
+    stay for later ones, as many as have `max_nodes` nodes together."""
+
+    def __init__(self, max_nodes: int = CACHED_NODES) -> None:
+        self._max_nodes = max_nodes
+        self._alive: weakref.WeakValueDictionary[tuple[str, ...], StopAutomaton] = (
+            weakref.WeakValueDictionary()
+        )
+        self._kept: OrderedDict[tuple[str, ...], StopAutomaton] = OrderedDict()
+        self._lock = threading.Lock()
+        self.kept_nodes = 0
+
+    def get(self, stops: tuple[str, ...]) -> StopAutomaton:
+        with self._lock:
+            automaton = self._alive.get(stops)
+            if automaton is None:
+                automaton = self._alive[stops] = StopAutomaton(stops)
+            self._keep(stops, automaton)
+            return automaton
+
+    def _keep(self, stops: tuple[str, ...], automaton: StopAutomaton) -> None:
+        if stops in self._kept:
+            self._kept.move_to_end(stops)
+            return
+        self._kept[stops] = automaton
+        self.kept_nodes += len(automaton.children)
+        while self.kept_nodes > self._max_nodes:
+            _, dropped = self._kept.popitem(last=False)
+            self.kept_nodes -= len(dropped.children)
+
+
+_automata = AutomatonCache()
 
 
 class StopChecker:
@@ -78,7 +115,7 @@ class StopChecker:
         self, stops: list[str], *, include_in_output: bool = False, min_tokens: int = 0
     ) -> None:
         self.matched: str | None = None
-        self._automaton = _automaton(tuple(stops))
+        self._automaton = _automata.get(tuple(stops))
         self._include = include_in_output
         self._min_tokens = min_tokens
         self._node = 0

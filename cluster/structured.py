@@ -8,10 +8,12 @@ take long: call from a thread.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -38,14 +40,25 @@ JSON in lines may, and none can write blanks for ever."""
 _KINDS = StructuredOutputs.__struct_fields__
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.S)
-_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s]+>)')
-_EXCERPT = re.compile(r"\n\s*\d+ \| ")
+_LARK_PART = re.compile(r'["/#<]')
+_LARK_COMMENT = re.compile(r"(?:#|//)[^\n]*")
+_LARK_QUOTED = {
+    '"': re.compile(r'"(?:\\.|[^"\\\n])*+("?)'),
+    "/": re.compile(r"/(?:\\.|[^/\\\n])++(/?)"),
+}
+"""A string and an expression, with their end where they have one."""
+_LARK_TOKEN = re.compile(r"<[^<>\s]++>")
+_EXCERPT = re.compile(r"\n[ \t]*\d+ \| ")
 _PLACE = re.compile(r"^(?:at )?\d+\(\d+\): ")
 _DATA = frozenset(("const", "enum", "default", "examples"))
 """Keywords whose values are no schemas."""
 
 _checker = GrammarChecker(GRAMMAR_LIMITS)
 atexit.register(_checker.close)
+
+
+class SchemaTooLong(ValueError):
+    """A schema that no grammar has room for."""
 
 
 def compile_grammar(form: StructuredOutputs, param: str | None = None) -> Grammar:
@@ -78,21 +91,53 @@ def compile_lark(text: str, param: str) -> Grammar:
     `param` is the path of the field that it was made from. Raises `BadRequest`.
     """
     _check_bytes(text, param)
-    reason = _reason(text)
+    reason = _verdicts.of(text)
     if reason:
         raise BadRequest(f"{param} is refused: {reason}", param, "invalid_grammar")
     return Grammar(text)
 
 
 def inline_json(schema: dict[str, Any]) -> str:
-    """`%json {...}`: a schema as a part of a rule, with bounded whitespace."""
+    """`%json {...}`: a schema as a part of a rule, with bounded whitespace. ValueError for one that
+    is too long: how long is found out first, by a quick writer, since the slow one would hold up
+    all threads."""
+    try:
+        size = len(msgspec.json.encode(schema))
+    except (TypeError, ValueError, RecursionError):
+        size = 0  # the slow writer says what is wrong
+    if size > MAX_BYTES:
+        raise SchemaTooLong(f"has {size} bytes; at most {MAX_BYTES} are allowed")
     options = {"whitespace_pattern": WHITESPACE}
     return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
-@lru_cache(maxsize=128)
+class _Verdicts:
+    """What was found of the last texts, by their digests: the texts themselves may be long."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._reasons: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, lark: str) -> str:
+        """Why the text does not compile, as people read it; empty: it does."""
+        digest = hashlib.sha256(lark.encode()).digest()
+        with self._lock:
+            if digest in self._reasons:
+                self._reasons.move_to_end(digest)
+                return self._reasons[digest]
+        reason = _reason(lark)
+        with self._lock:
+            self._reasons[digest] = reason
+            while len(self._reasons) > self._limit:
+                self._reasons.popitem(last=False)
+        return reason
+
+
+_verdicts = _Verdicts(limit=128)
+
+
 def _reason(lark: str) -> str:
-    """Why the text does not compile, as people read it; empty: it does."""
     reason = _EXCERPT.split(_checker.check(lark))[0].strip()
     if "failed to compile JSON schema: " in reason:
         reason = _PLACE.sub("", reason).removeprefix("failed to compile JSON schema: ")
@@ -125,6 +170,8 @@ def _json(value: dict[str, Any] | bool | str, param: str) -> str:
             )
     try:
         return f"start: {inline_json(schema)}"
+    except SchemaTooLong as error:
+        raise BadRequest(f"{param} {error}", param) from None
     except (TypeError, ValueError) as error:
         raise BadRequest(f"{param} holds what JSON cannot write: {error}", param) from None
 
@@ -182,6 +229,7 @@ def _choice(value: list[str], param: str) -> str:
         if not text:
             path = f"{param}[{index}]"
             raise BadRequest(f"{path}='' is empty; an answer has at least one character", path)
+    _check_bytes("".join(value), param)
     # One terminal: a lexer's automaton holds thousands of texts, a parser's rule does not.
     texts = " | ".join(map(_quoted, dict.fromkeys(value)))
     return f"start: CHOICE\nCHOICE: {texts}"
@@ -222,11 +270,35 @@ def _plain_escape(match: re.Match[str]) -> str:
 
 def _check_tokens(lark: str, param: str) -> None:
     """A user's grammar is about text: which token ids a model has is not known here."""
-    for match in _LARK_PARTS.finditer(lark):
-        if match[1]:
-            raise BadRequest(
-                f"{param} names the token {shown(match[1])}; only text can be asked for", param
-            )
+    for token in _lark_tokens(lark):
+        raise BadRequest(
+            f"{param} names the token {shown(token)}; only text can be asked for", param
+        )
+
+
+def _lark_tokens(lark: str) -> Iterator[str]:
+    """The tokens that a grammar names, outside of strings, expressions and comments.
+
+    Each character is read a fixed number of times. What opens a string that no quote ends on its
+    line is a character like others, and so is every quote behind it on that line: each of them was
+    the second half of an escape, so reading from there would go the same way to the same end. The
+    same holds for expressions.
+    """
+    at, unclosed = 0, {'"': 0, "/": 0}
+    while (part := _LARK_PART.search(lark, at)) is not None:
+        char, at = part[0], part.end()
+        if comment := _LARK_COMMENT.match(lark, part.start()):
+            at = comment.end()
+        elif char == "<":
+            if token := _LARK_TOKEN.match(lark, part.start()):
+                at = token.end()
+                yield token[0]
+        elif part.start() >= unclosed[char]:
+            quoted = _LARK_QUOTED[char].match(lark, part.start())
+            if quoted is not None and quoted[1]:
+                at = quoted.end()
+            elif quoted is not None:
+                unclosed[char] = quoted.end()
 
 
 def _check_bytes(text: str, param: str) -> None:

@@ -28,6 +28,10 @@ _OURS = {
 """Names that `chat_template_kwargs` may not set."""
 
 
+_MAX_REASON_CHARS = 500
+"""Of what a template says against messages: it may repeat them."""
+
+
 class TemplateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a conversation is written."""
 
@@ -87,7 +91,7 @@ class ChatTemplate:
                 )
             )
         except Exception as error:  # a template may raise anything: it is a program
-            reason = str(error).strip() or type(error).__name__
+            reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
             whose = "this request's" if options.template else "the model's"
             raise BadRequest(
                 f"{whose} chat template refuses these messages: {reason}",

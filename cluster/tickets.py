@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from swell.cluster.link import EngineId
 from swell.cluster.outputs import Bell, RequestOutput, RequestOutputCollector, RequestOutputKind
+from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import EngineCoreRequest
 
-MAX_STRIKES = 5
-"""A request that loses more engines than this, one after the other and without a token from any of
-them, may be what kills them. One that goes on between is not: it is only unlucky."""
+MAX_LOST_RUNS = 5
+"""How often a request may be dropped, or go unheard, one after the other and without a token."""
 
 Batch = list[tuple[int, RequestOutput]]
 """Outputs, each with the number of its ticket."""
@@ -19,6 +19,10 @@ Batch = list[tuple[int, RequestOutput]]
 
 class EngineGone(RuntimeError):
     """A request could not be finished by any engine."""
+
+
+class RequestFailed(RuntimeError):
+    """A request cannot go on, by its own fault; its engine serves all others as before."""
 
 
 class Move(enum.StrEnum):
@@ -42,7 +46,12 @@ class Ticket:
         """Where it is; None while there is no engine for it."""
         self.ranks: list[int] = []
         """The engines that served it, in order."""
-        self.strikes = 0
+        self.started = False
+        """The engine has said that it is in a step, or is about to be."""
+        self.failed_attempts = 0
+        """Engines that were lost while it was in a step, in a row and without a token from any."""
+        self.lost_runs = 0
+        """Other runs that ended in vain, in a row."""
         self._given_tokens = 0
         """Tokens that the runs before this one gave."""
 
@@ -54,21 +63,29 @@ class Ticket:
 
     def place(self, engine: EngineId, given_tokens: int) -> None:
         """A run begins, after `given_tokens` tokens of the answer."""
-        self.engine = engine
+        self.engine, self.started = engine, False
         self.ranks.append(engine.rank)
         self._given_tokens = given_tokens
 
     def displace(self, reason: Move, given_tokens: int) -> None:
-        """The run has ended. Raises EngineGone after too many that ended badly."""
+        """The run has ended. Raises EngineGone after too many that ended badly: who goes on between
+        is only unlucky, and who only waited had no part in it."""
         self.engine = None
         if given_tokens > self._given_tokens:
-            self.strikes = 0
+            self.failed_attempts = self.lost_runs = 0
+        elif reason in (Move.DIED, Move.REPAIRING):
+            self.failed_attempts += self.started
         elif reason is not Move.LEFT:
-            self.strikes += 1
-        if self.strikes > MAX_STRIKES:
+            self.lost_runs += 1
+        if self.failed_attempts >= MAX_FAILED_ATTEMPTS:
             raise EngineGone(
-                f"given up after {self.strikes} engines in a row were lost before they gave it a "
-                f"token (engines {self.ranks}): {reason}"
+                f"given up after {self.failed_attempts} engines in a row were lost while they "
+                f"computed it, before they gave it a token (engines {self.ranks}): {reason}"
+            )
+        if self.lost_runs > MAX_LOST_RUNS:
+            raise EngineGone(
+                f"given up after {self.lost_runs} runs in a row ended before they gave it a token "
+                f"(engines {self.ranks}): {reason}"
             )
 
 

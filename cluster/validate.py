@@ -6,8 +6,12 @@ from swell.cluster.params import BadRequest, SamplingParams, shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
+MAX_STOP_CHARS_TOGETHER = 4096
+"""All stop strings of a request: each character is a node of the automaton that finds them."""
 MAX_STOP_TOKEN_IDS = 256
 MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS_TOGETHER = 16_384
+"""All bad words of a request: the engine looks for their tokens at every step."""
 MAX_TEMPERATURE = 100.0
 MAX_TOP_K = 2**31 - 1
 MAX_N = 128
@@ -17,6 +21,8 @@ MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
+"""It divides: logits over something near zero are infinite."""
 MAX_REPETITION_PENALTY = 100.0
 
 
@@ -24,8 +30,8 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
     """Check every field; raises `BadRequest` naming field, value and limit."""
     check_filters(params)
     check_length(params)
-    _check_strings("stop", params.stop, MAX_STOP_STRINGS)
-    _check_strings("bad_words", params.bad_words, MAX_BAD_WORDS)
+    _check_strings("stop", params.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS_TOGETHER)
+    _check_strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS_TOGETHER)
     _check_tokens("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS, vocab_size)
     _check_allowed(params.allowed_token_ids, vocab_size)
     _check_bias(params.logit_bias, vocab_size)
@@ -61,7 +67,10 @@ def check_filters(params: SamplingParams) -> None:
     _number("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _number("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     _number(
-        "repetition_penalty", params.repetition_penalty, 0, MAX_REPETITION_PENALTY, above_low=True
+        "repetition_penalty",
+        params.repetition_penalty,
+        MIN_REPETITION_PENALTY,
+        MAX_REPETITION_PENALTY,
     )
     if params.seed is not None:
         _integer("seed", params.seed, -(2**63), 2**63 - 1)
@@ -109,7 +118,16 @@ def _integer(name: str, value: object, low: int, high: int | None) -> None:
         raise BadRequest(f"{name}={shown(value)} must be {limit}", name)
 
 
-def _check_strings(name: str, value: object, limit: int) -> None:
+def check_together(name: str, texts: list[str], limit: int) -> None:
+    """Refuse strings that have more characters together than `limit`."""
+    chars = sum(map(len, texts))
+    if chars > limit:
+        raise BadRequest(
+            f"{name} has {chars} characters together; at most {limit} are allowed", name
+        )
+
+
+def _check_strings(name: str, value: object, limit: int, limit_chars: int) -> None:
     """A string or a list of strings."""
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list):
@@ -126,6 +144,7 @@ def _check_strings(name: str, value: object, limit: int) -> None:
                 f"at most {MAX_STOP_CHARS} are allowed",
                 path,
             )
+    check_together(name, strings, limit_chars)
 
 
 def _check_tokens(name: str, token_ids: object, limit: int, vocab_size: int) -> None:

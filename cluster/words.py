@@ -7,8 +7,11 @@ from typing import Any
 from swell.cluster.params import BadRequest, shown
 
 
-def bad_word_tokens(tokenizer: Any, words: list[str]) -> list[list[int]]:
+def bad_word_tokens(tokenizer: Any, words: list[str], *, vocab_size: int) -> list[list[int]]:
     """The sequences that write the words, each once; `tokenizer` is transformers'.
+
+    A sequence with a token that is none of the model's `vocab_size` is never completed: it is left
+    out.
 
     As vLLM does it (`SamplingParams.update_from_tokenizer`): a word is tokenized as at the
     beginning of a text and as behind a space, whatever spaces it brings in front. The second form
@@ -31,7 +34,7 @@ def bad_word_tokens(tokenizer: Any, words: list[str]) -> list[list[int]]:
         spaced = _encode(tokenizer, " " + word.lstrip(), index)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             found[tuple(spaced)] = None
-    return [list(tokens) for tokens in found]
+    return [list(tokens) for tokens in found if max(tokens) < vocab_size]
 
 
 def _encode(tokenizer: Any, text: str, index: int) -> list[int]:
@@ -41,8 +44,10 @@ def _encode(tokenizer: Any, text: str, index: int) -> list[int]:
         raise BadRequest(
             f"bad_words[{index}] holds a lone surrogate, which is no text", f"bad_words[{index}]"
         ) from None
-    # The backend may be called from several threads, transformers' own method not.
+    # The backend may be called from several threads, transformers' own method not, and only in
+    # batches lets others go on meanwhile.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
-    return list(backend.encode(text, add_special_tokens=False).ids)
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoding.ids)

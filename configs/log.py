@@ -13,8 +13,9 @@ class KeyValueFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
 
-    def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line above a traceback, where there is one."""
+        line = super().formatMessage(record)
         facts: dict[str, Any] = getattr(record, "facts", {})
         return line + "".join(f" {key}={_quoted(value)}" for key, value in facts.items())
 
@@ -34,6 +35,10 @@ class FactLogger:
 
     def error(self, message: str, **facts: Any) -> None:
         self._logger.error(message, extra={"facts": {**self._facts, **facts}})
+
+    def exception(self, message: str, error: BaseException, **facts: Any) -> None:
+        """An error with its traceback."""
+        self._logger.error(message, exc_info=error, extra={"facts": {**self._facts, **facts}})
 
 
 def configure_logging(level: int = logging.INFO) -> None:

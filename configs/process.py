@@ -1,9 +1,17 @@
-"""How a process of ours is set up: before torch is loaded, and when it begins to serve."""
+"""How a process of ours is set up, before torch is loaded and when it begins to serve, and how it
+ends where it must not go on."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
+from collections.abc import Awaitable, Callable
+
+from swell.configs.log import FactLogger
+
+LOOP_ENDED = 70
+"""Exit status of a process whose loop has ended (`EX_SOFTWARE`)."""
 
 
 def prepare_for_torch() -> None:
@@ -30,3 +38,33 @@ def keep_what_is_here() -> None:
     long as the process, and to look through it again would hold up every stream."""
     gc.collect()
     gc.freeze()
+
+
+def end_process(loop: str, error: BaseException) -> None:
+    """End this process at once: it would only look alive. Ray starts another one, or its engine or
+    manager does. What the others wait for from it, they continue elsewhere."""
+    what = f"the loop {loop!r} has ended, and this process with it"
+    FactLogger("process").exception(what, error, pid=os.getpid(), status=LOOP_ENDED)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(LOOP_ENDED)
+
+
+def vital(run: Callable[[], None], loop: str) -> Callable[[], None]:
+    """`run` for a thread that its process cannot do without: what it raises ends the process."""
+
+    def guarded() -> None:
+        try:
+            run()
+        except BaseException as error:
+            end_process(loop, error)
+
+    return guarded
+
+
+async def vital_task(work: Awaitable[None], loop: str) -> None:
+    """The same for a task; to cancel it is no failure."""
+    try:
+        await work
+    except Exception as error:
+        end_process(loop, error)

@@ -22,6 +22,9 @@ NonNegative = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
 
+MAX_DRAIN_S = 4 * 3600.0
+"""Longest time that may be asked for a drain."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used: what, its value, the limit, the way out."""
@@ -109,11 +112,35 @@ class ServeConfig(Section, frozen=True):
     """Port of Ray Serve's own proxy beside ours; 0: no proxy (with `swell serve`)."""
     ingress_replicas: Positive = 1
     api_keys_file: str | None = None
-    """One key a line; requests must carry one of them as a bearer token."""
+    """One key a line; requests must carry one of them as a bearer token. Keys of operators stand in
+    `admin_keys_file`."""
     admin_keys_file: str | None = None
-    """Keys of the admin API; None: the same as `api_keys_file`."""
+    """Keys of the admin API; None: it is open where `api_keys_file` is None too, and refused where
+    that is set: a user's key is no operator's."""
     max_body_bytes: Positive = 16 * 1024 * 1024
-    """Longest HTTP body that is read."""
+    """Longest HTTP body that is read. A conversation that fills a context of a million tokens has
+    5 MB, and twice that with all but ASCII escaped; what a body may hold is limited apart
+    (`cluster/openai/body_size.py`)."""
+    max_children: Positive = 1024
+    """Answers that one request may draw: its prompts times `n` or `best_of`. Each is a request of
+    its own to the engines: so many are several full batches, and take 0.1 s to submit."""
+    max_connections: Positive = 16_384
+    """Connections to one ingress at once; more are refused with a 503. An idle one takes some
+    20 KB, and a file descriptor."""
+    head_timeout_s: Seconds = 10.0
+    """From a connection's start, or the first byte of a further request, to the end of its
+    headers; then the connection is closed with a 408."""
+    transfer_timeout_s: Seconds = 30.0
+    """How long a client may send no byte of a body that it has begun (408), or take none of an
+    answer; a body also needs 1 KiB/s on average."""
+    allowed_hosts: list[str] = []
+    """Names under which clients reach the server, as in the header `Host`, without port; `*` allows
+    all. Addresses, `localhost` and the machine's own name are always allowed. Names that are not
+    listed are refused by the admin API, and by all routes where `serve.host` is a loopback address
+    or names are listed: a page in a browser may give its own name the server's address."""
+    allowed_origins: list[str] = []
+    """Origins whose pages may use the admin API, as `https://ops.example`; `*` allows all. Pages of
+    the server itself and of loopback addresses may always."""
     chat_template: str | None = None
     """A file with a chat template, used instead of the model's."""
     request_chat_template: bool = False
@@ -127,7 +154,8 @@ class ServeConfig(Section, frozen=True):
     """Answers of `/v1/responses` that are kept at once, in the manager's memory, for requests that
     continue or retrieve them; 0: none. The least recently used go first."""
     stored_response_bytes: Positive = 256 * 1024 * 1024
-    """Of all kept answers together, each with the conversation that it belongs to."""
+    """Of all kept answers together, each with the conversation that it belongs to; while one is
+    computed in the background, also with what another ingress needs to take it over."""
     stored_response_age_s: Seconds = 86400.0
     """What is kept longer is dropped."""
     no_engine_timeout_s: Seconds = 60.0
@@ -150,8 +178,9 @@ class ClusterConfig(Section, frozen=True):
     """Work without progress for this long means that a process has stopped."""
     start_timeout_s: Seconds = 600.0
     """An engine that is not ready after this long has failed to start."""
-    drain_timeout_s: Seconds = 30.0
-    """A leaving engine may finish its requests for this long."""
+    drain_timeout_s: Annotated[float, Meta(gt=0, le=MAX_DRAIN_S)] = 30.0
+    """A leaving engine may finish its requests for this long; at most four hours, so that every
+    drain ends."""
     cpus_per_worker: Annotated[float, Meta(gt=0)] = 0.01
     """Ray's `CPU` that a worker on CPU reserves; tiny, so that small machines hold many."""
     load_report_s: Seconds = 0.05

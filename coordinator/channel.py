@@ -28,6 +28,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
+from swell.configs import process
 from swell.configs.log import FactLogger
 
 M = TypeVar("M")
@@ -117,6 +118,27 @@ def _wait(socket: Any, timeout_s: float | None, waker: Waker | None) -> bool:
     return socket in ready
 
 
+class _Frames(Generic[M]):
+    """The typed decoder of one end, which counts what it could not decode: a frame of a peer of
+    another build, or of one that is broken, is dropped and harms no other."""
+
+    def __init__(self, message_type: Any) -> None:
+        self.malformed = 0
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+        self._log = FactLogger("coordinator.channel")
+
+    def decode(self, frame: bytes) -> M | None:
+        try:
+            message: M = self._decoder.decode(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.malformed += 1
+            if self.malformed.bit_count() == 1:  # the first, the second, the fourth ...
+                what = f"{type(error).__name__}: {error}"
+                self._log.warning("frame dropped", malformed=self.malformed, error=what)
+            return None
+        return message
+
+
 class Inbox(Generic[M]):
     """Bound end: receives from many peers, answers each by its identity. Not thread-safe."""
 
@@ -147,7 +169,12 @@ class Inbox(Generic[M]):
             port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = ChannelAddress(this_machine(), ipc, f"tcp://{host}:{port}")
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(message_type)
+        self._frames: _Frames[M] = _Frames(message_type)
+
+    @property
+    def malformed(self) -> int:
+        """Frames that were dropped because they did not decode."""
+        return self._frames.malformed
 
     def _bind(self, address: str) -> None:
         for attempt in itertools.count():
@@ -183,11 +210,9 @@ class Inbox(Generic[M]):
                 return
             except ValueError:
                 continue
-            try:
-                message = self._decoder.decode(frame)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
-            yield peer, message
+            message = self._frames.decode(frame)
+            if message is not None:
+                yield peer, message
 
     def close(self) -> None:
         self._socket.close()
@@ -215,17 +240,22 @@ class Outlet(Generic[M]):
         near = address.machine == this_machine()
         self._socket.connect(address.ipc if near else address.tcp)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(message_type)
+        self._frames: _Frames[M] = _Frames(message_type)
+
+    @property
+    def malformed(self) -> int:
+        """Frames that were dropped because they did not decode."""
+        return self._frames.malformed
 
     def send(self, message: Any) -> None:
         self._socket.send(self._encoder.encode(message))
 
     def receive(self, timeout_s: float | None = 0.0, waker: Waker | None = None) -> M | None:
-        """The next message, or None after `timeout_s` (None: wait for ever) or when woken."""
+        """The next message, or None after `timeout_s` (None: wait for ever), when woken, or for a
+        frame that does not decode."""
         if not _wait(self._socket, timeout_s, waker):
             return None
-        message: M = self._decoder.decode(self._socket.recv())
-        return message
+        return self._frames.decode(self._socket.recv())
 
     def close(self) -> None:
         self._socket.close()
@@ -265,7 +295,14 @@ class AsyncOutlet(Outlet[M]):
         self._context.term()
 
     def _drain(self) -> None:
-        """Hand over what is there; a frame that does not decode is skipped, as by an inbox."""
+        """An end that cannot be read any more would let every answer wait for ever."""
+        try:
+            self._hand_over()
+        except Exception as error:
+            process.end_process("channel", error)
+
+    def _hand_over(self) -> None:
+        """What is there; a frame that does not decode is skipped, as by an inbox."""
         for _ in range(_MAX_BURST):
             if self._socket.closed:
                 return
@@ -273,11 +310,9 @@ class AsyncOutlet(Outlet[M]):
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
-                message = self._decoder.decode(frame)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
-            self._take(message)
+            message = self._frames.decode(frame)
+            if message is not None:
+                self._take(message)
         self._loop.call_soon(self._drain)
 
 

@@ -149,6 +149,11 @@ class Conductor:
         self.board.change(lambda roster: rosters.leave(roster, ranks), now)
         return []
 
+    def stay(self, ranks: Iterable[int], now: float) -> Sends:
+        """They were leaving, and are wanted again."""
+        self.board.change(lambda roster: rosters.stay(roster, ranks), now)
+        return []
+
     def part(self, ranks: Iterable[int], now: float) -> Sends:
         """They live, and go: their group goes on without them, then they leave the roster."""
         return self._settle(self.waves.change(self._without(set(ranks))), now)

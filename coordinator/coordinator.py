@@ -27,14 +27,17 @@ class CoordinatorContact(msgspec.Struct, frozen=True):
 class Coordinator:
     """Knows the members of a cluster; Ray starts it again where it dies."""
 
-    def __init__(self, config: ClusterConfig, lockstep: bool, seat: Seat) -> None:
+    def __init__(
+        self, config: ClusterConfig, lockstep: bool, seat: Seat, inherited: bool = False
+    ) -> None:
+        """`inherited`: another actor had this seat before."""
         configure_logging()
         self._service = CoordinatorService(
             config,
             ray.util.get_node_ip_address(),
             lockstep=lockstep,
             seat=seat,
-            recover=ray.get_runtime_context().was_current_actor_reconstructed,
+            recover=inherited or ray.get_runtime_context().was_current_actor_reconstructed,
         )
 
     def contact(self) -> CoordinatorContact:
@@ -45,6 +48,9 @@ class Coordinator:
 
     def leave(self, ranks: list[int]) -> Roster:
         return self._service.leave(ranks)
+
+    def stay(self, ranks: list[int]) -> Roster:
+        return self._service.stay(ranks)
 
     def part(self, ranks: list[int], timeout_s: float) -> Roster:
         return self._service.part(ranks, timeout_s)

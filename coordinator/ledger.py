@@ -6,6 +6,7 @@ that are gone are kept: a sum that shrinks would look like a restart.
 
 from __future__ import annotations
 
+from swell.coordinator.listening import ListeningClock
 from swell.coordinator.wire import Counts
 
 _GONE_S = 3600.0
@@ -25,10 +26,12 @@ class Ledger:
     def __init__(self) -> None:
         self._newest: dict[int, tuple[float, Counts]] = {}
         """By `client_index`: when it spoke last, and what it told. Who spoke last is at the end."""
+        self._clock = ListeningClock(_GONE_S)
         self._past: Counts = {}
 
     def take(self, client_index: int, counts: Counts, now: float) -> None:
         """The newest word of an ingress takes the place of all earlier ones."""
+        now = self._clock.listened(now)
         self._newest.pop(client_index, None)
         self._newest[client_index] = (now, counts)
         silent, (spoke, told) = next(iter(self._newest.items()))

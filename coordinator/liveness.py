@@ -5,12 +5,15 @@ Silent: an engine beats from a thread of its own, whatever it computes; no beat 
 was computed for twice that time. The first is told at once. The second waits longer, because
 engines that compute together stop together when one of them falls silent; and of those that are
 stuck together only the one that is furthest behind is named: the others wait for it.
+
+Both are measured in time in which the coordinator listened (`coordinator/listening.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swell.coordinator.listening import ListeningClock
 from swell.coordinator.wire import EngineReport
 
 _STUCK_FACTOR = 2.0
@@ -18,7 +21,7 @@ _STUCK_FACTOR = 2.0
 
 @dataclass
 class _Pulse:
-    """What is known of one engine."""
+    """What is known of one engine; times are those of a `ListeningClock`."""
 
     heard_at: float
     moved_at: float
@@ -41,16 +44,19 @@ class Liveness:
     def __init__(self, stall_timeout_s: float, now: float) -> None:
         self._limit_s = stall_timeout_s
         self._pulses: dict[int, _Pulse] = {}
-        self._looked_at = now
+        self._clock = ListeningClock(stall_timeout_s)
+        self._clock.listened(now)
 
     def follow(self, ranks: set[int], now: float) -> None:
         """Watch these engines; a newcomer is given the full time to be heard."""
+        now = self._clock.read(now)
         self._pulses = {rank: self._pulses.get(rank) or _Pulse(now, now) for rank in ranks}
 
     def hear(self, report: EngineReport, now: float) -> None:
         pulse = self._pulses.get(report.rank)
         if pulse is None:
             return
+        now = self._clock.read(now)
         busy = bool(report.running or report.waiting)
         if report.ticks != pulse.ticks or not (busy and pulse.busy):
             pulse.moved_at = now
@@ -58,17 +64,11 @@ class Liveness:
         pulse.ticks, pulse.steps = report.ticks, report.steps
 
     def look(self, now: float, excused: frozenset[int] = frozenset()) -> list[Verdict]:
-        """Engines that have stopped. The `excused` may be without progress.
-
-        Whoever looks seldom, because it was stopped itself, accuses nobody: it starts to count
-        again.
-        """
-        late = now - self._looked_at > self._limit_s / 2
-        self._looked_at = now
+        """Engines that have stopped, once what they said has been taken in. The `excused` may be
+        without progress."""
+        now = self._clock.listened(now)
         for rank, pulse in self._pulses.items():
-            if late:
-                pulse.heard_at = now
-            if late or rank in excused:
+            if rank in excused:
                 pulse.moved_at = now
         silent = [
             Verdict(rank, f"engine {rank} was silent for {now - pulse.heard_at:.1f} s")

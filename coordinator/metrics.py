@@ -28,6 +28,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
     "swell_dummy_steps": ("Lockstep steps without rows.", lambda r: r.dummy_steps),
     "swell_engine_repairs": ("Workers replaced.", lambda r: r.repairs),
     "swell_engine_resets": ("Times that groups broke.", lambda r: r.resets),
+    "swell_nan_logits": (
+        "Requests that ended because logits were NaN or infinite.",
+        lambda r: r.nans_in_logits,
+    ),
 }
 _PHASES = ("idle", "prepare", "commit", "drain", "failed")
 

@@ -74,6 +74,12 @@ def leave(roster: Roster, ranks: Iterable[int]) -> Roster:
     return amend(roster, ranks, state=MemberState.LEAVING)
 
 
+def stay(roster: Roster, ranks: Iterable[int]) -> Roster:
+    """Engines that were leaving are active again; others are as they were."""
+    leaving = {m.rank for m in roster.members if m.state is MemberState.LEAVING}
+    return amend(roster, leaving & set(ranks), state=MemberState.ACTIVE)
+
+
 def amend(roster: Roster, ranks: Iterable[int], **changes: Any) -> Roster:
     """Change fields of members. Unknown ranks are ignored."""
     chosen = set(ranks)

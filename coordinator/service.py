@@ -20,10 +20,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from swell.configs.log import FactLogger
+from swell.configs.process import vital
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Waker, make_keys
 from swell.coordinator.conductor import Conductor
 from swell.coordinator.ledger import Ledger
+from swell.coordinator.listening import ListeningClock
 from swell.coordinator.liveness import Verdict
 from swell.coordinator.pauses import NullCoordinator
 from swell.coordinator.roster import Member, Roster
@@ -95,11 +97,13 @@ class CoordinatorService:
         lockstep: bool = False,
         seat: Seat | None = None,
         recover: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`lockstep`: engines share experts. `recover`: another one was here before."""
         seat = seat or Seat(make_keys())
         self.keys = seat.keys
-        now = time.monotonic()
+        self._clock = clock
+        now = clock()
         self._config = config
         self._log = FactLogger("coordinator")
         self._inbox: Inbox[CoordinatorMessage] = Inbox(
@@ -110,7 +114,8 @@ class CoordinatorService:
         self._waker = Waker()
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._watchers: dict[bytes, float] = {}
-        """Ingresses, and when each spoke last."""
+        """Ingresses, and when each spoke last, by `_watching`."""
+        self._watching = ListeningClock(_FORGET_WATCHER_BEATS * config.heartbeat_s)
         self._ledger = Ledger()
         self._peers: dict[int, bytes] = {}
         """Engines that have spoken, by incarnation: a rank may have had others."""
@@ -122,9 +127,12 @@ class CoordinatorService:
         self._note = ManagerNote()
         self._epoch_seen = 0
         self._hellos: dict[int, EngineHello] = {}
-        self._recover_until = now + recovery_s(config) if recover else 0.0
+        self._recovering = recover
+        self._recovery = ListeningClock(recovery_s(config))
+        self._recovery.listened(now)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="swell-coordinator", daemon=True)
+        run = vital(self._run, "coordinator")
+        self._thread = threading.Thread(target=run, name="swell-coordinator", daemon=True)
         self._thread.start()
 
     @property
@@ -167,6 +175,10 @@ class CoordinatorService:
 
     def leave(self, ranks: list[int]) -> Roster:
         return self._change(lambda now: self._conductor.leave(ranks, now))
+
+    def stay(self, ranks: list[int]) -> Roster:
+        """Engines that were leaving are active again."""
+        return self._change(lambda now: self._conductor.stay(ranks, now))
 
     def part(self, ranks: list[int], timeout_s: float) -> Roster:
         """Return when the roster is without them: when their group goes on without them."""
@@ -215,7 +227,7 @@ class CoordinatorService:
 
     def _change(self, step: Callable[[float], Sends]) -> Roster:
         def run() -> Roster:
-            self._send(step(time.monotonic()))
+            self._send(step(self._clock()))
             return self._conductor.roster
 
         return self._call(run)
@@ -236,20 +248,20 @@ class CoordinatorService:
                 except Exception as error:  # what one peer says ends nothing for the others
                     what = type(message).__name__
                     self._log.error("not handled", word=what, error=repr(error))
-            if self._recover_until:
-                self._end_recovery(time.monotonic())
+            if self._recovering:
+                self._end_recovery(self._clock())
                 continue
             self._serve_calls()
-            now = time.monotonic()
+            now = self._clock()
             self._send(self._conductor.tick(now))
             self._publish(now)
             self._wake_waiting()
 
     def _wait_s(self) -> float:
         """Until time has to be looked at again."""
-        now = time.monotonic()
-        if self._recover_until:
-            return max(0.0, self._recover_until - now)
+        now = self._clock()
+        if self._recovering:
+            return max(0.0, recovery_s(self._config) - self._recovery.read(now)) / _LOOKS
         look_s = self._config.stall_timeout_s / _LOOKS
         return min(self._conductor.board.wait_s(now), look_s)
 
@@ -269,13 +281,13 @@ class CoordinatorService:
                 future.set_exception(error)
 
     def _take(self, peer: bytes, message: CoordinatorMessage) -> None:
-        now = time.monotonic()
+        now = self._clock()
         match message:
             case Watch():
                 self._take_watch(peer, message, now)
             case EngineHello():
                 self._peers[message.member.incarnation] = peer
-                if self._recover_until:
+                if self._recovering:
                     self._hellos[message.member.rank] = message
                 for command in self._unsent.pop(message.member.incarnation, []):
                     self._inbox.send(peer, command)
@@ -283,16 +295,16 @@ class CoordinatorService:
                 if self._conductor.member(message.rank, message.incarnation) is not None:
                     self._peers[message.incarnation] = peer
                     self._send(self._conductor.hear(message, now))
-                elif self._recover_until and isinstance(message, EngineReport):
+                elif self._recovering and isinstance(message, EngineReport):
                     self._inbox.send(peer, Introduce())
 
     def _take_watch(self, peer: bytes, watch: Watch, now: float) -> None:
         self._epoch_seen = max(self._epoch_seen, watch.epoch)
         stranger = peer not in self._watchers
-        self._watchers[peer] = now
+        self._watchers[peer] = self._watching.read(now)
         if watch.counts:
             self._ledger.take(watch.client_index, watch.counts, now)
-        if self._recover_until:
+        if self._recovering:
             return
         if watch.counts:
             self._inbox.send(peer, OthersCounts(self._ledger.others(watch.client_index)))
@@ -316,15 +328,17 @@ class CoordinatorService:
         if self._conductor.board.due(now) is None:
             return
         silent_s = _FORGET_WATCHER_BEATS * self._config.heartbeat_s
-        self._watchers = {p: at for p, at in self._watchers.items() if now - at < silent_s}
+        listened_s = self._watching.listened(now)
+        self._watchers = {p: at for p, at in self._watchers.items() if listened_s - at < silent_s}
         view = self._conductor.view()
         for peer in self._watchers:
             self._inbox.send(peer, view)
 
     def _end_recovery(self, now: float) -> None:
-        if now < self._recover_until:
+        """Once it has listened for so long; while it was stopped it has not."""
+        if self._recovery.listened(now) < recovery_s(self._config):
             return
-        self._recover_until = 0.0
+        self._recovering = False
         hellos = list(self._hellos.values())
         self._log.warning("recovered", engines=sorted(self._hellos), epoch=self._epoch_seen + 1)
         self._send(self._conductor.recover(self._epoch_seen, hellos, now))

@@ -67,6 +67,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     """Workers replaced since the start."""
     resets: int = 0
     """Times that its groups broke and were formed again."""
+    nans_in_logits: int = 0
+    """Requests that ended because their logits were no numbers."""
     started_requests: int = 0
     """Requests that came to be computed, each once, since the start."""
     started_tokens: int = 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any
 
 import msgspec
 import ray
 
+from swell.configs import process
 from swell.configs.log import FactLogger, configure_logging
 from swell.configs.process import keep_what_is_here
 from swell.configs.schema import Config
@@ -16,6 +18,9 @@ from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits, WorkerInfo, build_executor
 from swell.engine.server import EngineServer
+
+_ASK_S = 10.0
+"""An engine that has failed can be asked for so long why; then its process ends."""
 
 
 class EngineReady(msgspec.Struct, frozen=True):
@@ -47,12 +52,22 @@ class EngineActor:
         self._keys = keys
         self._coordinator = coordinator
         self._server: EngineServer | None = None
+        self._loading = threading.Lock()
         self._doing = "starting"
         self._end = "it was stopped"
         self._ended = threading.Event()
 
     def start(self, placement_group: Any) -> EngineReady:
-        """Load the model and open the channel. Raises what stopped it, in words."""
+        """Load the model and open the channel. Raises what stopped it, in words.
+
+        Whoever asks while it loads, or later, gets the same answer: a manager that adopts an
+        engine in the middle of its start asks again."""
+        with self._loading:
+            if self._server is None:
+                self._load(placement_group)
+        return self.ready()
+
+    def _load(self, placement_group: Any) -> None:
         host = ray.util.get_node_ip_address()
         executor = build_executor(
             self._config,
@@ -69,7 +84,6 @@ class EngineActor:
         self._doing = "serving"
         keep_what_is_here()
         threading.Thread(target=self._run, name="swell-engine", daemon=True).start()
-        return self.ready()
 
     def ready(self) -> EngineReady:
         """The engine as it is now: workers may have been replaced. Raises RuntimeError before it
@@ -106,9 +120,12 @@ class EngineActor:
         assert self._server is not None
         try:
             self._server.run()
-        except Exception as error:
+        except BaseException as error:
             self._end = f"{type(error).__name__}: {error}"
-            self._log.error("engine failed", error=self._end)
+            self._log.exception("engine failed", error)
+            self._ended.set()
+            time.sleep(_ASK_S)
+            process.end_process("engine", error)
         self._ended.set()
 
     def _set_doing(self, text: str) -> None:

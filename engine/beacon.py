@@ -3,7 +3,8 @@
 A step may take long, and one whose peer has died may never end; the engine's loop hears nothing
 meanwhile. This thread goes on: it repeats the newest report with fresh progress, so that an engine
 at work is never taken for a stopped one, and it hears the command that tears the loop out of a
-step.
+step. Without this thread an engine would wait for commands that it never hears: what ends the
+thread ends the process.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from swell.configs.log import FactLogger
+from swell.configs.process import vital
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet, Waker
 from swell.coordinator.wire import (
@@ -53,9 +54,9 @@ class Beacon:
         self._report: EngineReport | None = None
         self._reported_at = time.monotonic()
         self._waker = Waker()
-        self._log = FactLogger("engine.beacon")
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="swell-beacon", daemon=True)
+        run = vital(self._run, "engine beacon")
+        self._thread = threading.Thread(target=run, name="swell-beacon", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -103,7 +104,4 @@ class Beacon:
         if isinstance(command, Introduce):
             self._outlet.send(self._hello())
             return
-        try:
-            self._on_command(command)
-        except Exception as error:
-            self._log.error("command failed", error=f"{type(error).__name__}: {error}")
+        self._on_command(command)

@@ -66,6 +66,14 @@ class BlockPool:
             self._cached[name] = block
             self._names[block] = name
 
+    def unname(self, block_ids: Iterable[int]) -> None:
+        """Let these blocks not be found any more; who holds them keeps them."""
+        for block in block_ids:
+            name = self._names[block]
+            if name is not None:
+                del self._cached[name]
+                self._names[block] = None
+
     def find(self, names: Iterable[bytes]) -> list[int]:
         """The longest run of cached blocks for a chain of names, from its start."""
         blocks = []

@@ -11,7 +11,7 @@ from swell.configs.schema import Config
 from swell.coordinator.pauses import NullMember
 from swell.coordinator.waves import WaveMember
 from swell.coordinator.wire import CoordinatorMessage
-from swell.engine.executor import Executor, ExecutorLimits
+from swell.engine.executor import Executor, ExecutorLimits, WorkerLost
 from swell.engine.scheduler import ScheduledStep, Scheduler
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
 from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan
@@ -38,16 +38,13 @@ class EngineCore:
         self.sync_s = 0.0
         """Time that steps waited for other engines."""
         self._words: list[CoordinatorMessage] = []
+        self._failed: list[Outputs] = []
         self.config = config
         self.executor = executor
         self.limits = limits
-        self.scheduler = Scheduler(
-            config.scheduler,
-            config.cache,
-            limits.num_blocks,
-            limits.max_model_len,
-            limits.vocab_size,
-        )
+        self.scheduler = self._empty_scheduler()
+        self.on_start: Callable[[dict[bytes, list[str]]], None] = lambda started: None
+        """Hears which requests a step begins with, by ingress, before it is handed out."""
         self.num_steps = 0
         """Steps whose results were read: the measure of progress."""
         self._in_flight: deque[tuple[ScheduledStep, AsyncModelRunnerOutput]] = deque()
@@ -70,6 +67,11 @@ class EngineCore:
         if answer is None:
             self._words += self.member.work_arrived()
         return answer
+
+    def take_failed(self) -> list[Outputs]:
+        """What is to be told of requests that ended because workers were lost."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def take_words(self) -> list[CoordinatorMessage]:
         """What the coordinator is to be told."""
@@ -98,7 +100,9 @@ class EngineCore:
                 return {}
             scheduled, future = self._in_flight.popleft()
             output = future.get_output()
-        except BaseException:  # the user's interrupt too
+        except Exception as error:  # after an interrupt only `reset` helps: it may come anywhere
+            if isinstance(error, WorkerLost):
+                self._failed.append(self.scheduler.count_failed_attempt())
             self.lose_steps()
             raise
         self.num_steps += 1
@@ -120,6 +124,8 @@ class EngineCore:
                 scheduled = self._in_lockstep(scheduled or self.scheduler.schedule_nothing())
             elif scheduled is None:
                 return
+            if scheduled.plan.new_rows:
+                self.on_start(scheduled.started())
             self.member.submitted()
             self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
 
@@ -151,6 +157,27 @@ class EngineCore:
         else:
             self.lose_steps()
         self.executor.regroup(groups)
+
+    def reset(self) -> None:
+        """Forget every request and all that is cached, whatever an interrupt has left half done:
+        also a step that some workers have begun and others have not."""
+        self._in_flight.clear()
+        self.member.in_flight = 0
+        self._words.clear()
+        self._failed.clear()
+        self.scheduler = self._empty_scheduler()
+        self.executor.abort()
+        self.executor.regroup(GroupPlan(generation=0))
+
+    def _empty_scheduler(self) -> Scheduler:
+        config, limits = self.config, self.limits
+        return Scheduler(
+            config.scheduler,
+            config.cache,
+            limits.num_blocks,
+            limits.max_model_len,
+            limits.vocab_size,
+        )
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot is free and no step is in flight."""

@@ -112,6 +112,10 @@ class KVCacheManager:
         request.block_ids = []
         request.room_tokens = request.num_named_blocks = 0
 
+    def disown(self, request: Request) -> None:
+        """Let nobody find the blocks of `request`: what they hold is no good."""
+        self.pool.unname(request.block_ids)
+
     def forget(self) -> None:
         """Find no prefix that was computed before: its content may be lost. Nobody holds blocks."""
         self.check_idle()

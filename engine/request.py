@@ -8,6 +8,10 @@ from swell.engine.block_hash import pack_tokens
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import Extra
 
+MAX_FAILED_ATTEMPTS = 2
+"""Engines or workers that may be lost with a request in a step, one after the other and without a
+token of it between: it may be the reason, and goes no further. Fewer than the manager replaces."""
+
 
 class RequestStatus(enum.Enum):
     WAITING = enum.auto()
@@ -34,6 +38,8 @@ class Request:
         "client",
         "computed",
         "core",
+        "entered_tokens",
+        "failed_attempts",
         "nameable_tokens",
         "num_cached_tokens",
         "num_named_blocks",
@@ -59,11 +65,16 @@ class Request:
         """The ingress that asked: outputs go back to it."""
         self.order = order
         """Place under the policy; unique, smaller first, kept over preemption."""
+        self.failed_attempts = core.failed_attempts
+        """Above zero it is a suspect, until it has a token: no two of them are computed at the same
+        time, so that the next loss finds the one that is to blame."""
         self.status = RequestStatus.WAITING
         self.prompt_tokens = len(core.prompt_token_ids)
         self.token_ids = pack_tokens(core.prompt_token_ids + core.output_token_ids)
         self.computed = 0
         self.pending = 0
+        self.entered_tokens = 0
+        """Tokens that it had when it took its slot."""
         self.slot = -1
         self.block_ids: list[int] = []
         self.room_tokens = 0
@@ -95,11 +106,17 @@ class Request:
             return 0
         return known - self.computed
 
+    def fail(self, message: str) -> EngineCoreOutput:
+        """End with an error that says so."""
+        self.status = RequestStatus.FINISHED
+        return EngineCoreOutput(self.request_id, [], FinishReason.ERROR, message)
+
     def append(self, token_id: int, extras: list[Extra]) -> EngineCoreOutput:
         """Take in a drawn token, decide whether it is the last, and say so."""
         core = self.core
         self.token_ids.append(token_id)
         self.pending -= 1
+        self.failed_attempts = 0
         num_outputs = len(self.token_ids) - self.prompt_tokens
         reason = stop = None
         if num_outputs >= core.min_tokens and token_id in core.eos_token_ids:

@@ -28,11 +28,15 @@ from operator import itemgetter
 
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.engine.kv_cache_manager import KVCacheManager, Lead
-from swell.engine.request import Request, RequestStatus
+from swell.engine.request import MAX_FAILED_ATTEMPTS, Request, RequestStatus
+from swell.engine.validate import problem
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import Extra
 from swell.worker.wire import BlockGrowth, ModelRunnerOutput, NewRow, SchedulerOutput
 
+NANS_IN_LOGITS = (
+    "the model's logits for this request are no numbers (NaN or infinity), so no token can be drawn"
+)
 _NO_EXTRAS: list[Extra] = []
 _Waiting = tuple[tuple[int, int], Request, Lead | None]
 """Place under the policy, and what the request followed when it was last looked at."""
@@ -44,6 +48,15 @@ class ScheduledStep:
 
     plan: SchedulerOutput
     rows: list[Request]
+
+    def started(self) -> dict[bytes, list[str]]:
+        """Requests that take their slots with this step, by ingress."""
+        slots = {row.slot for row in self.plan.new_rows}
+        ids: dict[bytes, list[str]] = {}
+        for request in self.rows if slots else ():
+            if request.slot in slots:
+                ids.setdefault(request.client, []).append(request.request_id)
+        return ids
 
 
 @dataclass(slots=True)
@@ -83,6 +96,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_generated_tokens = 0
         self.num_prompt_tokens = 0
+        self.num_nans_in_logits = 0
+        """Requests that ended because their logits were no numbers."""
         self.num_started_requests = 0
         self.num_started_tokens = 0
         self._waiting: list[_Waiting] = []
@@ -114,9 +129,11 @@ class Scheduler:
 
     def add(self, core: EngineCoreRequest, client: bytes) -> EngineCoreOutput | None:
         """Take a request in. One that can never run is answered at once."""
-        problem = self._problem(core)
-        if problem:
-            return EngineCoreOutput(core.request_id, [], FinishReason.ERROR, problem)
+        trouble = problem(core, self.vocab_size, self.max_model_len)
+        if core.request_id in self.requests:
+            trouble = f"request id {core.request_id!r} is already being served"
+        if trouble:
+            return EngineCoreOutput(core.request_id, [], FinishReason.ERROR, trouble)
         if len(core.output_token_ids) >= core.max_tokens:
             return EngineCoreOutput(core.request_id, [], FinishReason.LENGTH)
         priority = core.priority if self.config.policy == "priority" else 0
@@ -133,22 +150,6 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is not None:
                 self._finish(request)
-
-    def _problem(self, core: EngineCoreRequest) -> str | None:
-        if core.request_id in self.requests:
-            return f"request id {core.request_id!r} is already being served"
-        if not core.prompt_token_ids:
-            return "the prompt holds no tokens"
-        for ids in (core.prompt_token_ids, core.output_token_ids):
-            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-                return f"a token id lies outside of the vocabulary, 0 .. {self.vocab_size - 1}"
-        longest = len(core.prompt_token_ids) + core.max_tokens
-        if longest > self.max_model_len:
-            return (
-                f"{len(core.prompt_token_ids)} prompt tokens and max_tokens={core.max_tokens} "
-                f"exceed the maximum context length of {self.max_model_len} tokens"
-            )
-        return None
 
     def _finish(self, request: Request) -> None:
         if request.slot >= 0:
@@ -208,6 +209,10 @@ class Scheduler:
             # the worker yet.
             if request.pending:
                 break
+            if request.failed_attempts and any(r.failed_attempts for r in self.running):
+                followers.append((order, request, lead))
+                heapq.heappop(self._waiting)
+                continue
             lead = self.kv.follow(request, lead)
             if lead is not None:
                 followers.append((order, request, lead))
@@ -225,6 +230,7 @@ class Scheduler:
     def _enter_slot(self, request: Request, draft: _Draft) -> None:
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
+        request.entered_tokens = len(request.token_ids)
         insort(self.running, request, key=lambda r: r.order)
         if request.queue_s < 0:
             request.queue_s = self._clock() - request.queued_at
@@ -272,6 +278,22 @@ class Scheduler:
         self.num_preemptions += 1
         heapq.heappush(self._waiting, (request.order, request, None))
 
+    def count_failed_attempt(self) -> dict[bytes, list[EngineCoreOutput]]:
+        """A worker was lost. Who was being computed may be the reason, and ends if that was so too
+        often; the outputs that say so, for each ingress."""
+        outputs: dict[bytes, list[EngineCoreOutput]] = {}
+        for request in self.running.copy():
+            if len(request.token_ids) > request.entered_tokens:
+                continue  # it had gone on
+            request.failed_attempts += 1
+            if request.failed_attempts >= MAX_FAILED_ATTEMPTS:
+                why = (
+                    f"{request.failed_attempts} workers or engines in a row were lost in its steps"
+                )
+                outputs.setdefault(request.client, []).append(request.fail(why))
+                self._finish(request)
+        return outputs
+
     def preempt_all(self) -> None:
         """Every step whose results were not read is lost, and with it the KV cache.
 
@@ -311,13 +333,19 @@ class Scheduler:
     def update(
         self, step: ScheduledStep, output: ModelRunnerOutput
     ) -> dict[bytes, list[EngineCoreOutput]]:
-        """Take in what a step gave; outputs for each ingress."""
+        """Take in what a step gave; outputs for each ingress. A row that failed ends its request,
+        and nothing else."""
         assert output.step == step.plan.step, f"step {output.step} answers {step.plan.step}"
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         drawn = iter(output.sampled_token_ids)
+        failed = self._failed(step, output)
         for row, (request, draws) in enumerate(zip(step.rows, step.plan.samples, strict=True)):
             token_id = next(drawn) if draws else None
             if request.status is RequestStatus.FINISHED:
+                continue
+            if row in failed:
+                outputs.setdefault(request.client, []).append(request.fail(failed[row]))
+                self._finish(request)
                 continue
             extras = output.extras.get(row, _NO_EXTRAS) if output.extras else _NO_EXTRAS
             if token_id is not None:
@@ -332,6 +360,18 @@ class Scheduler:
             outputs.setdefault(request.client, []).append(answer)
         assert next(drawn, None) is None, f"step {output.step} drew more tokens than were asked for"
         return outputs
+
+    def _failed(self, step: ScheduledStep, output: ModelRunnerOutput) -> dict[int, str]:
+        """Rows that failed, and why; what such a request has computed is given to nobody else."""
+        if not (output.failed or output.rows_with_nans):
+            return {}
+        failed = dict.fromkeys(output.rows_with_nans, NANS_IN_LOGITS) | output.failed
+        for row in failed:
+            request = step.rows[row]
+            if request.status is not RequestStatus.FINISHED:
+                self.kv.disown(request)
+                self.num_nans_in_logits += row in output.rows_with_nans
+        return failed
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot is free."""

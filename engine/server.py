@@ -52,6 +52,10 @@ from swell.engine.wire import (
 )
 from swell.worker.wire import GroupPlan
 
+_LEAVE_S = 0.005
+"""Within it a message that was sent has left the process: ten times what that takes on cores that
+others keep busy."""
+
 
 class LoadReporter:
     """When the coordinator is told what: a deadline after a change, else a heartbeat."""
@@ -92,6 +96,7 @@ class EngineServer:
         self.repairs = 0
         self.core = core
         core.member.rank, core.member.incarnation = rank, self.incarnation
+        core.on_start = self._send_started
         self._resets = 0
         self._log = FactLogger("engine", rank=rank)
         self._inbox: Inbox[EngineMessage] = Inbox(EngineMessage, keys, host)
@@ -168,11 +173,10 @@ class EngineServer:
     # ---------------------------------------------------------------- the loop
 
     def _turn(self) -> None:
-        now = time.monotonic()
-        self._look_around(now)
         self._tell(self.core.take_words())  # before waiting for more
         busy = self.core.has_work or self._reconfiguration is not None
-        self._intake(0.0 if busy else self._reporter.wait_s(now))
+        self._intake(0.0 if busy else self._reporter.wait_s(time.monotonic()))
+        self._look_around(time.monotonic())  # after taking in what was said meanwhile
         if self._reconfiguration is not None:
             self._reconfigure()
         if self.core.has_work:
@@ -197,6 +201,7 @@ class EngineServer:
                     self._serve(peer, message)
                 case KeepAlive():
                     """Hearing it was all."""
+        self._clients.listened(time.monotonic())
         while not self._commands.empty():
             self._obey(self._commands.get())
         self._tell(self.core.take_words())
@@ -206,7 +211,7 @@ class EngineServer:
         if now - self._looked_at < self._look_s:
             return
         self._looked_at = now
-        for client in self._clients.drop_silent(now):
+        for client in self._clients.drop_silent():
             ids = self.core.abort_client(client)
             if ids:
                 self._log.warning("client is silent", requests=len(ids))
@@ -236,6 +241,16 @@ class EngineServer:
     def _send(self, client: bytes, outputs: list[EngineCoreOutput]) -> None:
         seq = self._clients.next_seq(client)
         self._inbox.send(client, EngineCoreOutputs(self.rank, outputs, time.monotonic(), seq=seq))
+
+    def _send_started(self, started: dict[bytes, list[str]]) -> None:
+        """A step that ends this process may begin now. Of a suspect it must be known, so it waits
+        until the message has surely left; of others, that a step's first millisecond is enough."""
+        for client, ids in started.items():
+            seq = self._clients.next_seq(client)
+            self._inbox.send(client, EngineCoreOutputs(self.rank, seq=seq, started=ids))
+        requests = self.core.scheduler.requests
+        if any(requests[i].failed_attempts for ids in started.values() for i in ids):
+            time.sleep(_LEAVE_S)
 
     # ---------------------------------------------------------------- groups and workers
 
@@ -299,6 +314,9 @@ class EngineServer:
         member = self.core.member
         self._resets += 1
         self.core.lose_steps()
+        for failed in self.core.take_failed():
+            for client, outputs in failed.items():
+                self._send(client, outputs)
         self._tell(member.broken(str(failure), repairing=lost))
         if lost:
             self.core.executor.repair()
@@ -365,6 +383,7 @@ class EngineServer:
             sync_s=core.sync_s,
             repairs=self.repairs,
             resets=self._resets,
+            nans_in_logits=scheduler.num_nans_in_logits,
             started_requests=scheduler.num_started_requests,
             started_tokens=scheduler.num_started_tokens,
         )

@@ -72,6 +72,8 @@ class EngineCoreRequest(
     skip_prefix_cache: bool = False
     """Compute every prompt token, also those that the prefix cache has: something is to be told
     of each."""
+    failed_attempts: int = 0
+    """Engines that were lost while they computed it, in a row and before a token of it came."""
 
 
 class AbortRequests(
@@ -157,3 +159,6 @@ class EngineCoreOutputs(
     """Counts the messages with outputs to this ingress, from 1: a gap means that some were lost,
     and a count that begins again that the engine has forgotten what it asked for. 0: not counted.
     """
+    started: list[str] = []
+    """Requests that enter the step which the engine begins next. This leaves before it begins: if
+    the engine is lost in it, it is known who may be the reason, and who only waited."""

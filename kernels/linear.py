@@ -43,7 +43,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def largest(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
     """x [S, in], weight [out, in] -> the largest of the first `outs` > 0 outputs of `linear`, [S]
-    float32, and which it is, [S] int64: of equal ones the first.
+    float32, and which it is, [S] int64: of equal ones the first. Where one of a row's outputs is
+    NaN, so is the largest, and `which` is any.
 
     Columns: reference, cpu.
     """

@@ -16,6 +16,7 @@ def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Te
 
         logprob(t) = logit(t) - log(sum(exp(logits)))        rank(t) = 1 + number of larger logits
 
-    Among equal logits the column may choose. Columns: reference, cpu.
+    Among equal logits the column may choose. Where one of a row's logits is NaN or +inf, or all are
+    -inf, its log probabilities are NaN, all of them. Columns: reference, cpu.
     """
     return columns.pick("logprobs", logits.device.type).rank_tokens(logits, token_ids, top)  # type: ignore[no-any-return]

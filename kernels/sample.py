@@ -21,8 +21,12 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
     return columns.pick("sample", seeds.device.type).uniform_noise(seeds, positions)  # type: ignore[no-any-return]
 
 
-def greedy_tokens(logits: Tensor) -> Tensor:
-    """logits [N, V] -> the most likely tokens [N] int64. Columns: reference, cpu."""
+def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [N, V] -> the most likely tokens [N] int64, and their logits [N] float32.
+
+    Where one of a row's logits is NaN, so is the latter, and the token is any.
+    Columns: reference, cpu.
+    """
     return columns.pick("sample", logits.device.type).greedy_tokens(logits)  # type: ignore[no-any-return]
 
 
@@ -36,8 +40,11 @@ def sample_tokens(
     *,
     any_min_p: bool = True,
     any_top: bool = True,
-) -> Tensor:
-    """One token per row, [N] int64.
+) -> tuple[Tensor, Tensor]:
+    """One token per row, [N] int64, and the largest logit of each, [N] float32.
+
+    The latter is finite if, and only if, there is something to draw from: it is NaN where one of
+    the row's logits is, and infinite where one is, or where all are -inf. The token is any then.
 
     logits [N, V] float32 (not changed); temperature, top_p, min_p [N] float32; top_k [N] int64;
     u [N] float64 in [0, 1).

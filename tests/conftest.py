@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from swell.configs import process
 from swell.configs.process import prepare_for_torch
 
 prepare_for_torch()
@@ -36,3 +39,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(part in str(item.path) for part in SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+Deaths = list[tuple[str, BaseException]]
+
+
+@pytest.fixture(autouse=True)
+def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deaths]:
+    """Loops that would have ended this process, and what they raised. A test that plants such a
+    failure takes it out of the list; else a loop that ends fails the test, not pytest."""
+    ended: Deaths = []
+    monkeypatch.setattr(process, "end_process", lambda loop, error: ended.append((loop, error)))
+    yield ended
+    assert not ended

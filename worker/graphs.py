@@ -29,10 +29,10 @@ class Head(Enum):
     """What is wanted of the rows that sample."""
 
     LOGITS = auto()
-    """[S, vocab]"""
+    """[S, vocab] float32"""
     MOST_LIKELY = auto()
-    """[S] int64, the tokens of the largest logits; they are drawn with that, and written to the
-    states."""
+    """[S] int64, the tokens of the largest logits, which are drawn with that and written to the
+    states; and these logits, [S] float32."""
 
 
 class Forward:
@@ -49,15 +49,15 @@ class Forward:
         will be asked of them."""
         return self._model(batch, intermediate)
 
-    def head(self, head: Head, hidden: Tensor, batch: InputBatch) -> Tensor:
+    def head(self, head: Head, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
         """What the last call of `hidden` gave -> what is wanted of the batch's rows that sample"""
         if len(hidden) > batch.num_samples:
             hidden = hidden.index_select(0, batch.logits_indices)
         if head is Head.LOGITS:
-            return self._model.compute_logits(hidden)  # type: ignore[no-any-return]
-        tokens: Tensor = self._model.most_likely(hidden)
+            return [self._model.compute_logits(hidden)]
+        tokens, tops = self._model.most_likely(hidden)
         self._states.write_sampled(batch.sample_slots, batch.sample_positions, tokens)
-        return tokens
+        return [tokens, tops]
 
     @property
     def progress(self) -> int:
@@ -73,7 +73,7 @@ class CapturedForward(Forward):
         self._captured: tuple[_Captured, ...] = ()
         """At most one for each head."""
         self._capturable = True
-        self._result: Tensor | None = None
+        self._result: list[Tensor] = []
         """What the last call's replay gave for its head."""
 
     def hidden(
@@ -81,13 +81,13 @@ class CapturedForward(Forward):
     ) -> Any:
         captured = self._find(batch, head) if _fits(batch) else None
         if captured is None:
-            self._result = None
+            self._result = []
             return super().hidden(batch, intermediate, head)
-        hidden, self._result = captured.run(batch)
+        hidden, *self._result = captured.run(batch)
         return hidden
 
-    def head(self, head: Head, hidden: Tensor, batch: InputBatch) -> Tensor:
-        return super().head(head, hidden, batch) if self._result is None else self._result
+    def head(self, head: Head, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
+        return self._result or super().head(head, hidden, batch)
 
     @property
     def progress(self) -> int:
@@ -126,21 +126,19 @@ class _Captured:
         sizes = Sizes(tokens, rows, samples, tokens, blocks * batch.block_tokens)
         largest = replace(batch, sizes=sizes, all_wanted=False)
         device = inputs.input_ids.device.type
-        results, self.graph = capture(
+        # [samples, hidden], and what the head gives, if it was captured
+        self._results, self.graph = capture(
             lambda: _compute(forward, largest, head), device, tokens, rows, samples
         )
-        # [samples, hidden], and what the head gives, if it was captured
-        self._hidden, self._result = results[0], results[1] if len(results) > 1 else None
-        self._views: dict[int, tuple[Tensor, Tensor | None]] = {}
-        """S -> the first S rows of both."""
+        self._views: dict[int, list[Tensor]] = {}
+        """S -> the first S rows of them."""
 
-    def run(self, batch: InputBatch) -> tuple[Tensor, Tensor | None]:
+    def run(self, batch: InputBatch) -> list[Tensor]:
         """Hidden states [S, hidden], and what the head gives of them, if it was captured."""
         tokens, rows, samples, *_ = batch.sizes
         self.graph.replay(tokens, rows, samples)
         if samples not in self._views:
-            result = None if self._result is None else self._result[:samples]
-            self._views[samples] = (self._hidden[:samples], result)
+            self._views[samples] = [result[:samples] for result in self._results]
         return self._views[samples]
 
 
@@ -148,7 +146,7 @@ def _compute(forward: Forward, batch: InputBatch, head: Head) -> list[Tensor]:
     hidden: Tensor = forward.hidden(batch, None, head)
     if head is Head.LOGITS and hidden.dtype != torch.float32:
         return [hidden]  # logits are converted, which is no operation of a column
-    return [hidden, forward.head(head, hidden, batch)]
+    return [hidden, *forward.head(head, hidden, batch)]
 
 
 def make_forward(model: Any, states: RequestStates, mesh: Mesh) -> Forward:

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from typing import Any
 
+from swell.configs.process import vital
 from swell.coordinator.channel import Outlet, Waker
 from swell.worker.groups import GroupError
 from swell.worker.wire import (
@@ -113,7 +114,8 @@ class Beacon:
         self._beat_s = beat_s
         self._waker = Waker()
         self._ending = False
-        self._thread = threading.Thread(target=self._run, name="swell-beacon", daemon=True)
+        run = vital(self._run, "worker beacon")
+        self._thread = threading.Thread(target=run, name="swell-beacon", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

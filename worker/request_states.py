@@ -7,6 +7,7 @@ beside it.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,8 @@ class RequestStates:
         return self.integers[:, PROMPT_TOKENS]
 
     def stage(self, row: NewRow) -> None:
-        """Let a request take its slot at the next `apply`."""
+        """Let a request take its slot at the next `apply`. Raises what its own data raises, with
+        nothing staged."""
         if len(row.token_ids) > self.max_model_len:
             raise ValueError(
                 f"slot {row.slot}: {len(row.token_ids)} tokens exceed the worker's "
@@ -64,9 +66,11 @@ class RequestStates:
                 "model.max_model_len"
             )
         slot, sampler = row.slot, row.sampler
+        reals = (sampler.temperature, sampler.top_p, sampler.min_p)
+        integers = np.array((sampler.top_k, _signed(sampler.seed), row.prompt_tokens), "i8")
         self._tokens.stage(slot, 0, row.token_ids)
-        self._reals.stage(slot, 0, (sampler.temperature, sampler.top_p, sampler.min_p))
-        self._integers.stage(slot, 0, (sampler.top_k, _signed(sampler.seed), row.prompt_tokens))
+        self._reals.stage(slot, 0, reals)
+        self._integers.stage(slot, 0, integers)
         draws = sampler.temperature > 0
         self.drawing.set(slot, draws)
         self.with_top.set(slot, draws and (sampler.top_k > 0 or sampler.top_p < 1))

@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.worker.block_tables import BlockTables
 from swell.worker.dispatch import Agreement, make_dispatch
+from swell.worker.failed_rows import NOT_A_ROWS, FailedRows, told
 from swell.worker.feedback import Outbox, make_feedback
 from swell.worker.graphs import Head, make_forward
 from swell.worker.input_batch import BatchBuilder, InputBatch
@@ -24,7 +26,8 @@ from swell.worker.request_states import RequestStates
 from swell.worker.sample.logprobs import make_readers
 from swell.worker.sample.sampler import Drawn, Sampler
 from swell.worker.sample.stage import Note
-from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+from swell.worker.sample.wire import SamplerParams
+from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRow, SchedulerOutput
 
 
 class ReadyOutput(AsyncModelRunnerOutput):
@@ -61,6 +64,11 @@ class CopyingOutput(AsyncModelRunnerOutput):
         return self._drawn.fill(self._output, self._host)
 
 
+def without_wishes(row: NewRow) -> NewRow:
+    """The row as its slot can hold it, whatever is asked of its tokens."""
+    return replace_fields(row, sampler=SamplerParams(), min_tokens=0, end_token_ids=[])
+
+
 class ModelRunner:
     """Executes plans in the order in which they come. Every worker of an engine gets each plan.
 
@@ -84,7 +92,8 @@ class ModelRunner:
         self.mesh = mesh
         self.states = RequestStates(scheduler.max_rows, max_model_len, device)
         self.blocks = BlockTables(scheduler.max_rows, max_model_len, cache.block_tokens, device)
-        self.sampler = Sampler(self.states, model_path)
+        self.failed = FailedRows()
+        self.sampler = Sampler(self.states, model.vocab_size, model_path, self.failed, mesh.tensor)
         self.readers = make_readers(model, self.states)
         self.feedback = make_feedback(mesh, self.states)
         self.dispatch = make_dispatch(model, mesh)
@@ -114,7 +123,7 @@ class ModelRunner:
         agreed = self.dispatch.before_step(plan)
         if not plan.slots:
             self.dispatch.idle_step()
-            return self._output(plan.step, agreed, None)
+            return self._output(plan, agreed, None)
         batch = self.batches.build(plan)
         reading = [reader for reader in self.readers if reader.reads(plan)]
         if reading or self.mesh.shares_experts:
@@ -125,7 +134,7 @@ class ModelRunner:
         if hidden is None:
             return None
         notes = [note for reader in reading for note in reader(hidden, batch, plan)]
-        return self._output(plan.step, agreed, self._sample(hidden, batch, head, notes))
+        return self._output(plan, agreed, self._sample(hidden, batch, head, notes))
 
     def settle(self) -> None:
         """Take and send what is under way between the stages: every step has been computed, and
@@ -136,16 +145,28 @@ class ModelRunner:
     def _apply(self, plan: SchedulerOutput) -> None:
         """Let new requests take their slots and blocks, and running ones their new blocks."""
         for row in plan.new_rows:
-            self.states.stage(row)
-            if self.mesh.is_last_stage:  # the others draw nothing
-                self.sampler.take_slot(row)
-            for reader in self.readers:
-                reader.take_slot(row)
+            self.failed.forget(row.slot)
+            try:
+                self._take_slot(row)
+            except NOT_A_ROWS:
+                raise
+            except Exception as error:
+                self.failed.add(row.slot, f"the worker refused it: {told(error)}")
+                self._take_slot(without_wishes(row))
             self.blocks.stage_set(row.slot, row.block_ids)
         for growth in plan.growths:
             self.blocks.stage_append(growth.slot, growth.block_ids)
         self.states.apply()
         self.blocks.apply()
+
+    def _take_slot(self, row: NewRow) -> None:
+        """Raises what the row's own data raises: the same on every rank that draws. Its tokens are
+        staged last, and once: where a wish is refused, the tokens are as good as any."""
+        if self.mesh.is_last_stage:  # the others draw nothing
+            self.sampler.take_slot(row)
+        for reader in self.readers:
+            reader.take_slot(row)
+        self.states.stage(row)
 
     def _forward(self, batch: InputBatch, head: Head) -> Tensor | None:
         """Hidden states of the wanted tokens on the last stage, for this head; on others None, they
@@ -169,23 +190,31 @@ class ModelRunner:
         """Draw for the rows that sample and write their tokens to the states; None: no row does,
         and there are no notes either."""
         if batch.num_samples == 0:
-            return Drawn(batch.sample_slots, notes) if notes else None
+            nothing = hidden.new_zeros(0, dtype=torch.float32)
+            return Drawn(batch, batch.sample_slots, nothing, notes) if notes else None
         result = self._model_step.head(head, hidden, batch)
         if head is Head.MOST_LIKELY:
-            drawn = Drawn(result)
+            drawn = Drawn(batch, *result)
         else:
-            drawn = self.sampler(result, batch)
+            drawn = self.sampler(*result, batch)
             self.states.write_sampled(batch.sample_slots, batch.sample_positions, drawn.tokens)
         self.feedback.after_sampling(drawn.tokens)
         drawn.notes += notes
         return drawn
 
     def _output(
-        self, step: int, agreed: Agreement, drawn: Drawn | None
+        self, plan: SchedulerOutput, agreed: Agreement, drawn: Drawn | None
     ) -> AsyncModelRunnerOutput | None:
         if not self.is_output_rank:
             return None
-        output = ModelRunnerOutput(step, [], agreed.working, agreed.pausing, agreed.sync_s)
+        output = ModelRunnerOutput(
+            plan.step,
+            [],
+            agreed.working,
+            agreed.pausing,
+            agreed.sync_s,
+            failed=self.failed.among(plan.slots),
+        )
         if drawn is None:
             return ReadyOutput(output)
         if self._copy_stream is not None:

@@ -67,7 +67,7 @@ class PeerWaiter:
             try:
                 work.wait(timeout)
                 done.set_result(None)
-            except RuntimeError as error:
+            except Exception as error:  # whoever waits for it must not wait for ever
                 done.set_exception(error)
 
 

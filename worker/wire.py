@@ -127,6 +127,12 @@ class ModelRunnerOutput(
     """Lockstep: how long this worker waited for the other engines before the step."""
     extras: dict[int, list[Extra]] = {}
     """What was asked for beside the tokens, by row of the step."""
+    failed: dict[int, str] = {}
+    """Rows whose requests cannot go on, each by its own fault, and why. Where they sample they have
+    a token that means nothing; the other rows are as they would be without them."""
+    rows_with_nans: list[int] = []
+    """Rows whose logits are no numbers (NaN, +inf, or nothing but -inf), which have such a token
+    too."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):

@@ -13,13 +13,14 @@ from swell.cluster.openai.base import ErrorBody, ErrorDetail, Usage, usage
 from swell.cluster.outputs import CompletionOutput, RequestOutput
 from swell.cluster.routing.router import NoEngine
 from swell.cluster.sse import comment, error_event
-from swell.cluster.tickets import Batch, EngineGone
+from swell.cluster.tickets import Batch, EngineGone, RequestFailed
 
 ENGINES = "x-swell-engine"
 """The header that names the ranks that served, in order."""
 _CODES: dict[type[Exception], str] = {
     EngineGone: "engine_failed",
     NoEngine: "no_engine",
+    RequestFailed: "request_failed",
     RequestTimedOut: "request_timeout",
 }
 
@@ -93,10 +94,10 @@ class Answer(ABC):
 
 
 def checked(output: RequestOutput) -> CompletionOutput:
-    """The one part of an output that an engine gave. Raises EngineGone where it could not."""
+    """The one part of an output that an engine gave. Raises RequestFailed where it could not."""
     part = output.outputs[0]
     if part.finish_reason == "error":
-        raise EngineGone(str(part.stop_reason or "the engine failed"))
+        raise RequestFailed(str(part.stop_reason or "the request failed"))
     return part
 
 

@@ -29,7 +29,12 @@ from swell.cluster.openai.base import Usage
 from swell.cluster.outputs import CompletionOutput, RequestOutput
 from swell.cluster.parsers.base import Parser
 
-_FAILURES = {"engine_failed": 500, "no_engine": 503, "request_timeout": 408}
+_FAILURES = {
+    "engine_failed": 500,
+    "no_engine": 503,
+    "request_failed": 500,
+    "request_timeout": 408,
+}
 """The status that an answer would have which is not streamed."""
 
 _NOT_ENDED = Ending(stop_reason=None)

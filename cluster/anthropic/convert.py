@@ -123,14 +123,16 @@ def chat_messages(body: CountTokensRequest) -> list[chat.ChatMessage]:
     if body.system:
         said.append(chat.ChatMessage(role="system", content=text_of(body.system)))
     called: dict[str, str] = {}
+    row: list[chat.ChatMessage] = []
+    """Messages of one role, one after the other."""
     for message in body.messages:
         for one in _converted(message, called):
-            if said and one.role in _JOINED and said[-1].role == one.role:
-                said[-1] = _joined(said[-1], one)
-            else:
-                said.append(one)
+            if row and (one.role not in _JOINED or one.role != row[0].role):
+                said.append(_joined(row))
+                row = []
+            row.append(one)
         called |= {b.id: b.name for b in message.blocks if isinstance(b, ToolUseBlock)}
-    return said
+    return [*said, _joined(row)] if row else said
 
 
 def _converted(message: InputMessage, called: Mapping[str, str]) -> Iterator[chat.ChatMessage]:
@@ -169,14 +171,13 @@ def _call(block: ToolUseBlock) -> chat.MessageToolCall:
     )
 
 
-def _joined(first: chat.ChatMessage, second: chat.ChatMessage) -> chat.ChatMessage:
-    """Two messages of one role as one, their texts on lines of their own."""
+def _joined(row: list[chat.ChatMessage]) -> chat.ChatMessage:
+    """Messages of one role as one, their texts on lines of their own."""
+    if len(row) == 1:
+        return row[0]
     return chat.ChatMessage(
-        role=first.role,
-        content="\n".join(filter(None, (first.text, second.text))),
-        reasoning_content="\n".join(
-            filter(None, (first.reasoning_content, second.reasoning_content))
-        )
-        or None,
-        tool_calls=[*(first.tool_calls or ()), *(second.tool_calls or ())] or None,
+        role=row[0].role,
+        content="\n".join(filter(None, (one.text for one in row))),
+        reasoning_content="\n".join(filter(None, (one.reasoning_content for one in row))) or None,
+        tool_calls=[call for one in row for call in one.tool_calls or ()] or None,
     )

@@ -21,7 +21,12 @@ from swell.cluster.anthropic.blocks import (
 from swell.cluster.openai.base import RequestBody
 from swell.cluster.openai.wishes import check_routing
 from swell.cluster.params import BadRequest, shown
-from swell.cluster.validate import MAX_STOP_CHARS, MAX_STOP_STRINGS
+from swell.cluster.validate import (
+    MAX_STOP_CHARS,
+    MAX_STOP_CHARS_TOGETHER,
+    MAX_STOP_STRINGS,
+    check_together,
+)
 
 MAX_TOOLS = 1024
 MIN_THINKING_TOKENS = 1024
@@ -329,6 +334,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
                     f"{MAX_STOP_CHARS} are allowed",
                     f"stop_sequences[{index}]",
                 )
+        check_together("stop_sequences", stops, MAX_STOP_CHARS_TOGETHER)
 
     def _check_thinking(self) -> None:
         thinking, choice = self.thinking, self.tool_choice

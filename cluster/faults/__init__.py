@@ -1,1 +1,2 @@
-"""Proof of the promise: whatever single process is lost while answers stream, they stay right."""
+"""Proof of the promise: whatever is lost while answers stream, one process or several at once, they
+stay right."""

@@ -1,4 +1,5 @@
-"""What can happen to a cluster: a process is killed, stopped or slowed, or its size changes.
+"""What can happen to a cluster: a process is killed, stopped or slowed, several are killed at the
+same instant, or its size changes.
 
 An event says what it did and what must follow, so that whoever caused it can wait for that.
 """
@@ -26,8 +27,8 @@ class Deed:
     text: str
     targets: frozenset[int]
     """Numbers of engines that may be wanted afterwards."""
-    victim: int | None = None
-    """A process that must be gone, and have a successor."""
+    victims: frozenset[int] = frozenset()
+    """Processes that must be gone, and have successors."""
     keeps: bool = False
     """No process may be replaced."""
 
@@ -42,42 +43,43 @@ class Event:
     """It asks for another size itself, so it cannot come while the size changes."""
     cuts: bool = False
     """Connections of the process end with it, and so do their answers."""
-    forgets: bool = False
-    """It may call off a change of size that is under way."""
 
 
 # ---------------------------------------------------------------- whom
 
 Victim = tuple[int, str]
 """A process and what it is."""
-Finder = Callable[[Watch, ClusterState, random.Random], Victim]
+Finder = Callable[[Watch, ClusterState, random.Random], list[Victim]]
 
 
-def _engine(_watch: Watch, state: ClusterState, rng: random.Random) -> Victim:
-    engine = rng.choice([e for e in state.engines if e.state == "active" and e.pid])
-    assert engine.pid is not None
-    return engine.pid, f"engine {engine.rank}"
+def _engines(_watch: Watch, state: ClusterState, _rng: random.Random) -> list[Victim]:
+    active = [engine for engine in state.engines if engine.state == "active"]
+    return [(engine.pid, f"engine {engine.rank}") for engine in active if engine.pid is not None]
 
 
-def _worker(_watch: Watch, state: ClusterState, rng: random.Random) -> Victim:
+def _engine(watch: Watch, state: ClusterState, rng: random.Random) -> list[Victim]:
+    return [rng.choice(_engines(watch, state, rng))]
+
+
+def _worker(_watch: Watch, state: ClusterState, rng: random.Random) -> list[Victim]:
     active = [engine for engine in state.engines if engine.state == "active"]
     pairs = [(engine, worker) for engine in active for worker in engine.workers]
     engine, worker = rng.choice(pairs)
-    return worker.pid, f"worker {worker.rank} of engine {engine.rank}"
+    return [(worker.pid, f"worker {worker.rank} of engine {engine.rank}")]
 
 
-def _coordinator(_watch: Watch, state: ClusterState, _rng: random.Random) -> Victim:
+def _coordinator(_watch: Watch, state: ClusterState, _rng: random.Random) -> list[Victim]:
     if state.coordinator.pid is None:
         raise Missed("/admin/cluster names no coordinator")
-    return state.coordinator.pid, "coordinator"
+    return [(state.coordinator.pid, "coordinator")]
 
 
 def _titled(part: str, kind: str) -> Finder:
-    def find(watch: Watch, _state: ClusterState, rng: random.Random) -> Victim:
+    def find(watch: Watch, _state: ClusterState, rng: random.Random) -> list[Victim]:
         found = watch.cluster.named(part)
         if not found:
             raise Missed(f"no process of this cluster is called {part!r}")
-        return rng.choice(sorted(found)), kind
+        return [(rng.choice(sorted(found)), kind)]
 
     return find
 
@@ -99,19 +101,21 @@ async def _slow(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def _signal(action: str, kind: str, *, cuts: bool = False, forgets: bool = False) -> Event:
-    """`action` on a process of `kind`. Whoever is only slow loses nothing and forgets nothing."""
-    send, find = _ACTIONS[action], _KINDS[kind]
+def _signal(action: str, *kinds: str) -> Event:
+    """`action` on a process of each kind, all found before the first is hit. Whoever is only slow
+    loses nothing."""
+    send, finders = _ACTIONS[action], [_KINDS[kind] for kind in kinds]
     keeps = action == "slow"
 
     async def act(watch: Watch, state: ClusterState, rng: random.Random) -> Deed:
-        pid, who = find(watch, state, rng)
-        await send(pid)
-        targets = frozenset({state.target})
-        text = f"{action} {who} (pid {pid})"
-        return Deed(text, targets, keeps=True) if keeps else Deed(text, targets, victim=pid)
+        found = [victim for find in finders for victim in find(watch, state, rng)]
+        for pid, _who in found:
+            await send(pid)
+        victims = frozenset() if keeps else frozenset(pid for pid, _who in found)
+        text = f"{action} " + " and ".join(f"{who} (pid {pid})" for pid, who in found)
+        return Deed(text, frozenset({state.target}), victims, keeps)
 
-    return Event(f"{action}-{kind}", act, cuts=cuts and not keeps, forgets=forgets and not keeps)
+    return Event(f"{action}-{'+'.join(kinds)}", act, cuts="ingress" in kinds and not keeps)
 
 
 def scale(name: str, size: Callable[[int], int]) -> Event:
@@ -137,6 +141,7 @@ async def _nothing(_watch: Watch, state: ClusterState, _rng: random.Random) -> D
 
 _KINDS: dict[str, Finder] = {
     "engine": _engine,
+    "engines": _engines,
     "worker": _worker,
     "coordinator": _coordinator,
     "ingress": _titled(INGRESS, "ingress"),
@@ -149,17 +154,24 @@ _ACTIONS: dict[str, Callable[[int], Awaitable[None]]] = {
     "slow": _slow,
 }
 
+_ALONE = ("engine", "worker", "coordinator", "ingress", "manager")
+_TOGETHER = (
+    ("engine", "manager"),
+    ("engines", "manager"),
+    ("manager", "coordinator"),
+    ("engine", "manager", "coordinator"),
+    ("engines", "manager", "coordinator"),
+    ("engines", "manager", "coordinator", "controller"),
+    ("engines", "manager", "coordinator", "controller", "ingress"),
+)
+"""What dies at the same instant, as when a machine runs out of memory."""
+
 _TABLE = (
     Event("nothing", _nothing),
-    *(
-        _signal(action, kind)
-        for kind in ("engine", "worker", "coordinator")
-        for action in ("kill", "stop", "slow")
-    ),
-    *(_signal(action, "ingress", cuts=True) for action in ("kill", "stop", "slow")),
-    *(_signal(action, "manager", forgets=True) for action in ("kill", "stop", "slow")),
+    *(_signal(action, kind) for kind in _ALONE for action in ("kill", "stop", "slow")),
     # Ray restarts a controller that died; a stopped one is a fault of Ray's own.
     _signal("kill", "controller"),
+    *(_signal("kill", *kinds) for kinds in _TOGETHER),
     scale("scale-up", lambda engines: engines + 1),
     scale("scale-down", lambda engines: engines - 1),
     Event("drain", _drain, rescales=True),

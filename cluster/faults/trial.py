@@ -133,7 +133,7 @@ class Trial:
             when = f"after {moment.name}"
         except Missed as missed:
             record.troubles.append(f"the moment was missed: {missed}")
-        await record.fault(event, grows=moment.grows)
+        await record.fault(event)
         await asyncio.sleep(_SETTLE_S)
         return await record.end(event.name, when)
 
@@ -207,7 +207,7 @@ class _Record:
         self._recover_s: list[float] = []
         self._cuts = False
 
-    async def fault(self, event: Event, *, grows: bool = False) -> None:
+    async def fault(self, event: Event) -> None:
         """Cause it and wait for full capacity."""
         before = await self._watch.look()
         if before is None:
@@ -221,10 +221,7 @@ class _Record:
             self._deeds.append(deed.text)
             if not self._load.busy:
                 self._load.start()
-            targets = set(deed.targets)
-            if grows and event.forgets:
-                targets.add(before.target - 1)
-            after = await self._watch.until_whole(targets, RECOVER_S, deed.victim)
+            after = await self._watch.until_whole(deed.targets, RECOVER_S, deed.victims)
         except (Missed, ProcessLookupError) as missed:
             self._break(f"{event.name}: {missed}")
             return

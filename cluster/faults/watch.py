@@ -66,23 +66,23 @@ class Watch:
             raise Missed(f"{path} {body}: {error}") from None
 
     async def until_whole(
-        self, targets: Collection[int], limit_s: float, victim: int | None = None
+        self, targets: Collection[int], limit_s: float, victims: Collection[int] = ()
     ) -> ClusterState:
-        """Wait for full capacity: `targets` engines, all active, at rest, without `victim`.
+        """Wait for full capacity: `targets` engines, all active, at rest, without `victims`.
 
         Raises Missed with what is missing.
         """
         deadline = time.monotonic() + limit_s
-        while lack := await self._lack(targets, victim):
+        while lack := await self._lack(targets, victims):
             if time.monotonic() > deadline:
                 raise Missed(f"after {limit_s:g} s: {lack}")
             await asyncio.sleep(_POLL_S)
         state = await self.look()
-        return state or await self.until_whole(targets, limit_s, victim)
+        return state or await self.until_whole(targets, limit_s, victims)
 
-    async def _lack(self, targets: Collection[int], victim: int | None) -> str | None:
-        if victim is not None and alive(victim):
-            return f"process {victim} is still there"
+    async def _lack(self, targets: Collection[int], victims: Collection[int]) -> str | None:
+        if living := [victim for victim in victims if alive(victim)]:
+            return f"processes {living} are still there"
         state = await self.look()
         if state is None:
             return "nobody answers /admin/cluster"
@@ -91,8 +91,8 @@ class Watch:
             return f"{len(states)} engines, target {state.target}, wanted {sorted(targets)}"
         if set(states) != {"active"} or state.state != "serving" or state.rescale.phase != "idle":
             return f"engines {states}, state {state.state}, rescale {state.rescale}"
-        if victim in pids(state) or state.coordinator.pid is None:
-            return f"process {victim} is still listed, coordinator {state.coordinator.pid}"
+        if (listed := set(victims) & set(pids(state))) or state.coordinator.pid is None:
+            return f"processes {listed} are still listed, coordinator {state.coordinator.pid}"
         if not set(pids(state)) <= {pid for pid in pids(state) if alive(pid)}:
             return f"a listed process is gone: {pids(state)}"
         counts = {part: len(self.cluster.named(part)) for part in _TITLES}

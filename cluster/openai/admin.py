@@ -6,6 +6,7 @@ import math
 
 from swell.cluster.openai.base import Body, RequestBody
 from swell.cluster.params import BadRequest, shown
+from swell.configs.schema import MAX_DRAIN_S
 
 _MAX_COUNT = 2**31 - 1
 
@@ -13,14 +14,15 @@ _MAX_COUNT = 2**31 - 1
 class ScaleRequest(RequestBody, kw_only=True):
     engines: int
     drain_timeout_s: float | None = None
-    """Time that leaving engines may take for what they have; None: the configured one."""
+    """Time that leaving engines may take for what they have, up to four hours; None: the configured
+    one. They hand over what is left."""
 
     def check(self) -> None:
         _check_count("engines", self.engines, 1)
         limit = self.drain_timeout_s
-        if limit is not None and not (math.isfinite(limit) and limit >= 0):
+        if limit is not None and not (math.isfinite(limit) and 0 <= limit <= MAX_DRAIN_S):
             raise BadRequest(
-                f"drain_timeout_s={shown(limit)} must be a finite number of at least 0",
+                f"drain_timeout_s={shown(limit)} must be a number between 0 and {MAX_DRAIN_S:g}",
                 "drain_timeout_s",
             )
 
@@ -32,15 +34,22 @@ class DrainRequest(RequestBody, kw_only=True):
         _check_count("rank", self.rank, 0)
 
 
+class SwitchRequest(RequestBody, kw_only=True):
+    """Of pause and resume: there is nothing to say, but it is said as JSON."""
+
+
 def _check_count(name: str, value: int, low: int) -> None:
     if not low <= value <= _MAX_COUNT:
         raise BadRequest(f"{name}={shown(value)} must be between {low} and {_MAX_COUNT}", name)
 
 
 class Accepted(Body, kw_only=True):
-    """A change has begun; `GET /admin/cluster` tells its phase."""
+    """A change has begun, and replaces one that was under way; `GET /admin/cluster` tells its
+    phase."""
 
     status: str = "accepted"
+    target: int | None = None
+    """The number of engines that is wanted now."""
 
 
 class WorkerState(Body, kw_only=True):
@@ -73,15 +82,21 @@ class CoordinatorState(Body, kw_only=True):
 
 
 class RescaleState(Body, kw_only=True):
-    """`phase` is idle, prepare, commit, drain or failed; `error` says why it failed."""
+    """`phase` is idle, prepare, commit, drain or failed; `error` says why it failed. What fails
+    without being asked for is tried again, ever more slowly."""
 
     phase: str
     error: str | None = None
+    failures: int = 0
+    """Attempts in a row that came to nothing, for the engine that is missing."""
+    next_try_s: float | None = None
+    """Seconds until it is tried again; 0: it is being tried."""
 
 
 class ClusterState(Body, kw_only=True):
     """`epoch` counts memberships, `wave` counts waves, `target` is the wanted number of engines;
-    `state` is starting, serving, changing, paused or failed."""
+    `state` is starting, serving, changing, paused, degraded (engines are missing, and starting them
+    fails) or failed (none is left)."""
 
     epoch: int
     wave: int

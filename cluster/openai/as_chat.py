@@ -82,14 +82,17 @@ def chat_messages(items: Iterable[Item]) -> list[ChatMessage]:
     are one message, since chat templates write a turn as one."""
     messages: list[ChatMessage] = []
     turn: ChatMessage | None = None
+    reasoned: list[tuple[ChatMessage, list[str]]] = []
+    """Turns and their reasoning, which is joined once."""
     for item in items:
         match item:
             case ReasoningItem():
                 text = "\n".join(part.text for part in item.content or item.summary)
                 if turn is not None and turn.content is None and turn.tool_calls is None:
-                    turn.reasoning_content = f"{turn.reasoning_content}\n{text}"
+                    reasoned[-1][1].append(text)
                     continue
-                turn = ChatMessage(role="assistant", reasoning_content=text)
+                turn = ChatMessage(role="assistant")
+                reasoned.append((turn, [text]))
             case MessageItem(role="assistant"):
                 if turn is not None and turn.content is None and turn.tool_calls is None:
                     turn.content = _content(item)
@@ -100,8 +103,11 @@ def chat_messages(items: Iterable[Item]) -> list[ChatMessage]:
                     id=item.call_id,
                     function=FunctionCall(name=item.name, arguments=item.arguments),
                 )
+                if turn is not None and turn.tool_calls is not None:
+                    turn.tool_calls.append(call)
+                    continue
                 if turn is not None:
-                    turn.tool_calls = [*(turn.tool_calls or ()), call]
+                    turn.tool_calls = [call]
                     continue
                 turn = ChatMessage(role="assistant", tool_calls=[call])
             case FunctionCallOutputItem():
@@ -113,6 +119,8 @@ def chat_messages(items: Iterable[Item]) -> list[ChatMessage]:
                 messages.append(ChatMessage(role=item.role, content=_content(item)))
                 continue
         messages.append(turn)
+    for turn, texts in reasoned:
+        turn.reasoning_content = "\n".join(texts)
     return messages
 
 

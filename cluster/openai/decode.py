@@ -6,15 +6,21 @@ import difflib
 import json
 import re
 from functools import cache
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
 from swell.cluster.openai.base import RequestBody
+from swell.cluster.openai.body_size import check_size
 from swell.cluster.openai.messages import Role
 from swell.cluster.params import BadRequest, shown
 
 Request = TypeVar("Request", bound=RequestBody)
+
+EXPLAINED_BYTES = 256 * 1024
+"""Of a longer body that is not JSON only the place is told: to find more would take long."""
+_MAX_ERROR_CHARS = 1000
+"""Of msgspec's messages, which repeat the names of unknown fields."""
 
 
 @cache
@@ -32,6 +38,7 @@ _WORDS = {
 
 def decode(body: bytes, kind: type[Request]) -> Request:
     """Read and check one request body. Raises `BadRequest` and nothing else."""
+    check_size(body)
     try:
         request: Request = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
@@ -49,7 +56,10 @@ def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
         return BadRequest("the body is empty; a JSON object is expected", code="invalid_json")
     constants: list[str] = []
     try:
-        value = json.loads(body.decode(), parse_constant=constants.append)
+        text = body.decode()
+        if len(body) > EXPLAINED_BYTES:
+            return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
+        value = json.loads(text, parse_constant=constants.append)
     except UnicodeDecodeError as flaw:
         return BadRequest(
             f"the body is not UTF-8: {flaw.reason} at byte {flaw.start}", code="invalid_json"
@@ -60,7 +70,7 @@ def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
         return BadRequest(
             f"the body is not valid JSON: {constants[0]} is no JSON number", code="invalid_json"
         )
-    path = _find_surrogate(value, "")
+    path = _find_surrogate(value)
     if path is not None:
         return BadRequest(
             f"{path or 'the body'} holds a lone surrogate (half of a \\uD800-\\uDFFF pair), "
@@ -71,20 +81,36 @@ def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
     return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
 
 
-def _find_surrogate(value: object, path: str) -> str | None:
+class _Place(NamedTuple):
+    """Where a value stands; its path is only written once it is needed."""
+
+    key: str | int
+    outer: _Place | None
+
+
+def _find_surrogate(value: object) -> str | None:
     """The path of the first string that cannot be UTF-8."""
-    stack = [(value, path)]
+    stack: list[tuple[object, _Place | None]] = [(value, None)]
     while stack:
         part, where = stack.pop()
         if isinstance(part, str) and not _is_text(part):
-            return where
+            return _path(where)
         if isinstance(part, dict):
             if not all(map(_is_text, part)):
-                return where
-            stack.extend((item, _join(where, key)) for key, item in part.items())
+                return _path(where)
+            stack.extend((item, _Place(key, where)) for key, item in part.items())
         elif isinstance(part, list):
-            stack.extend((item, f"{where}[{index}]") for index, item in enumerate(part))
+            stack.extend((item, _Place(index, where)) for index, item in enumerate(part))
     return None
+
+
+def _path(place: _Place | None) -> str:
+    keys: list[str | int] = []
+    while place is not None:
+        keys.append(place.key)
+        place = place.outer
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in reversed(keys))
+    return path.removeprefix(".")[:_MAX_ERROR_CHARS]
 
 
 def _is_text(text: str) -> bool:
@@ -99,7 +125,11 @@ def _explain_validation(
     error: msgspec.ValidationError, body: bytes, kind: type[RequestBody]
 ) -> BadRequest:
     """msgspec tells the rule and the path; the value is looked up in the body."""
-    text, _, where = str(error).partition(" - at `")
+    told = str(error)
+    if len(told) > _MAX_ERROR_CHARS:
+        told = f"{told[: _MAX_ERROR_CHARS // 2]}...{told[-_MAX_ERROR_CHARS // 2 :]}"
+    head, sign, tail = told.rpartition(" - at `")
+    text, where = (head, tail) if sign else (told, "")
     path = where.rstrip("`").removeprefix("$").removeprefix(".")
     name = _quoted(text)
     if text.startswith("Object contains unknown field"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -161,16 +162,20 @@ class NamedToolChoice(RequestBody, kw_only=True):
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
+def check_count(tools: Sequence[object] | None) -> None:
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise BadRequest(
+            f"tools holds {len(tools)} tools; at most {MAX_TOOLS} are allowed", "tools"
+        )
+
+
 def check_tools(
     tools: list[ToolDefinition] | None, choice: ToolChoice | None, *, form_given: str | None
 ) -> None:
     """The rules between tools, the choice among them, and the field `form_given` that gives the
     whole answer a form."""
     names: list[str] = []
-    if tools is not None and len(tools) > MAX_TOOLS:
-        raise BadRequest(
-            f"tools holds {len(tools)} tools; at most {MAX_TOOLS} are allowed", "tools"
-        )
+    check_count(tools)
     for index, tool in enumerate(tools or ()):
         names.append(_check_tool(tool, f"tools[{index}]", names))
     if choice is None or choice in ("none", "auto"):

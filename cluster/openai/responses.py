@@ -11,6 +11,7 @@ from swell.cluster.openai.decode import decode
 from swell.cluster.openai.generation import StreamOptions
 from swell.cluster.openai.input_items import read_input
 from swell.cluster.openai.items import Item
+from swell.cluster.openai.messages import check_count
 from swell.cluster.openai.wishes import TokenWishes, check_routing
 from swell.cluster.params import BadRequest, shown
 
@@ -151,7 +152,8 @@ class ResponsesRequest(TokenWishes, kw_only=True):
 
     def function_tools(self) -> list[FunctionTool]:
         """Raises `BadRequest`, which names a built-in tool by its type."""
-        tools = []
+        tools: list[FunctionTool] = []
+        check_count(self.tools)
         for index, tool in enumerate(self.tools or ()):
             path = f"tools[{index}]"
             if tool.get("type") != "function":

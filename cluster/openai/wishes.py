@@ -37,10 +37,18 @@ class TokenWishes(RequestBody, kw_only=True):
     """Ask for one engine."""
 
 
+MAX_SALT_CHARS = 1024
+
+
 def check_routing(cache_salt: str | None, rank: int | None, priority: int | None) -> None:
     """The fields that say where and when, not what."""
     if cache_salt == "":
         raise BadRequest("cache_salt='' must not be empty; leave it out", "cache_salt")
+    if cache_salt is not None and len(cache_salt) > MAX_SALT_CHARS:
+        raise BadRequest(
+            f"cache_salt has {len(cache_salt)} characters; at most {MAX_SALT_CHARS} are allowed",
+            "cache_salt",
+        )
     if rank is not None and not 0 <= rank < 2**31:
         raise BadRequest(
             f"data_parallel_rank={shown(rank)} must be at least 0 and name an engine that serves",

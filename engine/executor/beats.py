@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from swell.configs.process import vital
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Waker
 from swell.engine.executor.watch import Watch
 from swell.worker.wire import AbortGroups, WorkerBeat, WorkerMessage
@@ -36,7 +37,8 @@ class BeatListener:
         self._stopped: dict[int, str] = {}
         self._waker = Waker()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="swell-beats", daemon=True)
+        run = vital(self._run, "workers' beats")
+        self._thread = threading.Thread(target=run, name="swell-beats", daemon=True)
         self._thread.start()
 
     @property

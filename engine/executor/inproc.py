@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from swell.configs.log import FactLogger
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import Config, ConfigError
 from swell.engine.executor import (
@@ -83,10 +84,13 @@ class WorkerThread:
         return self._worker.ticks if self._worker is not None else 0
 
     def _run(self, config: Config, rank: int, local_workers: int, progress: LoadProgress) -> None:
-        from swell.worker.worker import GroupError, Worker  # type: ignore[attr-defined]
-
+        """Every call is answered, whatever is raised: the engine's loop waits for the answer."""
         failure: BaseException | None = None
         broken = False
+        try:
+            from swell.worker.worker import GroupError, Worker  # type: ignore[attr-defined]
+        except BaseException as error:
+            failure, GroupError = error, ()  # type: ignore[misc, assignment]
         while (call := self._calls.get()) is not None:
             method, args, future = call
             try:
@@ -103,17 +107,27 @@ class WorkerThread:
                 future.set_result(result)
             except GroupError as error:
                 broken = True
-                self._worker.abort()
+                failure = _failure(self._worker.abort)
                 future.set_exception(GroupBroken(f"worker {rank}: {error}"))
             except BaseException as error:
                 # Its groups are closed at once: peers in a collective must not wait for it.
                 failure = failure or error
                 if self._worker is not None:
-                    self._worker.shutdown()
+                    _failure(self._worker.shutdown)
                 future.set_exception(error)
             del call, args, future
         if self._worker is not None:
-            self._worker.shutdown()
+            _failure(self._worker.shutdown)
+
+
+def _failure(leave: Callable[[], None]) -> Exception | None:
+    """What a worker raises when it leaves its groups, which is told to the log."""
+    try:
+        leave()
+    except Exception as error:
+        FactLogger("engine.worker").exception("a worker could not leave its groups", error)
+        return error
+    return None
 
 
 class InprocOutput(AsyncModelRunnerOutput):

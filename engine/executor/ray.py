@@ -275,7 +275,7 @@ class RayExecutor(Executor):
                 self._judge(message)
             if not said:
                 self.check()
-            if time.monotonic() > deadline:
+            if absent and time.monotonic() > deadline:
                 self.abort()
                 raise GroupBroken(f"workers {sorted(absent)} did not form their groups in time")
         self._results.clear()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swell.coordinator.listening import ListeningClock
+
 
 @dataclass(slots=True)
 class _Seen:
@@ -30,8 +32,8 @@ class Watch:
     - it is *caught*: it was told to form groups, and for `stall_timeout_s` it has neither begun to
       nor computed a layer of the step that it is in. Not every operation ends when it is aborted.
 
-    A slow step is neither. If `look` was not called for half the limit, whoever looks had stopped
-    itself and has not taken in what was said meanwhile: time counts from then on.
+    A slow step is neither. Time in which whoever looks had stopped itself, and took in nothing of
+    what was said, does not count (`coordinator/listening.py`).
     """
 
     def __init__(self, stall_timeout_s: float) -> None:
@@ -40,8 +42,7 @@ class Watch:
         self._total_ticks = 0
         self._forming: tuple[int, float] | None = None
         self._out_since: float | None = None
-        self._awake_since = 0.0
-        self._looked_at: float | None = None
+        self._clock = ListeningClock(stall_timeout_s)
 
     @property
     def ranks(self) -> set[int]:
@@ -56,6 +57,7 @@ class Watch:
     def beat(self, rank: int, ticks: int, now: float, generation: int = 0) -> None:
         """A worker lives; from its first beat on it is watched. `generation`: of the groups that
         it is in or forming."""
+        now = self._clock.read(now)
         seen = self._seen.setdefault(rank, _Seen(now, 0, ticks, now, generation))
         if ticks != seen.ticks:
             self._total_ticks += ticks - seen.ticks
@@ -68,7 +70,7 @@ class Watch:
 
     def forming(self, generation: int, now: float) -> None:
         """All workers have been told to form these groups."""
-        self._forming = (generation, now)
+        self._forming = (generation, self._clock.read(now))
 
     def grouped(self) -> None:
         """All groups are formed: a replacement is not behind because it is young."""
@@ -77,25 +79,25 @@ class Watch:
             seen.first_ticks = seen.ticks
 
     def step_out(self, now: float) -> None:
-        """A result is waited for."""
-        self._out_since = now
+        """A result is waited for, if none was before."""
+        if self._out_since is None:
+            self._out_since = self._clock.read(now)
 
     def step_done(self) -> None:
         """No result is waited for."""
         self._out_since = None
 
     def look(self, now: float) -> dict[int, str]:
-        """The workers that have stopped, and why they are thought to."""
-        if self._looked_at is None or now - self._looked_at > self._limit_s / 2:
-            self._awake_since = now
-        self._looked_at = now
+        """The workers that have stopped, and why they are thought to; called once what they said
+        has been taken in."""
+        now = self._clock.listened(now)
         return self._silent(now) or self._caught(now) or self._stuck(now)
 
     def _silent(self, now: float) -> dict[int, str]:
         return {
             rank: f"said nothing for {self._limit_s:g} s"
             for rank, seen in self._seen.items()
-            if now - max(seen.beat_at, self._awake_since) > self._limit_s
+            if now - seen.beat_at > self._limit_s
         }
 
     def _caught(self, now: float) -> dict[int, str]:
@@ -105,15 +107,14 @@ class Watch:
         return {
             rank: f"did not leave its groups in {self._limit_s:g} s"
             for rank, seen in self._seen.items()
-            if seen.generation < generation
-            and now - max(seen.moved_at, since, self._awake_since) > self._limit_s
+            if seen.generation < generation and now - max(seen.moved_at, since) > self._limit_s
         }
 
     def _stuck(self, now: float) -> dict[int, str]:
         if self._out_since is None or not self._seen:
             return {}
         moved_at = max(seen.moved_at for seen in self._seen.values())
-        if now - max(moved_at, self._out_since, self._awake_since) <= 2 * self._limit_s:
+        if now - max(moved_at, self._out_since) <= 2 * self._limit_s:
             return {}
         behind = min(self._seen, key=lambda rank: (self._advance(rank), rank))
         return {behind: f"is stuck: no layer was computed for {2 * self._limit_s:g} s"}

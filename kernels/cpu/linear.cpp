@@ -115,7 +115,7 @@ struct Out {
 };
 
 // Or only the largest of them is kept, for each lane of a row by itself until `best` asks, with the
-// panel where it first stood.
+// panel where it first stood; NaN stays, once it was seen.
 template <typename T>
 struct Largest {
   struct Row {
@@ -135,8 +135,9 @@ struct Largest {
       Row& row = of_row[first + m];
       for (int i = 0; i < 2; i++) {
         const lanes v = round_wide<T>(wide(from + i * kLanes));
-        row.panel[i] = v > row.value[i] ? panel : row.panel[i];
-        row.value[i] = v > row.value[i] ? v : row.value[i];
+        const auto takes = (v > row.value[i]) | (v != v);
+        row.panel[i] = takes ? panel : row.panel[i];
+        row.value[i] = takes ? v : row.value[i];
       }
     }
   }
@@ -147,8 +148,8 @@ struct Best {
   int64_t n = -1;  // no number has been seen
 
   void meet(Best other) {
-    if (other.n < 0 || other.value < value) return;
-    if (n < 0 || other.value > value || other.n < n) *this = other;
+    if (other.n < 0 || std::isnan(value) || other.value < value) return;
+    if (n < 0 || !(other.value <= value) || other.n < n) *this = other;
   }
 };
 
@@ -156,7 +157,11 @@ template <typename Row>
 Best best(const Row& row) {
   float top = -INFINITY;
   for (int i = 0; i < 2; i++)
-    for (int lane = 0; lane < kLanes; lane++) top = std::max(top, row.value[i][lane]);
+    for (int lane = 0; lane < kLanes; lane++) {
+      if (std::isnan(row.value[i][lane]))
+        return {NAN, int64_t(row.panel[i][lane]) * kPanel + i * kLanes + lane};
+      top = std::max(top, row.value[i][lane]);
+    }
   uint32_t first = UINT32_MAX;
   for (int i = 0; i < 2; i++) {
     const lanes_u n = row.panel[i] * uint32_t(kPanel) + kLaneNumbers + uint32_t(i * kLanes);

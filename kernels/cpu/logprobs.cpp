@@ -49,9 +49,10 @@ double log_sum(const float* logits, int64_t vocab, float top, float own, int64_t
 
 void rank(Scratch& scratch, const float* logits, int64_t vocab, int64_t token, int64_t top,
           int64_t* indices, float* logprobs) {
-  const float most = logits[first_largest(logits, vocab)];
+  const float most = first_largest(logits, vocab).value;
   int64_t larger;
-  const double whole = double(most) + log_sum(logits, vocab, most, logits[token], larger);
+  double whole = double(most) + log_sum(logits, vocab, most, logits[token], larger);
+  if (!std::isfinite(most)) whole = NAN;
   indices[0] = 1 + larger;
   indices[1] = token;
   if (top > 0) find_best(scratch, logits, vocab, top, indices + 2);

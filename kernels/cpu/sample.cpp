@@ -162,11 +162,10 @@ void keep_largest(Scratch& scratch, const float* logits, int64_t vocab, int64_t 
   }
 }
 
-int64_t draw(Scratch& scratch, const float* logits, int64_t vocab, float temperature, int64_t top_k,
-             float top_p, float min_p, double u) {
-  const int64_t best = first_largest(logits, vocab);
-  if (!(temperature > 0)) return best;
-  const float top = logits[best];
+int64_t draw(Scratch& scratch, const float* logits, int64_t vocab, const Top& best,
+             float temperature, int64_t top_k, float top_p, float min_p, double u) {
+  if (!(temperature > 0)) return best.at;
+  const float top = best.value;
   if (top_k > 0 && top_k < vocab) {
     if (!(top > -INFINITY)) return vocab - 1;
     keep_largest(scratch, logits, vocab, top_k);
@@ -181,20 +180,26 @@ int64_t draw(Scratch& scratch, const float* logits, int64_t vocab, float tempera
 
 // logits: rows `stride` apart.
 SWELL_API void swell_greedy(const float* logits, int64_t rows, int64_t vocab, int64_t stride,
-                            int64_t* out) {
-  for_each(rows, rows * vocab / 2,
-           [=](int64_t row) { out[row] = first_largest(logits + row * stride, vocab); });
+                            int64_t* out, float* tops) {
+  for_each(rows, rows * vocab / 2, [=](int64_t row) {
+    const Top best = first_largest(logits + row * stride, vocab);
+    out[row] = best.at, tops[row] = best.value;
+  });
 }
 
 // The columns of a row's wishes lie anywhere: each has a stride, in elements.
 SWELL_API void swell_sample(const float* logits, const float* temperature, const int64_t* top_k,
                             const float* top_p, const float* min_p, const double* u,
-                            const int64_t* strides, int64_t rows, int64_t vocab, int64_t* out) {
+                            const int64_t* strides, int64_t rows, int64_t vocab, int64_t* out,
+                            float* tops) {
   for_each(rows, rows * vocab * 8, [=](int64_t row) {
     static thread_local Scratch scratch;
-    out[row] = draw(scratch, logits + row * strides[0], vocab, temperature[row * strides[1]],
-                            top_k[row * strides[2]], top_p[row * strides[3]],
-                            min_p[row * strides[4]], u[row * strides[5]]);
+    const float* own = logits + row * strides[0];
+    const Top best = first_largest(own, vocab);
+    out[row] = draw(scratch, own, vocab, best, temperature[row * strides[1]],
+                    top_k[row * strides[2]], top_p[row * strides[3]], min_p[row * strides[4]],
+                    u[row * strides[5]]);
+    tops[row] = best.value;
   });
 }
 

@@ -13,8 +13,8 @@ from swell.kernels.reference import sample as reference
 _greedy, _sample, _noise = (
     getattr(library(), f"swell_{name}") for name in ("greedy", "sample", "noise")
 )
-_greedy.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-_sample.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 2, ctypes.c_void_p]
+_greedy.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]
+_sample.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2]
 _noise.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
 _greedy.restype = _sample.restype = _noise.restype = None
 _Strides = ctypes.c_int64 * 6
@@ -32,14 +32,14 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
     return out
 
 
-def greedy_tokens(logits: Tensor) -> Tensor:
+def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.sample.greedy_tokens`."""
     if logits.dtype != torch.float32:
         return reference.greedy_tokens(logits)
     assert logits.stride(1) == 1
-    out = torch.empty(len(logits), dtype=torch.int64)
-    _greedy(logits.data_ptr(), *logits.shape, logits.stride(0), out.data_ptr())
-    return out
+    out, tops = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    _greedy(logits.data_ptr(), *logits.shape, logits.stride(0), out.data_ptr(), tops.data_ptr())
+    return out, tops
 
 
 def sample_tokens(
@@ -52,14 +52,14 @@ def sample_tokens(
     *,
     any_min_p: bool = True,
     any_top: bool = True,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.sample.sample_tokens`; each row decides for itself what it needs."""
     assert logits.dtype == temperature.dtype == top_p.dtype == min_p.dtype == torch.float32
     assert top_k.dtype == torch.int64 and u.dtype == torch.float64 and logits.stride(1) == 1
     columns = (logits, temperature, top_k, top_p, min_p, u)
-    out = torch.empty(len(logits), dtype=torch.int64)
+    out, tops = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
     _sample(
         *(x.data_ptr() for x in columns), _Strides(*(x.stride(0) for x in columns)),
-        *logits.shape, out.data_ptr(),
+        *logits.shape, out.data_ptr(), tops.data_ptr(),
     )  # fmt: skip
-    return out
+    return out, tops

@@ -25,24 +25,39 @@ SWELL_INLINE v8 load_first(const float* p, int64_t n, float rest) {
   return load(padded);
 }
 
-// The first of the largest floats; count - 1 if all are NaN.
-inline int64_t first_largest(const float* x, int64_t count) {
+// Where the first of the largest floats stands, and its value. Is one of them NaN, so is the value,
+// and `at` is any of them.
+struct Top {
+  int64_t at;
+  float value;
+};
+
+inline Top first_largest(const float* x, int64_t count) {
   float top = -INFINITY;
   int64_t run = 0;
+  i8 nan[4] = {};
   for (int64_t begin = 0; begin < count; begin += kRun) {
     v8 largest[4] = {splat(top), splat(top), splat(top), splat(top)};
     const int64_t end = std::min(begin + kRun, count);
     int64_t i = begin;
     for (; i + 32 <= end; i += 32)
-      for (int j = 0; j < 4; j++) largest[j] = vmax(load(x + i + 8 * j), largest[j]);
-    for (; i < end; i += 8)
-      largest[0] = vmax(load_first(x + i, end - i, -INFINITY), largest[0]);
+      for (int j = 0; j < 4; j++) {
+        const v8 v = load(x + i + 8 * j);
+        largest[j] = vmax(v, largest[j]);
+        nan[j] |= v != v;
+      }
+    for (; i < end; i += 8) {
+      const v8 v = load_first(x + i, end - i, -INFINITY);
+      largest[0] = vmax(v, largest[0]);
+      nan[0] |= v != v;
+    }
     const float most = hmax(vmax(vmax(largest[0], largest[1]), vmax(largest[2], largest[3])));
     if (most > top) top = most, run = begin;
   }
   const float* end = x + std::min(run + kRun, count);
   const float* found = std::find(x + run, end, top);
-  return found == end ? count - 1 : found - x;
+  const bool sound = !any((nan[0] | nan[1]) | (nan[2] | nan[3]));
+  return {found == end ? count - 1 : found - x, sound ? top : NAN};
 }
 
 // What the largest values are: all above `value`, and the first `ties` of those that equal it.

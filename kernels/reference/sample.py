@@ -36,9 +36,10 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
     return _shift_right(hashed, 11).to(torch.float64) * 2.0**-53
 
 
-def greedy_tokens(logits: Tensor) -> Tensor:
+def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.sample.greedy_tokens`."""
-    return logits.argmax(dim=-1)
+    tops, tokens = logits.max(dim=-1)
+    return tokens, tops.float()
 
 
 def sample_tokens(
@@ -51,11 +52,12 @@ def sample_tokens(
     *,
     any_min_p: bool = True,
     any_top: bool = True,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.sample.sample_tokens`."""
     greedy = temperature <= 0
+    tops, best = logits.max(dim=-1)
     # The largest is 0 before the division, so that no temperature, however small, overflows.
-    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    scaled = logits - tops[:, None]
     scaled /= torch.where(greedy, 1.0, temperature)[:, None]
     if any_min_p:
         # p >= min_p * p_max in logarithms; log(0) = -inf keeps all.
@@ -70,7 +72,7 @@ def sample_tokens(
     drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
     # Only NaN logits lead past the end; an index out of range would be worse than a wrong token.
     drawn = drawn.clamp(max=logits.shape[-1] - 1)
-    return torch.where(greedy, logits.argmax(dim=-1), drawn)
+    return torch.where(greedy, best, drawn), tops
 
 
 def _top(logits: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from swell.cluster.connection import ConnectionLimits
+from swell.cluster.description import Change
 from swell.cluster.edge import EdgeServer
 from swell.cluster.ingress import Ingress
 from swell.cluster.link import EngineLinks
@@ -149,6 +151,26 @@ class FakeEngine(_Threaded):
 
         self.call(add)
 
+    def begin(self) -> None:
+        """A step begins with all that is here, and does not end."""
+
+        def tell() -> None:
+            for request_id, (peer, _request, _tokens) in self.requests.items():
+                self._send(peer, [], started=[request_id])
+
+        self.call(tell)
+
+    def fail(self, message: str) -> None:
+        """No request that is here can go on."""
+
+        def end() -> None:
+            held, self.requests = self.requests, {}
+            for request_id, (peer, _request, _tokens) in held.items():
+                answer = EngineCoreOutput(request_id, [], FinishReason.ERROR, message)
+                self._send(peer, [answer])
+
+        self.call(end)
+
     def drop_clients(self, *, recount: bool) -> None:
         """Take all clients for dead, and perhaps count their messages anew."""
 
@@ -209,13 +231,13 @@ class FakeEngine(_Threaded):
         assert tokens == self._script[: len(tokens)]
         return self._script[len(tokens)]
 
-    def _send(self, peer: bytes, outputs: list[EngineCoreOutput]) -> None:
+    def _send(self, peer: bytes, outputs: list[EngineCoreOutput], **fields: Any) -> None:
         self.counts[peer] = self.counts.get(peer, 0) + 1
         if self.to_lose:
             self.to_lose -= 1
             return
         seq = self.counts[peer]
-        self.inbox.send(peer, EngineCoreOutputs(self.member.rank, outputs, seq=seq))
+        self.inbox.send(peer, EngineCoreOutputs(self.member.rank, outputs, seq=seq, **fields))
 
 
 class FakeManager:
@@ -228,7 +250,8 @@ class FakeManager:
     def __getattr__(self, name: str) -> Any:
         async def remote() -> Any:
             self.asked.append(name)
-            return ("engine 0: reads weights", False) if name == "waiting_for" else self.refusal
+            waits = name == "waiting_for"
+            return ("engine 0: reads weights", False) if waits else Change(2, self.refusal)
 
         return type("Method", (), {"remote": staticmethod(remote)})
 
@@ -252,7 +275,8 @@ class FakeCluster:
         connect = partial(EngineLinks, self.coordinator.address, self.coordinator.keys)
         self.ingress = Ingress(self.config, connect, self.manager)
         await self.ingress.start()
-        edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5)
+        limits = ConnectionLimits.of(self.config.serve)
+        edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5, limits)
         await edge.start()
         try:
             url = f"http://127.0.0.1:{edge.port}"
@@ -263,6 +287,21 @@ class FakeCluster:
                 part.close()
             await edge.stop()
             await self.ingress.stop()
+
+    @contextlib.asynccontextmanager
+    async def another_ingress(self, manager: Any) -> AsyncIterator[tuple[Ingress, str]]:
+        """A second one beside the first, with its own way to the manager; its URL."""
+        connect = partial(EngineLinks, self.coordinator.address, self.coordinator.keys)
+        ingress = Ingress(self.config, connect, manager)
+        await ingress.start()
+        edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
+        await edge.start()
+        try:
+            await until(lambda: ingress.llm.view.roster.epoch >= self.coordinator.view.roster.epoch)
+            yield ingress, f"http://127.0.0.1:{edge.port}"
+        finally:
+            await edge.stop()
+            await ingress.stop()
 
     async def change(self, step: Callable[[Roster], Roster], **changes: Any) -> None:
         """Change the roster, and return when the ingress knows it."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
+from swell.cluster import names
 from swell.cluster.manager import ClusterManager
+from swell.cluster.names import EngineName
+from swell.cluster.notes import ClusterNote
 from swell.cluster.placement import EngineHandle, StartFailed
 from swell.configs.schema import load
 from swell.coordinator import roster
@@ -19,8 +23,11 @@ from swell.coordinator.wire import ClusterView, EngineReport
 from swell.engine.actor import EngineReady
 from swell.engine.executor import ExecutorLimits, WorkerInfo
 
+TAG = names.engine_tag("configuration", "keys")
 START_S = 10.0
 """Virtual seconds until a fake engine is ready."""
+NOTES_S = 0.01
+"""Virtual seconds that the notes take to answer."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -99,6 +106,9 @@ class FakeCoordinator:
     async def leave(self, ranks: list[int]) -> None:
         self._change(roster.leave(self.roster, ranks), "leave", ranks)
 
+    async def stay(self, ranks: list[int]) -> None:
+        self._change(roster.stay(self.roster, ranks), "stay", ranks)
+
     async def part(self, ranks: list[int]) -> None:
         await asyncio.sleep(self.group_s)
         self._change(roster.remove(self.roster, ranks), "part", ranks)
@@ -140,12 +150,31 @@ class FakeCoordinator:
         self._changed.set()
 
 
+@dataclass(eq=False)
+class Process:
+    """An engine as Ray sees it: it lives on when the manager that started it is gone."""
+
+    handle: EngineHandle
+    ready_at: float
+    ended: asyncio.Future[str]
+    ready: EngineReady | None = None
+
+
 class FakePlacement:
-    """What `Placement` promises, with engines that do as they are told."""
+    """What `Placement` promises, with engines that do as they are told.
+
+    As in Ray, a process and its placement group are two things: the group of a process that died
+    stays, and keeps its name and its resources, until somebody removes it.
+    """
 
     def __init__(self, coordinator: FakeCoordinator) -> None:
         self.coordinator = coordinator
-        self.alive: dict[int, EngineHandle] = {}
+        self.processes: dict[str, Process] = {}
+        self.groups: set[str] = set()
+        self.tag = TAG
+        """Of the configuration that the next manager has."""
+        self.capacity = 1000
+        """Placement groups for which there are resources."""
         self.events = coordinator.events
         self.failures: dict[int, list[StartFailed]] = {}
         """What the next starts of a rank raise."""
@@ -155,49 +184,117 @@ class FakePlacement:
         """Engines that answer nothing."""
         self.stillborn: set[int] = set()
         """The next engines of these ranks die as soon as they have started."""
+        self.slow_s: dict[int, float] = {}
+        """What engines of a rank take longer than others to be ready."""
         self.starting = 0
         self.most_starting = 0
+        self._known: set[str] = set()
         self._births = 0
-        self._ends: dict[int, asyncio.Future[str]] = {}
+
+    @property
+    def alive(self) -> dict[int, EngineHandle]:
+        """Engines that can serve."""
+        ready = [process for process in self.processes.values() if process.ready]
+        assert len({process.handle.rank for process in ready}) == len(ready), "two of one rank"
+        return {process.handle.rank: process.handle for process in ready}
 
     def refusal(self, engines: int) -> str | None:
         return f"no room for {engines} engines" if engines > self.room else None
 
-    async def adopt(self) -> list[EngineHandle]:
-        handles = []
-        for member in self.coordinator.roster.members:
-            handle = self.plan(member.rank)
-            handle.leaving = member.state is MemberState.LEAVING
-            self._born(handle, member.incarnation)
-            handles.append(handle)
-        return handles
+    async def adopt(self) -> tuple[list[EngineHandle], list[EngineHandle]]:
+        listed = self.coordinator.roster
+        found = names.candidates(self.processes, self.groups, "swell", self.tag)
+        found = [name for name in found if name.rank not in self.hung]
+        ready = {name: self.processes[str(name)].ready for name in found}
+        starts = {name: r.incarnation if r else None for name, r in ready.items()}
+        kept = list(names.choose(starts, listed).values())
+        self._known = {str(name) for name in kept}
+        self._end_strays()
+        serving, newcomers = [], []
+        for name in kept:
+            handle = EngineHandle(name.rank, str(name), ready=ready[name])
+            self.processes[str(name)].handle = handle
+            member = listed.find(name.rank, starts[name]) if ready[name] else None
+            handle.leaving = member is not None and member.state is MemberState.LEAVING
+            (newcomers if member is None else serving).append(handle)
+        gone = set(listed.ranks) - {handle.rank for handle in serving}
+        if gone:
+            await self.coordinator.lose(sorted(gone))
+        return serving, newcomers
+
+    def _end_strays(self) -> None:
+        for name in {*self.processes, *self.groups} - self._known:
+            self._note("stray", [int(name.split("-")[2])])
+            self.groups.discard(name)
+            process = self.processes.pop(name, None)
+            if process is not None:
+                process.ended.set_result("it was killed")
 
     def plan(self, rank: int) -> EngineHandle:
-        return EngineHandle(rank)
+        self._births += 1
+        name = str(EngineName("swell", rank, self.tag, f"{self._births}"))
+        self._known.add(name)
+        return EngineHandle(rank, name)
 
     async def start(self, handle: EngineHandle) -> None:
-        self._note("start", [handle.rank])
         self.starting += 1
         self.most_starting = max(self.most_starting, self.starting)
         try:
-            await asyncio.sleep(START_S)
+            await self._start(handle)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            await self.end(handle)
+            raise
         finally:
             self.starting -= 1
+
+    async def _start(self, handle: EngineHandle) -> None:
+        loop = asyncio.get_running_loop()
+        if handle.name not in self.groups:
+            self._note("start", [handle.rank])
+            self._end_strays()
+            if len(self.groups) >= self.capacity:
+                raise transient(f"no room for engine {handle.rank}")
+            self.place(handle, loop.time() + START_S + self.slow_s.get(handle.rank, 0.0))
+        process = self.processes.get(handle.name)
+        await asyncio.sleep(process.ready_at - loop.time() if process else 0.0)
         failure = self.always or next(iter(self.failures.get(handle.rank, [])), None)
         if failure is not None:
             if not self.always:
                 del self.failures[handle.rank][0]
             raise failure
-        assert handle.rank not in self.alive, "two engines of one rank"
-        self._born(handle)
+        if process is None or handle.name not in self.processes:
+            raise transient("its process ended")
+        handle.ready = process.ready = process.ready or self._ready(handle)
+        if handle.rank in self.stillborn:
+            self.stillborn.remove(handle.rank)
+            self.die(handle.rank)
+
+    def place(self, handle: EngineHandle, ready_at: float) -> None:
+        """Its process begins to load."""
+        self.groups.add(handle.name)
+        ended = asyncio.get_running_loop().create_future()
+        self.processes[handle.name] = Process(handle, ready_at, ended)
+
+    def there(self, rank: int, tag: str = TAG) -> Member:
+        """An engine that an earlier manager has left, ready to serve."""
+        self.tag, now = tag, self.tag
+        handle = self.plan(rank)
+        self.tag = now
+        self.place(handle, 0.0)
+        handle.ready = self.processes[handle.name].ready = self._ready(handle)
+        return handle.member
 
     async def refresh(self, handle: EngineHandle) -> None:
-        if handle.rank in self.hung or self.alive.get(handle.rank) is not handle:
+        if handle.rank in self.hung or handle.name not in self.processes:
             raise TimeoutError
         self._note("refresh", [handle.rank])
 
     async def ended(self, handle: EngineHandle) -> str:
-        return await asyncio.shield(self._ends[handle.rank])
+        assert handle.ready is not None, "who has not started cannot be watched"
+        process = self.processes.get(handle.name)
+        return "it was killed" if process is None else await asyncio.shield(process.ended)
 
     async def end(self, handle: EngineHandle) -> None:
         self._end(handle, "end")
@@ -208,8 +305,10 @@ class FakePlacement:
     def _end(self, handle: EngineHandle, event: str) -> None:
         if handle.watcher is not None and handle.watcher is not asyncio.current_task():
             handle.watcher.cancel()
-        if self.alive.get(handle.rank) is handle:
-            del self.alive[handle.rank]
+        self._known.discard(handle.name)
+        if handle.name in self.processes or handle.name in self.groups:
+            self.groups.discard(handle.name)
+            self.processes.pop(handle.name, None)
             self.hung.discard(handle.rank)
             self._note(event, [handle.rank])
 
@@ -218,30 +317,51 @@ class FakePlacement:
             await self.end(handle)
 
     def die(self, rank: int) -> None:
-        self._ends[rank].set_result("it was killed")
+        """Its process ends; its placement group stays."""
+        name = self.alive[rank].name
+        self.processes.pop(name).ended.set_result("it was killed")
 
     def did(self, name: str) -> list[list[int]]:
         return [ranks for event, ranks in self.events if event == name]
 
-    def _born(self, handle: EngineHandle, incarnation: int | None = None) -> None:
+    def _ready(self, handle: EngineHandle) -> EngineReady:
         self._births += 1
-        handle.ready = EngineReady(
+        return EngineReady(
             handle.rank,
             ChannelAddress("machine", f"ipc://@{handle.rank}", "tcp://127.0.0.1:1"),
             ExecutorLimits(10, 100, 50),
             pid=1000 + handle.rank,
             node="node",
             workers=[WorkerInfo(0, 0, 0, 2000 + handle.rank)],
-            incarnation=self._births if incarnation is None else incarnation,
+            incarnation=self._births,
         )
-        self.alive[handle.rank] = handle
-        self._ends[handle.rank] = asyncio.get_running_loop().create_future()
-        if handle.rank in self.stillborn:
-            self.stillborn.remove(handle.rank)
-            self.die(handle.rank)
 
     def _note(self, event: str, ranks: list[int]) -> None:
         self.events.append((event, sorted(ranks)))
+
+
+class FakeNotes:
+    """What `Notes` promises; it outlives everything, and those of one application share it."""
+
+    def __init__(self, identity: str, page: list[ClusterNote] | None = None) -> None:
+        self.identity = identity
+        self.page = [ClusterNote()] if page is None else page
+        self.away = False
+
+    async def read(self) -> ClusterNote:
+        await asyncio.sleep(NOTES_S)
+        if self.away:
+            raise TimeoutError
+        return self.page[0]
+
+    async def write(self, note: ClusterNote) -> None:
+        await asyncio.sleep(NOTES_S)
+        if self.away:
+            raise TimeoutError
+        self.page[0] = note
+
+    async def clear(self) -> None:
+        await self.write(ClusterNote())
 
 
 class World:
@@ -251,10 +371,24 @@ class World:
         self.config = load({"model": {"path": "m"}, **config})
         self.coordinator = FakeCoordinator([])
         self.placement = FakePlacement(self.coordinator)
+        self.notes = FakeNotes("configuration")
         self.manager = self.another()
 
+    def redeploy(self, identity: str, **parallel: Any) -> None:
+        """The next manager has another configuration."""
+        self.config = load({"model": {"path": "m"}, "parallel": parallel})
+        self.notes = FakeNotes(identity, self.notes.page)
+        self.placement.tag = names.engine_tag(identity, "other keys")
+        self.coordinator = FakeCoordinator(self.placement.events)
+        self.placement.coordinator = self.coordinator
+
     def another(self) -> ClusterManager:
-        return ClusterManager(self.config, self.coordinator, self.placement)
+        return ClusterManager(self.config, self.coordinator, self.placement, self.notes)
+
+    async def lose_manager(self) -> None:
+        """It dies, and does nothing more; its successor has not begun."""
+        await self.manager.leave()
+        self.manager = self.another()
 
     async def settle(self) -> None:
         """Until nothing changes any more; refuses to wait for ever."""
@@ -292,7 +426,8 @@ def run(scenario: Scenario, *, data: int = 1, **cluster: Any) -> World:
         await asyncio.sleep(0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, "tasks were left"
-        assert not world.placement.alive, "engines were left"
+        assert not world.placement.processes, "engines were left"
+        assert not world.placement.groups, "placement groups were left"
 
     try:
         loop.run_until_complete(whole())

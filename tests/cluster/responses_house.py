@@ -15,7 +15,7 @@ from typing import Any
 import openai
 from openai.types.responses import Response
 
-from swell.cluster.stored import StoredResponses, StoreWish
+from swell.cluster.stored import Beat, StoredResponses, StoreWish
 from tests.cluster import tokenizers_for_tests
 from tests.cluster.fake_cluster import FakeCluster, FakeEngine
 
@@ -35,10 +35,15 @@ class Keeper:
         self.limit, self.limit_bytes = 100, 10**7
         self.missed: list[StoreWish] = []
         self.wishes: list[StoreWish] = []
+        self.beats = 0
         self.now_s = 0.0
         self.away = False
         self.stored = SimpleNamespace(remote=self._handle)
         self.forget()
+
+    def door(self) -> Door:
+        """Another ingress's way here, which may be away by itself."""
+        return Door(self)
 
     def forget(self) -> None:
         """A successor has nothing of what was stored."""
@@ -51,19 +56,41 @@ class Keeper:
         if self.away:
             self.missed.append(wish)
             raise ConnectionError("no manager")
-        self.wishes.append(wish)
+        if isinstance(wish, Beat):
+            self.beats += 1
+        if not isinstance(wish, Beat) or wish.ids:  # whoever computes nothing beats in between
+            self.wishes.append(wish)
         return self.store.handle(wish, self.now_s)
 
 
-class House:
-    """A cluster whose engine answers everything with `text`."""
+class Door:
+    """One ingress's way to the keeper."""
 
-    def __init__(self, folder: Path, text: str, **settings: object) -> None:
+    def __init__(self, keeper: Keeper) -> None:
+        self.away = False
+        self.wishes: list[StoreWish] = []
+        self._keeper = keeper
+        self.stored = SimpleNamespace(remote=self._handle)
+
+    async def _handle(self, wish: StoreWish) -> Any:
+        if self.away:
+            raise ConnectionError("no manager")
+        self.wishes.append(wish)
+        return await self._keeper._handle(wish)
+
+
+class House:
+    """A cluster whose engine answers everything with `text`; None: by what it was asked."""
+
+    def __init__(self, folder: Path, text: str | None, **settings: object) -> None:
         TOKENIZER.save_pretrained(folder)
-        tokens = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
+        tokens = None
+        if text is not None:
+            tokens = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
         self.keeper = Keeper()
+        self.door = self.keeper.door()
         self.cluster = FakeCluster(folder, tokens, **{"serve.tool_parser": "hermes", **settings})
-        self.cluster.manager = self.keeper  # type: ignore[assignment]
+        self.cluster.manager = self.door  # type: ignore[assignment]
         self.engine: FakeEngine
         self.client: openai.AsyncOpenAI
 
@@ -74,6 +101,15 @@ class House:
             url = f"{cluster.client.base_url}/v1"
             async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as self.client:
                 yield self
+
+    @contextlib.asynccontextmanager
+    async def neighbour(self) -> AsyncIterator[tuple[Door, openai.AsyncOpenAI, Any]]:
+        """A second ingress: its door to the keeper, its client, and itself."""
+        door = self.keeper.door()
+        async with self.cluster.another_ingress(door) as (ingress, url):
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+            async with client:
+                yield door, client, ingress
 
     async def ask(self, **wish: Any) -> Any:
         return await self.client.responses.create(**{"model": "fake", "input": "hello", **wish})

@@ -220,32 +220,57 @@ def test_one_stream_lives_through_fifty_rescales(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_request_that_outlives_five_engines_in_vain_is_given_up(
-    folder: Path, begun: bool
-) -> None:
+def test_a_request_that_costs_two_engines_goes_no_further(folder: Path, begun: bool) -> None:
+    """One that the first of them gave a token is only unlucky, until it has cost two itself."""
+
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0, steps=int(begun))
         stream = Stream(cluster, body([1], 60)) if begun else None
         if stream is not None:
             await stream.has(1)
         whole = asyncio.create_task(cluster.client.post("/v1/completions", json=body([2], 60)))
-        for rank in range(6):
-            await until(lambda: len(cluster.engines[-1].requests) == 1 + begun)
-            if rank < 5 + begun:
-                await cluster.join(rank + 1, steps=0)
-            await cluster.kill(cluster.engines[rank])
+
+        async def lose(rank: int, held: int) -> None:
+            """The engine, with all that it holds in its last step; another one is there."""
+            engine = cluster.engines[rank]
+            await until(lambda: len(engine.requests) == held)
+            await cluster.join(rank + 1, steps=0)
+            engine.begin()
+            tickets = cluster.ingress.llm._tickets.values()
+            await until(lambda: all(t.started for t in tickets))
+            await cluster.kill(engine)
+
+        await lose(0, 1 + begun)
+        assert [r.failed_attempts for r in cluster.engines[0].arrived] == [0] * (1 + begun)
+        await lose(1, 1 + begun)
         answer = await whole
         assert answer.status_code == 500
         error = answer.json()["error"]
-        assert error["code"] == "engine_failed" and "[0, 1, 2, 3, 4, 5]" in error["message"]
-        if stream is not None:  # the first one gave it a token
+        assert error["code"] == "engine_failed" and "engines [0, 1]" in error["message"]
+        if stream is not None:
             assert stream.error is None
-            await until(lambda: len(cluster.engines[-1].requests) == 1)
-            await cluster.kill(cluster.engines[-1])
+            await lose(2, 1)
             await stream.done
             assert stream.ids == truth([1], 1)
             assert stream.error is not None and stream.error["code"] == "engine_failed"
-            assert stream.comments == [": x-swell-engine 0,1,2,3,4,5,6"]
+            assert stream.comments == [": x-swell-engine 0,1,2"]
+            told = {r.prompt_token_ids[0]: r.failed_attempts for r in cluster.engines[2].arrived}
+            assert told == {1: 1}
+
+    play(folder, scene)
+
+
+def test_whoever_only_waited_had_no_part_in_a_loss(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.join(0, steps=0)
+        whole = asyncio.create_task(cluster.client.post("/v1/completions", json=body([2], 20)))
+        for rank in range(8):
+            await until(lambda: cluster.engines[-1].requests)
+            await cluster.join(rank + 1, steps=0)
+            await cluster.kill(cluster.engines[rank])
+        cluster.engines[-1].allow()
+        assert (await whole).json()["choices"][0]["token_ids"] == truth([2], 20)
+        assert {r.failed_attempts for e in cluster.engines for r in e.arrived} == {0}
 
     play(folder, scene)
 

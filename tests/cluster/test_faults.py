@@ -14,6 +14,7 @@ import sys
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -285,9 +286,37 @@ def test_signals_do_what_their_names_say(
             assert condition(pid) == "T"
     assert sleeper.wait(timeout=10) == -signal.SIGKILL
     assert not alive(pid)
-    assert (deeds["slow"].keeps, deeds["slow"].victim) == (True, None)
-    assert [deeds[action].victim for action in ("stop", "kill")] == [pid, pid]
+    assert (deeds["slow"].keeps, deeds["slow"].victims) == (True, frozenset())
+    assert [deeds[action].victims for action in ("stop", "kill")] == [{pid}, {pid}]
     assert all(deed.targets == {1} and str(pid) in deed.text for deed in deeds.values())
+
+
+def test_what_dies_together_is_found_before_the_first_is_hit(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these dies in one instant, and each has to have a successor."""
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    state = state_of(sleeper.pid)
+
+    def named(part: str) -> list[int]:
+        assert alive(sleeper.pid), "the engine was hit before the manager was found"
+        return [other.pid]
+
+    watch: Any = SimpleNamespace(cluster=SimpleNamespace(named=named))
+    act = events.EVENTS["kill-engine+manager"].act
+    try:
+        deed = asyncio.run(act(watch, state, random.Random(0)))
+        assert deed.victims == {sleeper.pid, other.pid}
+        assert (sleeper.wait(timeout=10), other.wait(timeout=10)) == (-9, -9)
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_sets_of_kills_are_rows() -> None:
+    sets = [event for name, event in events.EVENTS.items() if "+" in name]
+    assert {"kill-engine+manager", "kill-engines+manager+coordinator"} <= {e.name for e in sets}
+    assert all(event.cuts == ("ingress" in event.name) for event in sets)
 
 
 def test_living_processes_are_told_from_zombies(sleeper: subprocess.Popen[bytes]) -> None:

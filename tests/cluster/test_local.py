@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from swell.cluster.local import LLM, SamplingParams
 from swell.cluster.output_processor import RequestState
 from swell.cluster.params import BadRequest
 from swell.configs.schema import ConfigError
+from swell.engine.core import EngineCore
+from swell.engine.executor.inproc import WorkerThread
 
 NANO = Path(__file__).resolve().parents[2] / "configs" / "models" / "nano"
 GREEDY = SamplingParams(temperature=0, max_tokens=120)
@@ -183,6 +186,113 @@ def test_an_interrupted_call_leaves_nothing(llm, monkeypatch):
     monkeypatch.undo()
     llm.check_idle()
     assert llm.generate("upper: abc", GREEDY)[0].finished
+
+
+INTERRUPTIBLE = ("local.py", "output_processor.py", "core.py", "scheduler.py", "inline.py")
+"""Files in whose every line the user's interrupt may arrive."""
+
+
+def interrupt_at(line: int, call):
+    """Run `call` and raise KeyboardInterrupt before the line of this number; False if it ended
+    before."""
+    seen = 0
+
+    def watch(frame, event, _argument):
+        nonlocal seen
+        if not frame.f_code.co_filename.endswith(INTERRUPTIBLE):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return watch
+
+    sys.settrace(watch)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_whatever_line_is_interrupted_the_next_call_starts_clean(llm):
+    wish = SamplingParams(n=2, max_tokens=4, temperature=0, ignore_eos=True)
+    prompts = ["upper: abc", "reverse: abc"]
+    before = [answer.outputs[1].token_ids for answer in llm.generate(prompts, wish)]
+    line = interrupted = 0
+    while interrupt_at(line := line + 1 + line // 12, lambda: llm.generate(prompts, wish)):
+        interrupted += 1
+        answers = llm.generate(prompts, wish)
+        assert [answer.outputs[1].token_ids for answer in answers] == before, f"line {line}"
+        llm.check_idle()
+    assert interrupted > 50
+
+
+def test_an_interrupt_of_the_cleaning_up_is_cleaned_up_by_the_next_call(llm, monkeypatch):
+    reset = EngineCore.reset
+    for interrupted in ("before", "after"):
+
+        def twice(core, interrupted=interrupted):
+            if interrupted == "after":
+                reset(core)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(EngineCore, "reset", twice)
+        assert interrupt_at(400, lambda: llm.generate("count from 1 to 50", GREEDY))
+        monkeypatch.undo()
+        assert llm.generate("upper: abc", GREEDY)[0].finished
+
+
+def test_a_request_that_the_engine_refuses_takes_its_siblings_with_it(llm, monkeypatch):
+    add, added = llm._core.add_request, []
+
+    def refuse_third(request, client):
+        added.append(request.request_id)
+        if len(added) == 3:
+            raise ValueError("planted")
+        return add(request, client)
+
+    monkeypatch.setattr(llm._core, "add_request", refuse_third)
+    with pytest.raises(ValueError, match="planted"):
+        llm.generate(["upper: abc"] * 4, GREEDY)
+    monkeypatch.undo()
+    llm.check_idle()
+    (answer,) = llm.generate("upper: abc", GREEDY)
+    assert answer.finished and not llm._processor.request_states
+
+
+def test_a_refused_call_keeps_the_cached_prefixes(llm):
+    prompt = [(i * 11) % 90 + 33 for i in range(150)]
+    llm.generate([prompt], SamplingParams(max_tokens=1))
+    with pytest.raises(BadRequest):
+        llm.generate([prompt, prompt], SamplingParams(temperature=-1))
+    assert llm.generate([prompt], SamplingParams(max_tokens=1))[0].num_cached_tokens > 100
+
+
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_workers_that_wait_for_each_other_are_freed_from_an_interrupted_step(split, monkeypatch):
+    """One of them has the step and the other has not."""
+    settings = {"cache.memory_bytes": 50_000_000, f"parallel.{split}": 2}
+    with LLM(str(NANO), **settings) as other:
+        before = other.generate("upper: abc", GREEDY)[0].outputs[0].text
+        call = WorkerThread.call
+        calls = []
+
+        def interrupt(thread, method, *args):
+            calls.append(method)
+            if calls.count("execute_model") == 6:
+                calls.append("interrupted")
+                raise KeyboardInterrupt
+            return call(thread, method, *args)
+
+        monkeypatch.setattr(WorkerThread, "call", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            other.generate("count from 1 to 50", GREEDY)
+        monkeypatch.undo()
+        assert other.generate("upper: abc", GREEDY)[0].outputs[0].text == before
 
 
 def test_one_after_another_gives_its_memory_back():

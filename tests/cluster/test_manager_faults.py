@@ -12,33 +12,75 @@ from tests.cluster.lives import START_S, World, busy, permanent, run, transient
 # -------------------------------------------------------------------------------- failing
 
 
-def test_a_start_that_can_never_succeed_is_not_repeated() -> None:
+def test_a_first_start_that_can_never_succeed_is_said_to_be_in_vain() -> None:
+    """`swell serve` ends then. Who does not, sees it tried again, ever more slowly."""
+
     async def scenario(world: World) -> None:
         world.placement.always = permanent("model.path='m' is no folder")
         await world.start()
-        assert world.manager.phase == "failed"
-        assert world.manager.error == "model.path='m' is no folder"
-        assert await world.manager.waiting_for() == (world.manager.error, True)
+        assert world.manager.phase == "failed" and world.placement.did("start") == [[0]]
+        assert await world.manager.waiting_for() == ("model.path='m' is no folder", True)
         described = await world.manager.describe()
         assert described["state"] == "failed" and described["engines"] == []
-        assert described["rescale"] == {"phase": "failed", "error": world.manager.error}
-        assert world.placement.did("start") == [[0]]
+        assert described["rescale"]["phase"] == "failed"
+        assert described["rescale"]["error"].startswith("model.path='m' is no folder (tried 5")
+        await asyncio.sleep(1000)
+        assert 5 < len(world.placement.did("start")) < 10
+        assert (await world.manager.waiting_for())[1], "in vain during an attempt, too"
+        assert (await world.manager.describe())["state"] == "failed"
 
     run(scenario)
 
 
-def test_repeated_failure_stops_after_the_limit() -> None:
+def test_repeated_failure_is_said_and_tried_ever_more_slowly() -> None:
     async def scenario(world: World) -> None:
         world.placement.always = transient("out of memory")
         await world.start()
-        assert len(world.placement.did("start")) == MAX_FAILURES
-        await asyncio.sleep(1000)
-        assert len(world.placement.did("start")) == MAX_FAILURES
+        starts = world.placement.did("start")
+        assert len(starts) == MAX_FAILURES
         assert await world.manager.waiting_for() == ("out of memory", True)
+        await asyncio.sleep(3600)
+        assert MAX_FAILURES + 10 < len(starts := world.placement.did("start")) < 25
+        await world.settle()
+        told = (await world.manager.describe())["rescale"]
+        assert told["failures"] == len(world.placement.did("start")) and told["next_try_s"] > 2
+        assert world.manager.target == 1, "what was asked is still wanted"
+        world.placement.always = None
+        await asyncio.sleep(400)
+        assert world.active == [0]
+        assert (world.manager.phase, world.manager.error) == ("idle", None)
+
+    run(scenario)
+
+
+def test_to_ask_again_ends_a_wait() -> None:
+    async def scenario(world: World) -> None:
+        world.placement.always = transient("out of memory")
+        await world.start()
+        await asyncio.sleep(3600)
         world.placement.always = None
         world.manager.scale(1)
-        await world.settle()
+        await asyncio.sleep(2 * START_S)
         assert world.active == [0] and world.manager.phase == "idle"
+
+    run(scenario)
+
+
+def test_what_fails_after_the_cluster_was_up_is_not_in_vain() -> None:
+    """Whoever waits is told how often it was tried, and when it is tried next."""
+
+    async def scenario(world: World) -> None:
+        await world.start()
+        await world.lose_manager()
+        world.placement.always = permanent("the disk is full")
+        world.placement.die(0)
+        await world.start()
+        text, in_vain = await world.manager.waiting_for()
+        assert not in_vain and "the disk is full (tried 5 times; tried again in" in text
+        assert (await world.manager.describe())["state"] == "failed"
+        world.placement.always = None
+        await asyncio.sleep(60)
+        assert world.active == [0]
 
     run(scenario)
 
@@ -67,7 +109,12 @@ def test_a_failed_grow_leaves_the_old_epoch_serving() -> None:
         assert (world.manager.phase, world.manager.target) == ("failed", 2)
         described = await world.manager.describe()
         assert described["state"] == "serving"
-        assert described["rescale"] == {"phase": "failed", "error": "no room for it"}
+        assert described["rescale"]["phase"] == "failed"
+        assert described["rescale"]["error"] == (
+            "3 engines were not reached, the target is 2: no room for it"
+        )
+        await asyncio.sleep(1000)
+        assert len(world.placement.did("start")) == 3, "what was asked for is over"
         world.manager.scale(3)
         assert world.manager.error is None
         await world.settle()
@@ -83,7 +130,8 @@ def test_of_a_half_failed_grow_the_good_half_serves() -> None:
         world.manager.scale(3)
         await world.settle()
         assert world.active == [0, 2] and world.manager.target == 2
-        assert (world.manager.phase, world.manager.error) == ("failed", "bad luck")
+        assert world.manager.phase == "failed"
+        assert world.manager.error == "3 engines were not reached, the target is 2: bad luck"
 
     run(scenario)
 
@@ -166,25 +214,26 @@ def test_an_engine_that_dies_while_others_leave(dying) -> None:
     run(scenario, data=3)
 
 
-def test_engines_that_die_right_after_every_start_are_given_up() -> None:
+def test_engines_that_die_right_after_every_start_are_replaced_ever_more_slowly() -> None:
     async def scenario(world: World) -> None:
         await world.start()
-        starts = 1
-        while world.manager.phase != "failed":
-            assert starts <= MAX_DEATHS + 1, "replaced without end"
+        for death in range(MAX_DEATHS + 1):
+            assert (world.manager.phase, world.manager.target) == ("idle", 2), death
             world.placement.die(1)
+            await asyncio.sleep(0.1)
             await world.settle()
-            starts = world.placement.did("start").count([1])
-        assert starts == MAX_DEATHS + 1 and world.active == [0]
-        assert "engine 1 dies again and again" in world.manager.error
-        assert "it was killed" in world.manager.error
-        assert (await world.manager.describe())["state"] == "serving"
-        await asyncio.sleep(1000)
-        assert world.active == [0] and world.manager.target == 1
-        world.manager.scale(2)
-        await world.settle()
-        assert world.active == [0, 1]
+        for part in ("engine 1 dies again and again (6 times)", "it was killed", "again in"):
+            assert part in (world.manager.error or "")
+        described = await world.manager.describe()
+        assert (described["state"], described["target"]) == ("degraded", 2)
+        assert described["rescale"]["failures"] == 6
+        await asyncio.sleep(2 * YOUNG_S)
+        assert world.active == [0, 1], "it was tried again"
         assert (world.manager.phase, world.manager.error) == ("idle", None)
+        assert (await world.manager.describe())["state"] == "serving"
+        world.placement.die(1)
+        await asyncio.sleep(2 * START_S)
+        assert world.active == [0, 1], "one that lived is replaced at once"
 
     run(scenario, data=2)
 
@@ -249,7 +298,7 @@ def test_a_group_that_does_not_form_leaves_the_old_epoch_serving(group_fails) ->
         await world.settle()
         assert world.coordinator.roster is before and sorted(world.placement.alive) == [0, 1]
         assert (world.manager.phase, world.manager.target) == ("failed", 2)
-        assert world.manager.error == (group_fails or "it died meanwhile")
+        assert (group_fails or "it died meanwhile") in world.manager.error
         world.coordinator.group_fails = None
         world.manager.scale(3)
         await world.settle()
@@ -271,15 +320,19 @@ def test_a_newcomer_that_dies_as_it_joins_is_replaced() -> None:
     run(scenario)
 
 
-def test_a_replacement_that_fails_is_tried_up_to_the_limit() -> None:
+def test_a_replacement_that_fails_is_tried_until_it_succeeds() -> None:
     async def scenario(world: World) -> None:
         await world.start()
         world.placement.events.clear()
         world.placement.always = transient("no room")
         world.placement.die(0)
         await world.settle()
-        assert (world.manager.phase, world.manager.error) == ("failed", "no room")
+        assert world.manager.phase == "failed" and "no room (tried 5" in world.manager.error
         assert len(world.placement.did("start")) == MAX_FAILURES
+        await asyncio.sleep(10_000)
+        world.placement.always = None
+        await asyncio.sleep(400)
+        assert world.active == [0] and world.manager.phase == "idle"
 
     run(scenario)
 

@@ -141,6 +141,7 @@ def test_every_unsupported_field_of_chat_exists(name: str) -> None:
         ({"data_parallel_rank": -1}, "data_parallel_rank", "at least 0"),
         ({"priority": 2**40}, "priority", "between"),
         ({"cache_salt": ""}, "cache_salt", "empty"),
+        ({"cache_salt": "s" * 2000}, "cache_salt", "1024"),
         ({"seed": "z" * 10_000}, "seed", "..."),
         ({"logit_bias": {"1": "y"}}, "logit_bias[...]", "expected number"),
         ({"n": 2, "best_of": 3, "stream": True}, "best_of", "best_of=3 above n=2"),

@@ -122,6 +122,7 @@ def test_fields_that_are_not_served_say_so() -> None:
         (ScaleRequest, '{"engines": 99999999999999}', "engines", "99999999999999"),
         (ScaleRequest, '{"engines": 2.5}', "engines", "2.5"),
         (ScaleRequest, '{"engines": 1, "drain_timeout_s": -0.5}', "drain_timeout_s", "-0.5"),
+        (ScaleRequest, '{"engines": 1, "drain_timeout_s": 14401}', "drain_timeout_s", "14400"),
         (ScaleRequest, '{"engines": 1, "drain_timeout": 1}', "drain_timeout", "drain_timeout"),
         (DrainRequest, '{"rank": -1}', "rank", "-1"),
         (DrainRequest, '{"rank": null}', "rank", "None"),

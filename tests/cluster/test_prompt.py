@@ -190,15 +190,6 @@ def test_python_callers_messages_are_checked(raw: Any) -> None:
     assert refusal(PROMPTS.chat_messages, raw).param is not None
 
 
-def test_what_is_long() -> None:
-    long = "x" * 20_000
-    assert PROMPTS.is_long(long)
-    assert PROMPTS.is_long([long[:10_000], long[:10_000]])
-    assert PROMPTS.is_long([ChatMessage(role="user", content=long)])
-    assert not PROMPTS.is_long("x")
-    assert not PROMPTS.is_long([1] * 20_000)
-
-
 def test_threads_may_tokenize_at_once() -> None:
     texts = [f"the {index} quick fox" for index in range(200)]
     with ThreadPoolExecutor(4) as pool:

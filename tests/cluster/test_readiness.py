@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swell.cluster.backoff import MAX_DEATHS
 from swell.cluster.link import EngineId, Tally
 from swell.cluster.outputs import RequestOutputKind
 from swell.cluster.readiness import Readiness
-from swell.cluster.tickets import MAX_STRIKES, EngineGone, Move, Ticket
+from swell.cluster.tickets import MAX_LOST_RUNS, EngineGone, Move, Ticket
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineReport
+from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
 from tests.cluster import tokenizers_for_tests
@@ -39,13 +41,23 @@ def view(*members: Member, busy: dict[int, int] | None = None, state: str = "ser
 
 def test_work_without_progress_is_told() -> None:
     readiness = Readiness(LIMIT_S)
-    for now in (0.0, 5.0, 11.0):
-        readiness.follow(view(member(0), member(1), busy={0: 7, 1: int(now)}), now)
+    for now in range(12):
+        readiness.follow(view(member(0), member(1), busy={0: 7, 1: now}), float(now))
     state = readiness.look(11.0)
     assert state.ranks == [1]
     assert "engine 0" in state.reason and "11.0 s" in state.reason
     readiness.follow(view(member(0), member(1), busy={0: 8}), 12.0)
     assert readiness.look(12.0).ranks == [0, 1]
+
+
+def test_an_ingress_that_was_stopped_blames_nobody() -> None:
+    """It wakes to a queue of views, of which the first says nothing new."""
+    readiness = Readiness(LIMIT_S)
+    readiness.follow(view(member(0), busy={0: 7}), 0.0)
+    readiness.follow(view(member(0), busy={0: 7}), 60.0)
+    assert readiness.look(60.0).ranks == [0]
+    readiness.follow(view(member(0), busy={0: 8}), 60.0)
+    assert readiness.look(60.0).ranks == [0]
 
 
 def test_a_successor_is_not_blamed() -> None:
@@ -98,27 +110,37 @@ def ticket() -> Ticket:
     return Ticket(request, RequestOutputKind.DELTA)
 
 
-@pytest.mark.parametrize(
-    ("reason", "gained", "endless"),
-    [
-        (Move.LEFT, 0, True),
-        *((move, 0, False) for move in Move if move is not Move.LEFT),
-        *((move, 1, True) for move in Move),
-    ],
-)
+LOSSES = (Move.DIED, Move.REPAIRING)
+ENDS = {
+    # why runs end -> how many of them, in a row and in vain
+    **dict.fromkeys(LOSSES, MAX_FAILED_ATTEMPTS),
+    **dict.fromkeys((Move.DROPPED, Move.UNHEARD), MAX_LOST_RUNS + 1),
+}
+
+
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("gained", [0, 1])
+@pytest.mark.parametrize("reason", list(Move))
 def test_only_what_loses_many_engines_in_vain_is_given_up(
-    reason: Move, gained: int, endless: bool
+    reason: Move, gained: int, started: bool
 ) -> None:
+    """Whoever only waited where an engine was lost had no part in it."""
+    endless = gained or reason is Move.LEFT or (reason in LOSSES and not started)
     one, names = ticket(), set()
-    for run in range(MAX_STRIKES + 20):
+    for run in range(40):
         one.place(EngineId(run % 2, 1), run * gained)
+        one.started = started
         names.add(one.run_id)
-        if run == MAX_STRIKES and not endless:
+        if not endless and run == ENDS[reason] - 1:
             with pytest.raises(EngineGone, match=str(reason)):
                 one.displace(reason, (run + 1) * gained)
             break
         one.displace(reason, (run + 1) * gained)
     assert len(names) == len(one.ranks), "every run has a name of its own"
+
+
+def test_a_request_costs_fewer_engines_than_the_manager_replaces() -> None:
+    assert MAX_FAILED_ATTEMPTS < MAX_DEATHS
 
 
 @pytest.fixture
@@ -160,12 +182,15 @@ def test_pause_and_resume_ask_the_manager(folder: Path) -> None:
         async with FakeCluster(folder).serving() as cluster:
             for verb in ("pause", "resume"):
                 cluster.manager.refusal = None
-                answer = await cluster.client.post(f"/admin/{verb}")
-                assert (answer.status_code, answer.json()) == (202, {"status": "accepted"})
-                cluster.manager.refusal = "!a change is in phase 'drain'"
-                answer = await cluster.client.post(f"/admin/{verb}")
-                assert answer.status_code == 409
-                assert answer.json()["error"]["message"] == "a change is in phase 'drain'"
+                answer = await cluster.client.post(f"/admin/{verb}", json={})
+                assert (answer.status_code, answer.json()) == (
+                    202,
+                    {"status": "accepted", "target": 2},
+                )
+                cluster.manager.refusal = "no room for 3 engines"
+                answer = await cluster.client.post(f"/admin/{verb}", json={})
+                assert answer.status_code == 400
+                assert answer.json()["error"]["message"] == "no room for 3 engines"
             assert cluster.manager.asked == ["pause", "pause", "resume", "resume"]
 
     asyncio.run(run())

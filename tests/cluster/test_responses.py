@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import openai
 import pytest
 from openai.types.responses import ResponseItemList
 
+from swell.cluster.stored import Store
 from tests.cluster.fake_cluster import until
-from tests.cluster.responses_house import CALL, LOOK, TOKENIZER, House, checked
+from tests.cluster.responses_house import CALL, LOOK, TOKENIZER, House, checked, eventually
 
 
 def test_an_answer_is_told_kept_and_forgotten(tmp_path: Path) -> None:
@@ -240,5 +242,66 @@ def test_keys_are_asked_for(tmp_path: Path) -> None:
                 with pytest.raises(openai.AuthenticationError):
                     await call
             assert (await house.client.responses.retrieve(answer.id)).id == answer.id
+
+    asyncio.run(story())
+
+
+def keyed(folder: Path) -> House:
+    keys = folder / "keys"
+    keys.write_text("k  # ours\nother\n")
+    return House(folder, "the fox", **{"serve.api_keys_file": str(keys)})
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_another_key_finds_no_response_of_ours(tmp_path: Path, background: bool) -> None:
+    """By any ingress, by any route, and with the very error of one that does not exist."""
+
+    async def story() -> None:
+        async with keyed(tmp_path).open() as house, house.neighbour() as (_, near, _ingress):
+            other = near.with_options(api_key="other")
+            ours = await house.ask(background=background)
+            await eventually(
+                lambda: near.responses.retrieve(ours.id),
+                lambda found: found.status == "completed",
+            )
+            for call in (
+                other.responses.retrieve,
+                other.responses.delete,
+                other.responses.cancel,
+                other.responses.input_items.list,
+            ):
+                with pytest.raises(openai.NotFoundError) as caught:
+                    await call(ours.id)
+                with pytest.raises(openai.NotFoundError) as unknown:
+                    await call("resp_0")
+                assert caught.value.code == unknown.value.code == "response_not_found"
+                told = caught.value.message.replace(ours.id, "resp_0")
+                assert told == unknown.value.message
+            with pytest.raises(openai.BadRequestError) as refused:
+                await other.responses.create(
+                    model="fake", input="x", previous_response_id=ours.id, store=False
+                )
+            assert refused.value.code == "previous_response_not_found"
+            again = await near.responses.create(
+                model="fake", input="x", previous_response_id=ours.id
+            )
+            assert again.output_text == "the fox"
+            page = await near.responses.input_items.list(again.id)
+            assert [item.type for item in page.data] == ["message"] * 3
+            await near.responses.delete(ours.id)
+
+    asyncio.run(story())
+
+
+def test_no_key_stands_in_what_is_kept(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with keyed(tmp_path).open() as house:
+            ours = await house.ask()
+            (stored,) = house.keeper.of(Store)
+            owner, _, id = stored.id.partition("/")
+            assert id == ours.id and owner == hashlib.sha256(b"k").hexdigest()
+            by_header = {"x-api-key": "k", "authorization": "Basic eA=="}
+            same = await house.client.responses.retrieve(ours.id, extra_headers=by_header)
+            assert same.id == ours.id
 
     asyncio.run(story())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.stops import NoStops, StopChecker, stop_checker
+from swell.cluster.stops import AutomatonCache, NoStops, StopChecker, stop_checker
 
 PIECES = st.lists(st.text("ab ", max_size=4), max_size=12)
 STOPS = st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=4)
@@ -100,3 +102,33 @@ def test_without_stops_text_passes() -> None:
     checker = stop_checker([], include_in_output=False, min_tokens=3)
     assert isinstance(checker, NoStops)
     assert (checker.push("abc", 1), checker.flush(), checker.matched) == ("abc", "", None)
+
+
+def test_the_cache_of_automata_is_bounded_by_nodes() -> None:
+    """A request with many long stops has thousands of nodes, of some 280 bytes each."""
+    cache = AutomatonCache(max_nodes=1000)
+    for round_ in range(50):
+        cache.get(tuple(f"{round_} {index} " + "x" * 90 for index in range(8)))
+        cache.get((f"short {round_}",))
+        assert cache.kept_nodes <= 1000
+    small = cache.get(("again",))
+    assert cache.get(("again",)) is small, "what is used again is not built again"
+
+
+def test_answers_of_one_request_share_an_automaton_however_large() -> None:
+    cache = AutomatonCache(max_nodes=10)
+    first = cache.get(("y" * 100,))
+    assert cache.kept_nodes == 0
+    assert cache.get(("y" * 100,)) is first
+
+
+def test_a_thousand_requests_leave_little_memory_behind() -> None:
+    tracemalloc.start()
+    try:
+        for request in range(100):
+            stops = [chr(97 + index) * 250 + str(request) for index in range(16)]
+            stop_checker(stops, include_in_output=False, min_tokens=0)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 5 << 20

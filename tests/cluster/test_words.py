@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
+from swell.cluster import words
 from swell.cluster.params import BadRequest
-from swell.cluster.words import bad_word_tokens
 from tests.cluster.tokenizers_for_tests import EXACT, WINDOWED, chat_tokenizer
 
 FAMILIES = {**EXACT, **WINDOWED}
+bad_word_tokens = partial(words.bad_word_tokens, vocab_size=10**9)
 WORDS = ["dog", " fox", "  the", "quick brown", "12:45", "it's", "苹果", "straße"]
 
 
@@ -115,3 +117,12 @@ def test_what_is_no_word_is_refused_by_its_place(word: str, said: str) -> None:
     with pytest.raises(BadRequest, match=said) as refusal:
         bad_word_tokens(chat_tokenizer(), ["the", word])
     assert refusal.value.param == "bad_words[1]"
+
+
+def test_what_the_model_cannot_draw_needs_no_ban() -> None:
+    """A tokenizer may know more tokens than its model."""
+    backend = FAMILIES["byte_level"]()
+    every = bad_word_tokens(Wrapped(backend), WORDS)
+    largest = max(map(max, every))
+    left = words.bad_word_tokens(Wrapped(backend), WORDS, vocab_size=largest)
+    assert left == [tokens for tokens in every if largest not in tokens] != every

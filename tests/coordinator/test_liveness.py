@@ -102,6 +102,28 @@ def test_who_was_stopped_itself_accuses_nobody() -> None:
     assert not world.found
 
 
+def test_who_is_stopped_again_and_again_accuses_nobody() -> None:
+    """Each time for less than half of the limit, and nothing is taken in between."""
+    world = World(0, 1)
+    world.run(5)
+    for _ in range(3):
+        world.now += 0.45 * LIMIT_S
+        assert world.liveness.look(world.now) == []
+    world.run(30)
+    assert not world.found
+
+
+def test_the_dead_are_found_even_by_who_is_always_late() -> None:
+    world = World(0, 1)
+    world.run(5)
+    found: list[int] = []
+    for _ in range(6):
+        world.now += 10 * LIMIT_S
+        world.liveness.hear(world.reports[0], world.now)
+        found += [verdict.rank for verdict in world.liveness.look(world.now)]
+    assert set(found) == {1}
+
+
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 2]), st.floats(0.1, 3.0)), max_size=30))
 def test_whoever_beats_and_moves_is_never_accused(gaps) -> None:
     """Engines that are silent for less than the limit, at any time."""

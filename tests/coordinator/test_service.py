@@ -72,6 +72,92 @@ def test_a_watcher_hears_at_once_what_is_known(service, connect) -> None:
     assert view.roster.ranks == [0, 1] and view == service.view()
 
 
+@pytest.mark.parametrize("part", ["tick", "view"])
+def test_a_loop_that_fails_ends_the_coordinator(monkeypatch, deaths, part) -> None:
+    """What is told to nobody is not the failure of one message: Ray starts it again."""
+
+    def planted(*_args: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    service = CoordinatorService(CONFIG)
+    try:
+        monkeypatch.setattr(service._conductor, part, planted)
+        deadline = time.monotonic() + SOON_S
+        while not deaths:
+            assert time.monotonic() < deadline, "the loop has ended and nobody knows"
+            time.sleep(0.005)
+        [(loop, error)] = deaths
+        assert loop == "coordinator" and isinstance(error, ZeroDivisionError)
+        deaths.clear()
+    finally:
+        service.stop()
+
+
+def test_a_word_that_cannot_be_handled_harms_no_other(service, connect, monkeypatch) -> None:
+    watcher, engine = connect(), connect()
+    service.join([member(0)], SOON_S)
+    watcher.send(Watch(0))
+    hear(watcher, lambda _view: True)
+    hear_word, failed = service._conductor.hear, []
+
+    def once(word, now):
+        if not failed:
+            failed.append(word)
+            raise ZeroDivisionError("planted")
+        return hear_word(word, now)
+
+    monkeypatch.setattr(service._conductor, "hear", once)
+    engine.send(msgspec.Raw(b"\xc1"))
+    for steps in (1, 2):
+        engine.send(EngineReport(0, steps=steps))
+    hear(watcher, lambda view: [report.steps for report in view.reports] == [2])
+    assert failed == [EngineReport(0, steps=1)] and service._inbox.malformed == 1
+
+
+class JumpingClock:
+    """Real time, and what the test adds to it."""
+
+    def __init__(self) -> None:
+        self.jumped_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.jumped_s
+
+
+def test_who_was_stopped_forgets_no_watcher() -> None:
+    clock = JumpingClock()
+    service = CoordinatorService(CONFIG, clock=clock)
+    watcher: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
+    try:
+        watcher.send(Watch(0))
+        hear(watcher, lambda _view: True)
+        clock.jumped_s += 100.0
+        service.join([member(0)], SOON_S)
+        hear(watcher, lambda view: view.roster.ranks == [0])
+    finally:
+        service.stop()
+        watcher.close()
+
+
+def test_a_successor_that_was_stopped_while_it_listened_listens_on() -> None:
+    """Its time is over when it wakes, and nothing of what was said meanwhile has been taken in."""
+    clock = JumpingClock()
+    service = CoordinatorService(CONFIG, recover=True, clock=clock)
+    watcher: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
+    engine: Outlet[EngineCommand] = Outlet(service.address, EngineCommand, service.keys)
+    try:
+        clock.jumped_s += 100.0
+        watcher.send(Watch(0))
+        while not service._watchers:
+            time.sleep(0.001)
+        engine.send(EngineHello(member(0), 1, [0], 0, 0))
+        assert service.view().roster.ranks == [0]
+    finally:
+        service.stop()
+        watcher.close()
+        engine.close()
+
+
 def test_a_change_of_the_roster_reaches_every_watcher(service, connect) -> None:
     watchers = [connect() for _ in range(3)]
     for index, watcher in enumerate(watchers):

@@ -99,7 +99,8 @@ def test_a_chunked_body_without_a_length_is_limited_too(cluster):
             yield b"a" * 1_000_000
 
     try:
-        answer = httpx.post(cluster.url + TEXT, content=parts(), timeout=60)
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(cluster.url + TEXT, content=parts(), headers=headers, timeout=60)
     except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
         pass
     else:

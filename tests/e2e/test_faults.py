@@ -1,4 +1,5 @@
-"""Whatever single process is lost, every answer ends, and is the one of an undisturbed cluster.
+"""Whatever is lost, one process or several at once, every answer ends, and is the one of an
+undisturbed cluster.
 
 A part of the matrix of docs/reliability.md. A cell waits until the process that was hit is gone and
 has a successor (or, if it was only slow, until all processes have been the same for a while), so a
@@ -61,6 +62,7 @@ def assert_kept(cell: Cell) -> None:
         ("stop-worker", "prefill"),
         ("kill-manager", "decode"),
         ("kill-coordinator", "decode"),
+        ("kill-engine+manager", "decode"),
     ],
 )
 def test_dense(dense: Trial, event: str, moment: str) -> None:
@@ -74,6 +76,7 @@ def test_dense(dense: Trial, event: str, moment: str) -> None:
         ("kill-engine", "wave-start"),
         ("stop-worker", "decode"),
         ("kill-coordinator", "decode"),
+        ("kill-engines+manager+coordinator", "decode"),
     ],
 )
 def test_expert_parallel(expert: Trial, event: str, moment: str) -> None:

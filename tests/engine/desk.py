@@ -293,13 +293,15 @@ class Shaker:
     def watching(self) -> Iterator[None]:
         draw, take, rank = sampler.sample_tokens, sampler.greedy_tokens, logprobs.rank_tokens
 
-        def drawn(logits: torch.Tensor, *per_row: torch.Tensor, **options: bool) -> torch.Tensor:
+        def drawn(logits: torch.Tensor, *per_row: torch.Tensor, **options: bool) -> Any:
             rows = [column.repeat(self.TIMES) for column in per_row]
-            shaken = draw(self._shaken(logits), *rows, **options)
-            return self._compare(shaken, draw(logits, *per_row, **options))
+            shaken, _ = draw(self._shaken(logits), *rows, **options)
+            tokens, tops = draw(logits, *per_row, **options)
+            return self._compare(shaken, tokens), tops
 
-        def taken(logits: torch.Tensor) -> torch.Tensor:
-            return self._compare(take(self._shaken(logits)), take(logits))
+        def taken(logits: torch.Tensor) -> Any:
+            tokens, tops = take(logits)
+            return self._compare(take(self._shaken(logits))[0], tokens), tops
 
         def ranked(
             logits: torch.Tensor, ids: torch.Tensor, top: int

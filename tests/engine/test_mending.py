@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -32,13 +32,18 @@ class FragileExecutor(StepExecutor):
 
     breaks_by: ExecutorError | None = None
     repair_fails = False
+    repair_s = 0.0
     mended: tuple[str, ...] = ()
 
+    sees: Callable[[SchedulerOutput], None] = staticmethod(lambda plan: None)
+
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
+        self.sees(plan)
         return _Fragile(self, super().execute(plan))
 
     def repair(self) -> None:
         self.mended += ("repair",)
+        time.sleep(self.repair_s)
         if self.repair_fails:
             raise ExecutorError("no room for a worker")
 
@@ -126,6 +131,29 @@ def test_requests_go_on_as_if_nothing_had_happened(world, error) -> None:
     client.wait_until_idle()
 
 
+def test_who_is_there_whenever_a_worker_is_lost_goes_no_further(world) -> None:
+    """Those beside it go on: after the first loss no two suspects are computed together."""
+    engine, _ear = world
+    prompts = {"poison": [13] * 9, **{f"r{i}": [1, i] for i in range(4)}}
+
+    def lose_worker(plan: SchedulerOutput) -> None:
+        slots = {row.slot for row in plan.new_rows if row.token_ids[0] == 13}
+        if slots.intersection(plan.slots):
+            engine.executor.breaks_by = WorkerLost("worker 1 died")
+
+    engine.executor.sees = lose_worker
+    client = engine.client()
+    for name, prompt in prompts.items():
+        client.send(request(name, prompt, max_tokens=20))
+    client.hear_until(lambda: len(client.ended) == len(prompts))
+    reason, text = client.ended.pop("poison")
+    assert reason is FinishReason.ERROR and "2 workers or engines in a row" in str(text)
+    assert engine.executor.mended.count("repair") == 2
+    for name in client.ended:
+        assert client.tokens[name] == expected(request(name, prompts[name], max_tokens=20))
+    client.wait_until_idle()
+
+
 def test_what_cannot_be_mended_ends_the_engine(world) -> None:
     engine, _ear = world
     engine.executor.repair_fails = True
@@ -167,6 +195,20 @@ def test_what_a_silent_client_asked_for_is_dropped(impatient_world) -> None:
     assert silent.ended["silent"][0] == FinishReason.ABORT
     assert "alive" not in alive.ended
     assert list(engine.server.core.scheduler.requests) == ["alive"]
+
+
+def test_a_repair_longer_than_the_limit_drops_no_client_that_lives(impatient_world) -> None:
+    engine, _ear = impatient_world
+    client = engine.client()
+    wanted = request("r", [1], max_tokens=300)
+    client.send(wanted)
+    client.hear_until(lambda: len(client.tokens.get("r", ())) > 3)
+    engine.executor.repair_s = 1.3 * engine.config.cluster.stall_timeout_s
+    engine.executor.breaks_by = WorkerLost("worker 1 died")
+    while "r" not in client.ended:
+        client.send(KeepAlive())
+        client.hear(0.05)
+    assert client.tokens["r"] == expected(wanted)
 
 
 def test_messages_to_each_client_are_counted(world) -> None:

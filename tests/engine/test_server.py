@@ -113,6 +113,7 @@ class Client:
         self.ended: dict[str, tuple[FinishReason, object]] = {}
         self.answers: dict[int, UtilityOutput] = {}
         self.seqs: list[int] = []
+        self.started: list[str] = []
 
     def send(self, message: object) -> None:
         self._outlet.send(message)
@@ -123,7 +124,8 @@ class Client:
         if message is None:
             return False
         assert message.engine_index == 0
-        self.seqs += [message.seq] if message.outputs else []
+        self.seqs += [message.seq] if message.outputs or message.started else []
+        self.started += message.started
         for output in message.outputs:
             assert output.request_id not in self.ended, "an output after the last one"
             self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
@@ -478,3 +480,30 @@ def test_a_failure_of_the_executor_is_raised_and_closes_everything(keys, coordin
     assert isinstance(engine.failure, ExecutorError) and engine.executor.ended
     engine.close()
     check_closed(before)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_who_is_in_a_step_is_told_before_it(keys, coordinator, first) -> None:
+    """The step that ends the engine too, be it the first: who asked knows then who was in it, and
+    who waited."""
+    engine = Engine(keys, coordinator.address)
+    client = engine.client()
+    try:
+        engine.executor.fails = first
+        for i in range(12):
+            client.send(request(f"r{i}", [1], max_tokens=LONG))
+        if not first:
+            client.hear_until(lambda: len(client.started) == 8)
+            client.send(AbortRequests(client.started[:3]))
+            client.hear_until(lambda: len(client.started) == 11)
+            engine.executor.fails = True
+        engine.thread.join(SOON_S)
+        assert isinstance(engine.failure, ExecutorError)
+        while client.hear(0.2):
+            pass
+        requests = engine.server.core.scheduler.requests
+        computed = {name for name, one in requests.items() if one.entered_tokens}
+        assert computed == set(client.started[0 if first else 3 :])
+        assert client.seqs == list(range(1, len(client.seqs) + 1))
+    finally:
+        engine.close()

@@ -68,9 +68,26 @@ def test_a_silent_worker_is_accused_rather_than_those_who_wait_for_it():
 def test_who_slept_accuses_nobody_when_it_wakes():
     assert accusations(100.0, sleeps=(10.0, 60.0), step_from_s=1.0) == {}
     found = accusations(100.0, sleeps=(10.0, 60.0), silent={1: 30.0})
-    assert min(found) > 60.0 + LIMIT_S, "its time counts from the waking"
+    assert min(found) > 60.0 + LIMIT_S * 3 / 4, "of the sleep a quarter of the limit counts"
     stuck = accusations(100.0, sleeps=(10.0, 60.0), stuck_from_s=9.0, step_from_s=1.0)
-    assert min(stuck) > 60.0 + 2 * LIMIT_S
+    assert min(stuck) > 60.0 + 2 * LIMIT_S * 3 / 4
+
+
+def test_who_sleeps_again_and_again_accuses_nobody():
+    """Each time for less than half of the limit, and nothing is heard in between."""
+    watch = Watch(LIMIT_S)
+    watch.beat(0, 1, 0.0)
+    watch.look(0.0)
+    assert [watch.look(sleep * 0.45 * LIMIT_S) for sleep in (1, 2, 3)] == [{}, {}, {}]
+
+
+def test_the_silent_are_found_even_by_who_is_always_late():
+    watch, found = Watch(LIMIT_S), {}
+    watch.beat(1, 1, 0.0)
+    for sleep in range(1, 7):
+        watch.beat(0, sleep, sleep * 10 * LIMIT_S)
+        found |= watch.look(sleep * 10 * LIMIT_S)
+    assert set(found) == {1}
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.floats(0.0, 1e6))

@@ -93,6 +93,13 @@ def plain_draw(share: dict[int, float], u: float) -> int:
     return max(share)
 
 
+def tokens_of(module, *rows, **options):
+    """What is drawn."""
+    tokens, tops = module.sample_tokens(*rows, **options)
+    assert torch.equal(tops, rows[0].amax(-1)) or not torch.isfinite(rows[0].amax(-1)).all()
+    return tokens
+
+
 def tensors(rows):
     """(temperature, top_k, top_p, min_p) per row -> the tensors."""
     t, k, p, m = zip(*rows, strict=True)
@@ -120,7 +127,7 @@ def test_against_the_plain_reference(column, seed):
     logits = torch.randn(len(rows), 50) * 2
     logits[:, 7] = -torch.inf
     u = torch.rand(len(rows), dtype=torch.float64)
-    got = column.sample_tokens(logits, *tensors(rows), u).tolist()
+    got = tokens_of(column, logits, *tensors(rows), u).tolist()
     for row, (t, k, p, m) in enumerate(rows):
         values = logits[row].tolist()
         if t == 0:
@@ -134,9 +141,10 @@ def test_rows_do_not_depend_on_each_other(column):
     torch.manual_seed(0)
     logits = torch.randn(len(PARAMETERS), 300)
     u = torch.rand(len(PARAMETERS), dtype=torch.float64)
-    together = column.sample_tokens(logits, *tensors(PARAMETERS), u)
+    together = tokens_of(column, logits, *tensors(PARAMETERS), u)
     for i, row in enumerate(PARAMETERS):
-        alone = column.sample_tokens(
+        alone = tokens_of(
+            column,
             logits[i : i + 1],
             *tensors([row]),
             u[i : i + 1],
@@ -150,17 +158,17 @@ def test_ties_go_to_the_lower_token(column):
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]).repeat(200, 1)
     u = torch.linspace(0, 0.999, 200, dtype=torch.float64)
     for row, allowed in [((1.0, 2, 1.0, 0.0), {1, 2}), ((1.0, 0, 0.3, 0.0), {1, 2})]:
-        got = column.sample_tokens(logits, *tensors([row] * 200), u)
+        got = tokens_of(column, logits, *tensors([row] * 200), u)
         assert set(got.tolist()) == allowed
-    assert column.greedy_tokens(logits)[0] == 1
+    assert column.greedy_tokens(logits)[0][0] == 1
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
 def test_forbidden_tokens_are_never_drawn(column, u):
     logits = torch.full((1, 9), -torch.inf)
     logits[0, 4] = -3.0
-    got = column.sample_tokens(
-        logits, *tensors([(1.0, 0, 1.0, 0.0)]), torch.tensor([u], dtype=torch.float64)
+    got = tokens_of(
+        column, logits, *tensors([(1.0, 0, 1.0, 0.0)]), torch.tensor([u], dtype=torch.float64)
     )
     assert got.item() == 4
 
@@ -168,8 +176,11 @@ def test_forbidden_tokens_are_never_drawn(column, u):
 @pytest.mark.parametrize("temperature", [1e-30, 1e-5, 1e30])
 def test_extreme_temperatures(column, temperature):
     logits = torch.tensor([[1e4, -1e4, 2e4, 0.0]])
-    got = column.sample_tokens(
-        logits, *tensors([(temperature, 0, 1.0, 0.0)]), torch.tensor([0.6], dtype=torch.float64)
+    got = tokens_of(
+        column,
+        logits,
+        *tensors([(temperature, 0, 1.0, 0.0)]),
+        torch.tensor([0.6], dtype=torch.float64),
     )
     assert got.item() == 2
 
@@ -181,7 +192,7 @@ def test_distribution(column):
     count = 20_000
     seeds = torch.arange(count)
     u = column.uniform_noise(seeds, torch.full_like(seeds, 17))
-    got = column.sample_tokens(logits.repeat(count, 1), *tensors([(0.8, 0, 1.0, 0.0)] * count), u)
+    got = tokens_of(column, logits.repeat(count, 1), *tensors([(0.8, 0, 1.0, 0.0)] * count), u)
     expected = torch.softmax(logits / 0.8, 0) * count
     observed = torch.bincount(got, minlength=8)
     assert ((observed - expected) ** 2 / expected).sum() < 24.3
@@ -190,7 +201,7 @@ def test_distribution(column):
 def test_logits_are_not_changed(column):
     logits = torch.randn(3, 20)
     before = logits.clone()
-    column.sample_tokens(logits, *tensors(PARAMETERS[7:10]), torch.rand(3, dtype=torch.float64))
+    tokens_of(column, logits, *tensors(PARAMETERS[7:10]), torch.rand(3, dtype=torch.float64))
     assert torch.equal(logits, before)
 
 
@@ -203,16 +214,16 @@ def test_columns_agree(column, vocab):
     logits[torch.rand(logits.shape) < 0.05] = -torch.inf
     logits[:, 2] = 1.0
     u = torch.rand(len(rows), dtype=torch.float64)
-    wanted = reference.sample_tokens(logits, *tensors(rows), u)
-    assert torch.equal(column.sample_tokens(logits, *tensors(rows), u), wanted)
-    assert torch.equal(column.greedy_tokens(logits), logits.argmax(-1))
+    wanted = tokens_of(reference, logits, *tensors(rows), u)
+    assert torch.equal(tokens_of(column, logits, *tensors(rows), u), wanted)
+    assert torch.equal(column.greedy_tokens(logits)[0], logits.argmax(-1))
 
 
 def test_the_last_token_can_be_drawn_and_nothing_behind_it(column):
     logits = torch.zeros(2, 300)
     logits[1, 299] = -torch.inf
     u = torch.full((2,), 1 - 2**-53, dtype=torch.float64)
-    got = column.sample_tokens(logits, *tensors([(1.0, 0, 1.0, 0.0)] * 2), u)
+    got = tokens_of(column, logits, *tensors([(1.0, 0, 1.0, 0.0)] * 2), u)
     assert got.tolist() == [299, 298]
 
 
@@ -221,7 +232,7 @@ def test_logits_that_are_not_numbers_give_some_token(column):
     logits[1] = -torch.inf
     for row in PARAMETERS:
         u = torch.full((2,), 0.5, dtype=torch.float64)
-        got = column.sample_tokens(logits, *tensors([row] * 2), u)
+        got = tokens_of(column, logits, *tensors([row] * 2), u)
         assert ((got >= 0) & (got < 20)).all()
 
 
@@ -262,7 +273,7 @@ def test_what_the_filters_keep(column, vocab, shape, top_k, top_p, min_p, temper
     possible = {t for t in order[: last + 1].tolist() if weight[t] > 0}
     noises = torch.linspace(0, 1 - 2**-53, 64, dtype=torch.float64)
     rows = [(temperature, top_k, top_p, min_p)] * len(noises)
-    got = column.sample_tokens(logits.repeat(len(noises), 1), *tensors(rows), noises)
+    got = tokens_of(column, logits.repeat(len(noises), 1), *tensors(rows), noises)
     assert set(got.tolist()) <= possible
     if len(possible) < 5 and min(weight[t] for t in possible) > 0.1:
         assert set(got.tolist()) == possible

@@ -61,14 +61,15 @@ class PlainRow:
         """The token drawn from what `logits` returns; the drawing alone is tested with its
         kernel."""
         p = self.params
-        return sample_tokens(
+        token, _ = sample_tokens(
             torch.tensor([logits]),
             torch.tensor([p.temperature]),
             torch.tensor([p.top_k]),
             torch.tensor([p.top_p]),
             torch.tensor([p.min_p]),
             uniform_noise(torch.tensor([p.seed]), torch.tensor([len(self.known)])),
-        ).item()
+        )
+        return int(token.item())
 
     def _penalized(self, token: int, logit: np.float32) -> np.float32:
         p, count = self.params, Counter(self.outputs)[token]

@@ -34,7 +34,7 @@ class Bench:
     def __init__(self, max_rows: int = ROWS) -> None:
         self.states = RequestStates(max_rows, LENGTH, CPU)
         self.blocks = BlockTables(max_rows, LENGTH, 16, CPU)
-        self.sampler = Sampler(self.states)
+        self.sampler = Sampler(self.states, VOCAB)
         self.rows: dict[int, PlainRow] = {}
 
     def take(self, rows: dict[int, PlainRow]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from swell.cluster.params import StructuredOutputs
 from swell.cluster.structured import compile_grammar
 from swell.worker.block_tables import BlockTables
+from swell.worker.failed_rows import FailedRows
 from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.request_states import RequestStates
 from swell.worker.sample import grammar as module
@@ -43,7 +45,8 @@ class Answers:
         """`eager`: after how many tokens what closes a string or an object becomes likely."""
         self.states = RequestStates(ROWS, LENGTH, CPU)
         self.blocks = BlockTables(ROWS, LENGTH, 16, CPU)
-        self.sampler = Sampler(self.states, model_path)
+        self.failed = FailedRows()
+        self.sampler = Sampler(self.states, vocab, model_path, self.failed)
         self.tokens: dict[int, list[int]] = {}
         self.vocab, self.eager = vocab, eager
 
@@ -341,21 +344,87 @@ def test_tokens_that_only_the_model_has_are_never_drawn(vocab):
 
 
 def test_a_model_may_have_fewer_tokens_than_its_tokenizer():
-    answers = Answers()
+    answers = Answers(vocab=288)
     answers.take(0, lark(regex="[ab]"))
     logits = torch.zeros(1, 288)
     answers.sampler(logits, answers.batch([0]))
     assert np.flatnonzero(torch.isfinite(logits[0])).tolist() == [97, 98]
 
 
+FAILS = "its grammar cannot be followed: "
+
+
 @pytest.mark.parametrize("source", ["start: nothing", "start: /(/", "%json"])
-def test_a_grammar_that_fails_ends_the_answer_and_is_told_once(source, told):
-    answers = Answers()
+def test_a_grammar_that_does_not_compile_fails_its_row_alone(source, told):
+    answers, alone = Answers(), Answers()
     answers.take(0, source)
-    answers.take(1, lark(choice=["abc"]))
-    assert answers.finish([0, 1]) == {0: "", 1: "abc"}
+    for one in (answers, alone):
+        one.take(1, lark(choice=["abc"]))
+    answers.step([0, 1])
+    assert answers.failed.among([1, 0])[1].startswith(FAILS)
+    assert answers.finish([1]) == alone.finish([1]) == {1: "abc"}
     answers.step([0])
     assert told == ["a grammar cannot be followed"]
+    answers.take(0, lark(choice=["xyz"]))  # another request takes the slot
+    answers.failed.forget(0)
+    assert answers.finish([0]) == {0: "xyz"} and not answers.failed.among([0, 1])
+
+
+@pytest.mark.parametrize("vocab", [97, 98, 258, 260, 261, 288, 289])
+@pytest.mark.parametrize("choice", ["a", "b", "\x00"])
+def test_what_only_the_tokenizer_has_does_not_continue_a_grammar(vocab, choice, told):
+    """A token is a byte and 260 the end: the model may be cut before either, also within the last
+    word of a mask."""
+    answers = Answers(vocab=vocab)
+    answers.take(0, lark(choice=[choice]), temperature=0.0)
+    drawn = []
+    for _ in range(2):
+        drawn += answers.step([0], torch.zeros(1, vocab))
+        if answers.failed.among([0]):
+            break
+    can = ord(choice) < vocab
+    assert (drawn == [ord(choice), END]) == (can and vocab > END)
+    if vocab > END:
+        assert not answers.failed.among([0])
+    else:
+        reason = answers.failed.among([0])[0]
+        assert (
+            reason
+            == f"{FAILS}behind {int(can)} tokens none of the model's {vocab} continues or ends it"
+        )
+        assert len(drawn) == 1 + can
+
+
+def test_following_may_fail_midway(monkeypatch, told):
+    """One that needs more than its limits: the first mask is cheap, a later one is not."""
+    limits = {**module.GRAMMAR_LIMITS, "step_max_items": 8}
+    monkeypatch.setattr(module, "GRAMMAR_LIMITS", limits)
+    answers = Answers()
+    answers.take(0, 'start: "a" (x | y)\nx: "b" x? | z\ny: "b" y? | z\nz: "b" z "c" | "b"')
+    answers.take(1, lark(choice=["aaaaaaaaaaaaaaaa"]))
+    steps = 0
+    while not answers.failed.among([0]) and steps < 12:
+        answers.step([0, 1])
+        steps += 1
+    assert steps > 1 and answers.failed.among([0, 1])[0].startswith(FAILS)
+    assert list(answers.failed.among([0, 1])) == [0]
+
+
+def test_outputs_of_another_language_are_no_beginning(told):
+    answers = Answers()
+    answers.take(0, lark(choice=["abc"]), [120])
+    answers.step([0])
+    assert answers.failed.among([0])[0].startswith(FAILS)
+
+
+def test_a_worker_without_the_library_serves_everything_else(monkeypatch, told):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    answers = Answers()
+    answers.take(0, "start: /a/")
+    answers.take(1, None)
+    answers.step([0, 1])
+    (reason,) = answers.failed.among([1, 0]).values()
+    assert "llguidance, which this worker lacks" in reason
 
 
 @pytest.mark.parametrize("ends", [{"eos_token_id": END}, {}])
@@ -364,5 +433,7 @@ def test_a_model_without_a_tokenizer_still_answers(tmp_path, ends, told):
     (tmp_path / "config.json").write_text(json.dumps(ends))
     answers = Answers(str(tmp_path))
     answers.take(0, lark(json=True))
-    assert answers.step([0]) == [END] or not ends
+    answers.take(1, None)
+    answers.step([0, 1])
+    assert list(answers.failed.among([1, 0])) == [1]
     assert len(told) == 1

@@ -37,11 +37,12 @@ def test_the_most_likely_word_of_all_ranks(ranks, vocab, dtype):
     weight = -torch.randint(1, 4, (vocab, HIDDEN)).to(dtype)
     hidden = torch.randint(1, 3, (ROWS, HIDDEN)).to(dtype)
     alone = filled(weight, SoloGroup())
-    logits, wanted = alone(hidden), alone.most_likely(hidden)
+    logits, (wanted, tops) = alone(hidden), alone.most_likely(hidden)
     assert wanted.tolist() == [row.index(max(row)) for row in logits.tolist()]
+    assert tops.tolist() == [max(row) for row in logits.tolist()]
     store = dist.HashStore()
 
-    def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def work(rank: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         mesh = Mesh.build(ParallelConfig(tensor=ranks), rank, store, timeout_s=30)
         try:
             head = filled(weight, mesh.tensor)
@@ -49,6 +50,7 @@ def test_the_most_likely_word_of_all_ranks(ranks, vocab, dtype):
         finally:
             mesh.close()
 
-    for found, words in in_threads(ranks, work):
+    for found, (words, largest) in in_threads(ranks, work):
         assert torch.equal(found, logits)
         assert words.dtype == torch.int64 and torch.equal(words, wanted)
+        assert largest.dtype == torch.float32 and torch.equal(largest, tops)

@@ -135,7 +135,8 @@ def test_each_computed_position_tells_of_the_prompt_token_behind_it(step, at_onc
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SLICE_POSITIONS", at_once)
         reads = reader.reads(plan)
-        drawn = Drawn(batch.sample_slots[:0], reader(hidden, batch, plan) if reads else [])
+        nothing = batch.sample_slots[:0]
+        drawn = Drawn(batch, nothing, nothing, reader(hidden, batch, plan) if reads else [])
     given_out = extras(drawn)
     first = total = 0
     for place, row in enumerate(rows):
@@ -173,7 +174,7 @@ def test_drawn_tokens_are_told_with_the_logits_that_were_kept(step) -> None:
     own, tokens = logits.clone(), torch.randint(VOCAB, (batch.num_samples,))
     kept = of_drawn.keep(logits, batch, will_change=True)
     logits.fill_(-1e30)  # as stages do
-    given_out = extras(Drawn(tokens, [some.note(tokens) for some in kept]))
+    given_out = extras(Drawn(batch, tokens, tokens, [some.note(tokens) for some in kept]))
     asking = 0
     for sample, place in enumerate(batch.sample_rows_np.tolist()):
         top = rows[place].sampler.logprobs
@@ -225,7 +226,8 @@ def test_both_kinds_of_one_row_leave_together() -> None:
     kept = of_drawn.keep(hidden[batch.logits_indices], batch, will_change=False)
     tokens = torch.tensor([7])
     notes = [*reader(hidden, batch, plan), *(some.note(tokens) for some in kept)]
-    output = (drawn := Drawn(tokens, notes)).fill(ModelRunnerOutput(0), drawn.tensors())
+    drawn = Drawn(batch, tokens, tokens, notes)
+    output = drawn.fill(ModelRunnerOutput(0), drawn.tensors())
     assert output.sampled_token_ids == [7]
     assert {row: [type(extra) for extra in told] for row, told in output.extras.items()} == {
         0: [PromptLogprobs, TokenLogprobs],

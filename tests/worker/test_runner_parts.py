@@ -172,7 +172,7 @@ class SumModel(nn.Module):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.vocab_size = mesh, VOCAB
 
     def forward(self, batch, intermediate):
         if intermediate is None:
@@ -190,7 +190,8 @@ class SumModel(nn.Module):
         return logits
 
     def most_likely(self, hidden):
-        return hidden[:, 0].long() % VOCAB
+        tokens = hidden[:, 0].long() % VOCAB
+        return tokens, tokens.float()
 
 
 def expected(tokens: list[int], count: int) -> list[int]:

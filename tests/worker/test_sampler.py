@@ -22,7 +22,7 @@ VOCAB = 40
 def setup(rows: list[NewRow]) -> tuple[Sampler, InputBatch]:
     """All rows computed to their end, each sampling."""
     states, blocks = RequestStates(16, 32, CPU), BlockTables(16, 32, 16, CPU)
-    sampler = Sampler(states)
+    sampler = Sampler(states, VOCAB)
     for row in rows:
         states.stage(row)
         sampler.take_slot(row)
@@ -57,7 +57,7 @@ def test_each_row_uses_its_own_columns():
     for i, row in enumerate(ROWS):
         params = row.sampler
         u = uniform_noise(torch.tensor([params.seed]), torch.tensor([len(row.token_ids)]))
-        wanted = sample_tokens(
+        wanted, _ = sample_tokens(
             logits[i : i + 1],
             torch.tensor([params.temperature]),
             torch.tensor([params.top_k]),

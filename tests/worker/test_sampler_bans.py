@@ -95,7 +95,7 @@ def test_the_last_one_left_is_drawn(column, wish, ends, left, possible, temperat
     for top_k, top_p, min_p in [(0, 1.0, 0.0), (2, 1.0, 0.0), (0, 0.1, 0.0), (0, 1.0, 0.5)]:
         row = [torch.tensor([x]) for x in (temperature, top_k, top_p, min_p)]
         for u in (0.0, 0.37, 1 - 2**-53):
-            token = draw.sample_tokens(after, *row, torch.tensor([u], dtype=torch.float64))
+            token, _ = draw.sample_tokens(after, *row, torch.tensor([u], dtype=torch.float64))
             assert token.item() in possible
 
 

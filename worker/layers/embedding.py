@@ -71,13 +71,14 @@ class ParallelLMHead(_VocabRows):
         logits = logits[:, : self.vocab]
         return logits if logits.dtype == torch.float32 else logits.float()
 
-    def most_likely(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, hidden] -> [S] int64: the words of the largest logits
+    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [S, hidden] -> the words of the largest logits, [S] int64, and these, [S] float32
 
         Of each rank two numbers a row go around, not all its logits.
         """
         if self.group.size == 1:
-            return largest(hidden, self.weight, self.words)[1]
+            values, which = largest(hidden, self.weight, self.words)
+            return which, values
         if self.words:
             values, which = largest(hidden, self.weight, self.words)
         else:
@@ -86,4 +87,6 @@ class ParallelLMHead(_VocabRows):
         # [1, S, 2]; both fit into a float64
         pairs = torch.stack((values.double(), which.double() + self.start), -1).unsqueeze(0)
         values, words = self.group.all_gather(pairs, 0).unbind(-1)
-        return words.gather(0, values.argmax(0, keepdim=True))[0].long()
+        # NaN passes for the largest.
+        tops, ranks = values.max(0, keepdim=True)
+        return words.gather(0, ranks)[0].long(), tops[0].float()

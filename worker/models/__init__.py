@@ -4,7 +4,9 @@ Every model is one stage and one tensor rank's part, and offers
 
     forward(batch, intermediate) -> hidden [T, hidden] of the last stage, else IntermediateTensors
     compute_logits(hidden [S, hidden]) -> [S, vocab] float32, on every tensor rank
-    most_likely(hidden [S, hidden]) -> [S] int64, where the largest logits are, on every tensor rank
+    most_likely(hidden [S, hidden]) -> ([S] int64, where the largest logits are, and these, [S]
+        float32, as `swell.kernels.sample.greedy_tokens` says), on every tensor rank
+    vocab_size: how many tokens there are
     attention_layers() -> the attention layers of the stage, each of which wants a KV cache
     make_empty_intermediate(tokens) -> room for what the stage before sends
     pieces(stored) -> what it reads from a checkpoint that has the tensors named `stored`

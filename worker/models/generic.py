@@ -56,7 +56,8 @@ class GenericForCausalLM(nn.Module):
         refuse_config(config, max_positions)
         causal, base = _on_meta(config)
         self.mesh, self.device, self.dtype = mesh, device, dtype
-        self.hidden, self.vocab = int(base.config.hidden_size), int(base.config.vocab_size)
+        self.hidden = int(base.config.hidden_size)
+        self.vocab_size = int(base.config.vocab_size)
         self._crossing = Crossing()
         self._calls = PagedCalls(type(causal).__name__)
         self._names = Names(causal)
@@ -95,10 +96,11 @@ class GenericForCausalLM(nn.Module):
         """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
         self._head_input.hidden = hidden[None]
         logits = self.head(input_ids=None, use_cache=False).logits[0]
-        return logits[:, : self.vocab].float()
+        return logits[:, : self.vocab_size].float()
 
-    def most_likely(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, hidden] of the last stage -> [S] int64: tokens of the largest logits"""
+    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [S, hidden] of the last stage -> tokens of the largest logits, [S] int64, and
+        these, [S] float32"""
         return greedy_tokens(self.compute_logits(hidden))
 
     def attention_layers(self) -> list[Attention]:

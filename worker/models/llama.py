@@ -198,6 +198,7 @@ class LlamaForCausalLM(nn.Module):
         traits = self.traits_table[config.architectures[0]](config)
         group, self.mesh, self.hidden = mesh.tensor, mesh, config.hidden_size
         self.device, self.dtype = device, dtype
+        self.vocab_size = int(config.vocab_size)
         stages = mesh.pipeline.size
         self.range = stage_layers(config.num_hidden_layers, stages, mesh.stage)
         self.layers = nn.ModuleList(
@@ -250,8 +251,9 @@ class LlamaForCausalLM(nn.Module):
         """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
         return self.head(hidden)
 
-    def most_likely(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, hidden] of the last stage -> [S] int64: tokens of the largest logits"""
+    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [S, hidden] of the last stage -> tokens of the largest logits, [S] int64, and
+        these, [S] float32"""
         return self.head.most_likely(hidden)
 
     def attention_layers(self) -> list[Attention]:

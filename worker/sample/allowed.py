@@ -27,20 +27,21 @@ class AllowedTokens(Stage):
     The table is made for the first row that asks and samples.
     """
 
-    def __init__(self, states: RequestStates) -> None:
-        self._max_rows = states.max_rows
+    def __init__(self, states: RequestStates, vocab: int) -> None:
+        self._max_rows, self._vocab = states.max_rows, vocab
         self._askers = Askers(states.max_rows)
-        # slot -> token ids of rows that are not in the table yet
-        self._staged: dict[int, Sequence[int]] = {}
+        # slot -> bitmask, [ceil(V / 32)] int32, of rows that are not in the table yet
+        self._staged: dict[int, np.ndarray] = {}
         # [max_rows, ceil(V / 32)] int32
         self._bitmask: Tensor | None = None
 
     def take_slot(self, row: NewRow) -> None:
         allowed = row.sampler.allowed_token_ids
+        mask = packed_bits(allowed, self._vocab) if allowed else None
         self._askers.set(row.slot, bool(allowed))
         self._staged.pop(row.slot, None)
-        if allowed:
-            self._staged[row.slot] = allowed
+        if mask is not None:
+            self._staged[row.slot] = mask
 
     def rows(self, batch: InputBatch) -> np.ndarray:
         return batch.rows_of(self._askers)
@@ -52,20 +53,25 @@ class AllowedTokens(Stage):
 
     def _table(self, logits: Tensor) -> Tensor:
         """The table, with all rows that have taken slots."""
-        vocab, device = logits.shape[1], logits.device
+        device = logits.device
         if self._bitmask is None:
-            shape = (self._max_rows, -(-vocab // 32))
+            shape = (self._max_rows, -(-self._vocab // 32))
             self._bitmask = torch.zeros(shape, dtype=torch.int32, device=device)
         if self._staged:
             slots = np.array(list(self._staged), dtype=np.int64)
-            masks = np.stack([packed_bits(ids, vocab) for ids in self._staged.values()])
+            masks = np.stack(list(self._staged.values()))
             self._staged.clear()
             self._bitmask.index_copy_(0, to_device(slots, device), to_device(masks, device))
         return self._bitmask
 
 
 def packed_bits(token_ids: Sequence[int], vocab: int) -> np.ndarray:
-    """[ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is set for each token t."""
+    """[ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is set for each token t.
+
+    Raises ValueError for a token outside of the vocabulary."""
+    tokens = np.asarray(token_ids, dtype=np.int64)
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab):
+        raise ValueError(f"an allowed token lies outside of the vocabulary, 0 .. {vocab - 1}")
     bits = np.zeros(-(-vocab // 32) * 32, dtype=bool)
-    bits[np.asarray(token_ids, dtype=np.int64)] = True
+    bits[tokens] = True
     return np.packbits(bits, bitorder="little").view("<i4")

@@ -44,8 +44,10 @@ class _Entries:
     wanted: np.ndarray
 
     @classmethod
-    def of(cls, row: NewRow) -> _Entries | None:
-        """Bias, then end tokens, then the last tokens of bad words; None if there are none."""
+    def of(cls, row: NewRow, vocab: int) -> _Entries | None:
+        """Bias, then end tokens, then the last tokens of bad words; None if there are none.
+
+        Raises ValueError for a token that is none of the `vocab`."""
         bias, words = row.sampler.logit_bias, row.sampler.bad_words
         ends = row.end_token_ids if row.min_tokens > 0 else []
         if not (bias or words or ends):
@@ -61,8 +63,11 @@ class _Entries:
         until[len(bias) : first_word] = row.prompt_tokens + row.min_tokens
         amounts = np.full(len(until), FORBIDDEN)
         amounts[: len(bias)] = list(bias.values())
+        tokens = np.array([*bias, *ends, *(word[-1] for word in words)], dtype=np.int64)
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            raise ValueError(f"an edited token lies outside of the vocabulary, 0 .. {vocab - 1}")
         return cls(
-            tokens=np.array([*bias, *ends, *(word[-1] for word in words)], dtype=np.int64),
+            tokens=tokens,
             until=until,
             amounts=amounts,
             entry=conditions[:, 0],
@@ -74,8 +79,9 @@ class _Entries:
 class Edits(Stage):
     """`logit_bias`, `bad_words` (over prompt and output) and `min_tokens` of all rows."""
 
-    def __init__(self, states: RequestStates) -> None:
+    def __init__(self, states: RequestStates, vocab: int) -> None:
         self._states = states
+        self._vocab = vocab
         # [max_rows]
         self._entries: list[_Entries | None] = [None] * states.max_rows
         self._askers = Askers(states.max_rows)
@@ -83,7 +89,7 @@ class Edits(Stage):
         self._until_np = np.zeros(states.max_rows, dtype=np.int64)
 
     def take_slot(self, row: NewRow) -> None:
-        entries = _Entries.of(row)
+        entries = _Entries.of(row, self._vocab)
         self._entries[row.slot] = entries
         self._until_np[row.slot] = 0 if entries is None else entries.until.max()
         self._askers.set(row.slot, entries is not None)

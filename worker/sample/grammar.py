@@ -9,25 +9,32 @@ the same tokens lead all of them to the same masks.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher, LLParserLimits
 from torch import Tensor
 
 from swell.configs.log import FactLogger
 from swell.kernels.bitmask import apply_bitmask
 from swell.kernels.host import to_device
 from swell.worker.askers import Askers
+from swell.worker.failed_rows import FailedRows, told
+from swell.worker.groups import Group
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.allowed import packed_bits
-from swell.worker.sample.stage import Stage
-from swell.worker.sample.vocabulary import end_token_ids, load_vocabulary
+from swell.worker.sample.stage import Note, Stage
+from swell.worker.sample.vocabulary import load_vocabulary
 from swell.worker.sample.wire import GRAMMAR_LIMITS
 from swell.worker.wire import NewRow
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+T = TypeVar("T")
 
 KEPT_GRAMMARS = 32
 """Compiled grammars that wait for the next request that has them: some hundred KB each."""
@@ -40,15 +47,29 @@ class GrammarMask(Stage):
     answer.
 
     A grammar begins to compile when its row takes a slot, in a thread, while the prompt is
-    computed. Where following one fails, which a check before should rule out, the answer ends.
+    computed. A row whose grammar cannot be followed has failed: it does not compile, needs more
+    than its limits, is not continued by the token that was drawn, or by none that the model has.
+    Tensor ranks tell each other of it, so that the one that answers knows.
+
+    `llguidance` is loaded for the first grammar: a worker that lacks it serves everything else.
     """
 
-    def __init__(self, states: RequestStates, model_path: str) -> None:
-        self._model_path = model_path
+    def __init__(
+        self,
+        states: RequestStates,
+        vocab: int,
+        model_path: str,
+        failed: FailedRows,
+        tensor: Group,
+    ) -> None:
+        self._vocab, self._model_path = vocab, model_path
+        self._failed, self._tensor = failed, tensor
         self._followers: list[Follower | None] = [None] * states.max_rows
         self._askers = Askers(states.max_rows)
         self._compiled: dict[str, Future[LLMatcher]] = {}
         self._unread: DrawnTokens | None = None
+        self._stuck = torch.zeros(0, dtype=torch.int64)
+        """[M] int64 on the device: how many tensor ranks cannot follow each row's grammar."""
         self._tools: _Tools | None = None
 
     def take_slot(self, row: NewRow) -> None:
@@ -65,15 +86,26 @@ class GrammarMask(Stage):
     def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         self._read()
         followers = self._following(batch, rows_np)
-        bitmask = self._masks(followers, -(-logits.shape[1] // 32))
+        bitmask = self._masks(followers)
         device = logits.device
         # Minus infinity, unlike what other stages forbid: a token that all of them forbid, and the
         # grammar wants, is drawn all the same.
         rows = to_device(rows_np, device)
         apply_bitmask(logits, to_device(bitmask, device), rows, float("-inf"))
+        for slot, follower in zip(batch.sample_slots_np[rows_np].tolist(), followers, strict=True):
+            if follower.failure:
+                self._failed.add(slot, follower.failure)
+        if self._tensor.size > 1:
+            stuck = np.array([bool(follower.failure) for follower in followers], dtype=np.int64)
+            self._stuck = self._tensor.all_reduce(to_device(stuck, device))
 
     def drawn(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         self._unread = DrawnTokens(tokens, rows_np, self._following(batch, rows_np))
+
+    def notes(self, batch: InputBatch, rows_np: np.ndarray) -> list[Note]:
+        if self._tensor.size == 1:
+            return []
+        return [StuckNote([self._stuck], batch.sample_rows_np[rows_np].tolist())]
 
     def _following(self, batch: InputBatch, rows_np: np.ndarray) -> list[Follower]:
         found = [self._followers[slot] for slot in batch.sample_slots_np[rows_np].tolist()]
@@ -86,34 +118,36 @@ class GrammarMask(Stage):
                 follower.take(token)
             self._unread = None
 
-    def _masks(self, followers: list[Follower], words: int) -> np.ndarray:
-        """[followers, words] int32."""
+    def _masks(self, followers: list[Follower]) -> np.ndarray:
+        """[followers, ceil(V / 32)] int32; of those that fail all tokens pass."""
+        words = -(-self._vocab // 32)
         masks = np.zeros((len(followers), words), dtype=np.int32)
         able = [(i, m) for i, f in enumerate(followers) if (m := f.matcher()) is not None]
         if able:
-            tools = self._tools
-            assert tools is not None, "a grammar has been compiled"
-            own = np.zeros(
-                (len(able), -(-load_vocabulary(self._model_path).vocab_size // 32)), "i4"
-            )
-            jobs = [(matcher, i) for i, (_, matcher) in enumerate(able)]
-            tools.executor.unsafe_compute_mask_ptr(
-                jobs, own.ctypes.data, own.shape[1] * own.itemsize, len(own)
-            )
-            # The model's vocabulary may be padded beyond the tokenizer's.
+            own = self._own_masks([matcher for _, matcher in able])
+            # The model's vocabulary may be padded beyond the tokenizer's, or be cut before its end.
             width = min(words, own.shape[1])
             masks[[i for i, _ in able], :width] = own[:, :width]
+            if self._vocab % 32:
+                masks[:, -1] &= np.int32((1 << self._vocab % 32) - 1)
         for row in np.flatnonzero(~masks.any(axis=1)):
-            masks[row] = self._ends(words)
+            followers[row].be_stuck(self._vocab)
+        for row, follower in enumerate(followers):
+            if follower.failure:
+                masks[row] = -1
         return masks
 
-    def _ends(self, words: int) -> np.ndarray:
-        """[words] int32: the tokens that end an answer, or all where none is known."""
-        try:
-            ids = [id for id in end_token_ids(self._model_path) if id < words * 32]
-        except (OSError, ValueError):
-            ids = []
-        return packed_bits(ids, words * 32) if ids else np.full(words, -1, np.int32)
+    def _own_masks(self, matchers: list[LLMatcher]) -> np.ndarray:
+        """[matchers, words of the tokenizer's vocabulary] int32"""
+        tools = self._tools
+        assert tools is not None, "a grammar has been compiled"
+        words = -(-load_vocabulary(self._model_path).vocab_size // 32)
+        own = np.zeros((len(matchers), words), "i4")
+        jobs = [(matcher, i) for i, matcher in enumerate(matchers)]
+        tools.executor().unsafe_compute_mask_ptr(
+            jobs, own.ctypes.data, words * own.itemsize, len(own)
+        )
+        return own
 
     def _compile(self, lark: str) -> Future[LLMatcher]:
         """The matcher at the beginning of the grammar, to be copied."""
@@ -121,7 +155,7 @@ class GrammarMask(Stage):
             self._tools = _Tools()
         matcher = self._compiled.pop(lark, None)
         if matcher is None:
-            matcher = self._tools.threads.submit(_first_step, self._model_path, lark)
+            matcher = self._tools.begin(_first_step, self._model_path, lark)
         self._compiled[lark] = matcher
         while len(self._compiled) > KEPT_GRAMMARS:
             del self._compiled[next(iter(self._compiled))]
@@ -131,38 +165,63 @@ class GrammarMask(Stage):
 class Follower:
     """How far one answer has come in its grammar."""
 
+    failure = ""
+    """Why the grammar cannot be followed any further."""
+
     def __init__(self, first: Future[LLMatcher], outputs: Sequence[int]) -> None:
         """`outputs` exist already."""
         self._first = first
         self._outputs = outputs
         self._matcher: LLMatcher | None = None
-        self._failed = False
+        self._taken = 0
 
     def matcher(self) -> LLMatcher | None:
-        """Waits until it is compiled; None: it failed before there was one."""
-        if self._matcher is None and not self._failed:
+        """Waits until it is compiled; None: it has failed."""
+        if self._matcher is None and not self.failure:
             try:
                 self._matcher = self._first.result().deep_copy()
             except Exception as error:
-                self._fail(str(error))
-                return None
+                self._fail(told(error))
             for token in self._outputs:
                 self.take(token)
         if self._matcher is not None and self._matcher.is_error():
             self._fail(self._matcher.get_error())
-        return self._matcher
+        return None if self.failure else self._matcher
 
     def take(self, token: int) -> None:
         """A token was drawn; behind the end of the grammar it is one that ends an answer."""
         matcher = self.matcher()
-        if matcher is not None:
-            matcher.consume_token(token)
+        if matcher is None:
+            return
+        if not matcher.consume_token(token):
+            self._fail(matcher.get_error() or f"token {token} does not continue it")
+        self._taken += 1
+
+    def be_stuck(self, vocab: int) -> None:
+        """None of the model's tokens continues it."""
+        if self.matcher() is not None:
+            self._fail(
+                f"behind {self._taken} tokens none of the model's {vocab} continues or ends it"
+            )
 
     def _fail(self, reason: str) -> None:
-        if not self._failed:
-            self._failed = True
+        if not self.failure:
             first_line = (reason.splitlines() or ["unknown"])[0]
+            self.failure = f"its grammar cannot be followed: {first_line}"
             FactLogger("worker").error("a grammar cannot be followed", reason=first_line)
+
+
+@dataclass(slots=True)
+class StuckNote(Note):
+    """Rows whose grammars some tensor rank cannot follow, perhaps another one."""
+
+    tensors: list[Tensor]
+    rows: list[int]
+
+    def failures(self, host: list[Tensor]) -> Iterator[tuple[int, str]]:
+        for row, ranks in zip(self.rows, host[0].tolist(), strict=True):
+            if ranks:
+                yield row, f"its grammar cannot be followed by {ranks} of the tensor ranks"
 
 
 class DrawnTokens:
@@ -188,13 +247,38 @@ class _Tools:
     """Threads, made for the first grammar."""
 
     def __init__(self) -> None:
-        cores = len(os.sched_getaffinity(0))
         self.threads = ThreadPoolExecutor(1, "grammar")
-        self.executor = LLExecutor(num_threads=min(cores, MAX_THREADS))
+        self._executor: LLExecutor | None = None
+
+    def begin(self, call: Callable[..., T], *args: object) -> Future[T]:
+        """Call it in a thread; what fails, fails in the future, so that all tensor ranks go on
+        alike."""
+        try:
+            return self.threads.submit(call, *args)
+        except RuntimeError as error:  # no thread is to be had
+            failed: Future[T] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def executor(self) -> LLExecutor:
+        """Computes the masks of a step."""
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            cores = len(os.sched_getaffinity(0))
+            self._executor = LLExecutor(num_threads=min(cores, MAX_THREADS))
+        return self._executor
 
 
 def _first_step(model_path: str, lark: str) -> LLMatcher:
     """A matcher that has its first mask ready."""
+    try:
+        from llguidance import LLMatcher, LLParserLimits
+    except ModuleNotFoundError:
+        raise ValueError(
+            "structured output needs the package llguidance, which this worker lacks; install it "
+            "(pip install llguidance)"
+        ) from None
     limits = LLParserLimits(**GRAMMAR_LIMITS, verbose_errors=False)
     matcher = LLMatcher(load_vocabulary(model_path), lark, log_level=0, limits=limits)
     matcher.compute_bitmask()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,13 @@ class DrawnNote(Note):
     """Of the step."""
     tops: list[int]
 
-    def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra]]:
+    def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra | None]]:
         columns = zip(self.rows, self.tops, *(tensor.tolist() for tensor in host), strict=True)
         for row, top, indices, logprobs in columns:
-            yield row, TokenLogprobs(indices[1 : 2 + top], logprobs[: 1 + top], indices[0])
+            if isnan(logprobs[0]):
+                yield row, None
+            else:
+                yield row, TokenLogprobs(indices[1 : 2 + top], logprobs[: 1 + top], indices[0])
 
 
 @dataclass(slots=True)
@@ -70,8 +74,10 @@ class _Tops:
         self.count_np = np.zeros(max_rows, dtype=np.int64)
 
     def set(self, slot: int, top: int | None) -> None:
-        self.askers.set(slot, top is not None)
+        if top is not None and top < 0:
+            raise ValueError(f"logprobs={top} is negative")
         self.count_np[slot] = top or 0
+        self.askers.set(slot, top is not None)
 
 
 class DrawnLogprobs:
@@ -118,11 +124,14 @@ class PromptNote(Note):
     """As `rank_tokens` gives them, the stretches one behind the other."""
     stretches: list[_Stretch]
 
-    def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra]]:
+    def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra | None]]:
         indices, logprobs = (tensor.tolist() for tensor in host)
         end = 0
         for part in self.stretches:
             begin, end = end, end + part.count
+            if any(isnan(of_one[0]) for of_one in logprobs[begin:end]):
+                yield part.row, None
+                continue
             yield (
                 part.row,
                 PromptLogprobs(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import islice
+from math import isfinite
 
 import msgspec
 from torch import Tensor
 
 from swell.kernels.sample import greedy_tokens, sample_tokens, uniform_noise
+from swell.worker.failed_rows import FailedRows
+from swell.worker.groups import Group, SoloGroup
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, RequestStates
 from swell.worker.sample.allowed import AllowedTokens
@@ -25,23 +28,47 @@ from swell.worker.wire import ModelRunnerOutput, NewRow
 class Drawn:
     """What a step drew."""
 
+    batch: InputBatch
     # [S] int64
     tokens: Tensor
+    # [S] float32: the largest logit of each row, as `sample_tokens` says
+    tops: Tensor
     notes: list[Note] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
         """All that the host is to see."""
-        return [self.tokens, *(tensor for note in self.notes for tensor in note.tensors)]
+        noted = (tensor for note in self.notes for tensor in note.tensors)
+        return [self.tokens, self.tops, *noted]
 
     def fill(self, output: ModelRunnerOutput, host: list[Tensor]) -> ModelRunnerOutput:
         """The output with what was drawn; `host` are the tensors there."""
         extras: dict[int, list[Extra]] = {}
+        failed = output.failed
         parts = iter(host)
         token_ids = next(parts).tolist()
+        with_nans = self._with_nans(next(parts).tolist())
         for note in self.notes:
-            for row, extra in note.extras(list(islice(parts, len(note.tensors)))):
-                extras.setdefault(row, []).append(extra)
-        return msgspec.structs.replace(output, sampled_token_ids=token_ids, extras=extras)
+            of_note = list(islice(parts, len(note.tensors)))
+            for row, extra in note.extras(of_note):
+                if extra is None:
+                    with_nans.append(row)
+                else:
+                    extras.setdefault(row, []).append(extra)
+            failed = {**dict(note.failures(of_note)), **failed}
+        return msgspec.structs.replace(
+            output,
+            sampled_token_ids=token_ids,
+            extras=extras,
+            failed=failed,
+            rows_with_nans=with_nans,
+        )
+
+    def _with_nans(self, tops: list[float]) -> list[int]:
+        """The rows of the step whose largest logits are no numbers."""
+        if isfinite(sum(tops)):  # of all: no sum of so few floats overflows
+            return []
+        rows = self.batch.sample_rows_np.tolist()
+        return [row for row, top in zip(rows, tops, strict=True) if not isfinite(top)]
 
 
 class Sampler:
@@ -51,22 +78,31 @@ class Sampler:
     takes, so preemption, failover and the batch change nothing.
     """
 
-    def __init__(self, states: RequestStates, model_path: str = "") -> None:
-        """`model_path`: folder or hub id, whose tokenizer the first grammar reads."""
+    def __init__(
+        self,
+        states: RequestStates,
+        vocab_size: int,
+        model_path: str = "",
+        failed: FailedRows | None = None,
+        tensor: Group | None = None,
+    ) -> None:
+        """`model_path`: folder or hub id, whose tokenizer the first grammar reads; `failed`: takes
+        the slots that cannot go on; `tensor`: the ranks that draw the same tokens."""
         self._states = states
+        failed, tensor = failed or FailedRows(), tensor or SoloGroup()
         self._logprobs = DrawnLogprobs(states)
         # Penalties scale the model's own logits, so they come before anything is added. What the
         # request names by token comes next. Masks come last: nothing lifts a token back above them,
         # and where they contradict each other the grammar has the last word.
         self._stages: list[Stage] = [
             Penalties(states),
-            Edits(states),
-            AllowedTokens(states),
-            GrammarMask(states, model_path),
+            Edits(states, vocab_size),
+            AllowedTokens(states, vocab_size),
+            GrammarMask(states, vocab_size, model_path, failed, tensor),
         ]
 
     def take_slot(self, row: NewRow) -> None:
-        """A request takes its slot."""
+        """A request takes its slot. Raises what its own data raises."""
         self._logprobs.take_slot(row)
         for stage in self._stages:
             stage.take_slot(row)
@@ -86,13 +122,15 @@ class Sampler:
         kept = self._logprobs.keep(logits, batch, will_change=bool(asked))
         for stage, rows in asked:
             stage.apply(logits, batch, rows)
-        tokens = self._draw(logits, batch)
+        tokens, tops = self._draw(logits, batch)
+        notes: list[Note] = [some.note(tokens) for some in kept]
         for stage, rows in asked:
             stage.drawn(tokens, batch, rows)
-        return Drawn(tokens, [some.note(tokens) for some in kept])
+            notes += stage.notes(batch, rows)
+        return Drawn(batch, tokens, tops, notes)
 
-    def _draw(self, logits: Tensor, batch: InputBatch) -> Tensor:
-        """Tokens [S] int64 by temperature, min_p, top_k and top_p."""
+    def _draw(self, logits: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
+        """Tokens [S] int64 by temperature, min_p, top_k and top_p, and the largest logits."""
         states = self._states
         if not len(batch.rows_of(states.drawing)):
             return greedy_tokens(logits)

@@ -26,7 +26,11 @@ class Stage(ABC):
 
     @abstractmethod
     def take_slot(self, row: NewRow) -> None:
-        """A request takes its slot, with the outputs that it has; what stood there is gone."""
+        """A request takes its slot, with the outputs that it has; what stood there is gone.
+
+        Here, and not where many rows are computed at once, is whatever a request's own data may
+        break: who raises is refused alone, and its slot is taken by a request without wishes.
+        """
 
     @abstractmethod
     def rows(self, batch: InputBatch) -> np.ndarray:
@@ -41,6 +45,10 @@ class Stage(ABC):
         """tokens [S] int64 were drawn, on the device."""
         return
 
+    def notes(self, batch: InputBatch, rows_np: np.ndarray) -> list[Note]:
+        """What is to be told of the rows, once they are drawn."""
+        return []
+
 
 class Note(ABC):
     """Something to tell of a step, on its way from the device."""
@@ -48,9 +56,14 @@ class Note(ABC):
     tensors: list[Tensor]
     """What is copied to the host."""
 
-    @abstractmethod
-    def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra]]:
-        """Row of the step -> what is told of it; `host` are the tensors there."""
+    def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra | None]]:
+        """Row of the step -> what is told of it, None: its logits are no numbers; `host` are the
+        tensors there."""
+        return iter(())
+
+    def failures(self, host: list[Tensor]) -> Iterator[tuple[int, str]]:
+        """Row of the step -> why it cannot go on."""
+        return iter(())
 
 
 class Reader(ABC):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llguidance import LLTokenizer
 from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 
 @lru_cache(maxsize=2)
@@ -18,6 +21,8 @@ def load_vocabulary(model_path: str) -> LLTokenizer:
     or OSError for a model without a tokenizer.json and without what can be written as one, or
     without an end.
     """
+    from llguidance import LLTokenizer
+
     folder = _folder(model_path)
     file = folder / "tokenizer.json"
     text = file.read_text() if file.is_file() else _converted(folder)

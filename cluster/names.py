@@ -1,0 +1,79 @@
+"""What a cluster calls its engines in Ray, and which of those found there are still its own. Pure.
+
+Names are unique to each start: a name that is still being removed is in the way of no other start,
+and whatever carries a name of this cluster that its manager does not know is a stray.
+
+    swell-app - engine - 3 - 0f3a..91 - 7c01d2e4
+    namespace            rank  tag      start
+
+The tag says what an engine was built from and to which coordinator it speaks: an engine with
+another one is of no use here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from swell.coordinator.roster import Roster
+
+_ENGINE = "engine"
+_TAG_DIGITS = 12
+_HEX = re.compile(f"[0-9a-f]{{{_TAG_DIGITS}}}")
+
+
+@dataclass(frozen=True, order=True)
+class EngineName:
+    """One start of one engine: the name of its actor and of its placement group."""
+
+    namespace: str
+    rank: int
+    tag: str
+    start: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}-{_ENGINE}-{self.rank}-{self.tag}-{self.start}"
+
+
+def parse(text: str, namespace: str) -> EngineName | None:
+    """None: no engine of this namespace that we know how to read."""
+    head, _, tail = text.partition(f"{namespace}-{_ENGINE}-")
+    parts = tail.split("-")
+    if head or len(parts) != 3 or not parts[0].isdecimal() or not _HEX.fullmatch(parts[1]):
+        return None
+    return EngineName(namespace, int(parts[0]), parts[1], parts[2])
+
+
+def is_group(text: str, namespace: str) -> bool:
+    """Whether a placement group is of this namespace: Ray knows no namespaces of groups. Earlier
+    versions named them by rank alone."""
+    rank = text.removeprefix(f"{namespace}-{_ENGINE}-")
+    return parse(text, namespace) is not None or (rank != text and rank.isdecimal())
+
+
+def engine_tag(identity: str, coordinator: str) -> str:
+    """Of engines with this configuration that speak to the coordinator at this address."""
+    return hashlib.sha256(f"{identity} {coordinator}".encode()).hexdigest()[:_TAG_DIGITS]
+
+
+def candidates(
+    actors: Iterable[str], groups: Collection[str], namespace: str, tag: str
+) -> list[EngineName]:
+    """Engines that may be adopted: of our tag, and with the placement group that they live in."""
+    names = (parse(actor, namespace) for actor in actors if actor in groups)
+    return sorted(name for name in names if name is not None and name.tag == tag)
+
+
+def choose(answers: Mapping[EngineName, int | None], roster: Roster) -> dict[int, EngineName]:
+    """One engine for each rank, of those that have answered: with the number of their start, or
+    None while they load. Those of the roster come first, then those that are ready."""
+
+    def worth(name: EngineName) -> tuple[bool, bool]:
+        start = answers[name]
+        return start is not None and roster.find(name.rank, start) is not None, start is not None
+
+    ordered = sorted(answers, key=lambda name: (worth(name), name))
+    chosen = {name.rank: name for name in ordered}
+    return dict(sorted(chosen.items()))

@@ -1,0 +1,51 @@
+"""No request keeps others waiting: the ingress's loop is watched while it gets hostile ones.
+
+A gap of 50 ms is the law; the bound here is wide, since the machine has other things to do. What
+each request costs is shown by `pytest -s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import hostile, tokenizers_for_tests
+from tests.cluster.metronome import hall
+
+pytestmark = pytest.mark.slow
+
+BOUND_S = 0.25
+KINDS = (
+    hostile.heads,
+    hostile.at_every_route,
+    hostile.just_within,
+    hostile.conversations,
+    hostile.tools,
+    hostile.forms,
+    hostile.wishes,
+    hostile.accepted,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
+def test_no_request_stops_the_loop(
+    tmp_path: Path, kind: Callable[[], Iterator[tuple[str, bytes]]]
+) -> None:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+
+    async def play() -> dict[str, float]:
+        gaps = {}
+        async with hall(tmp_path, **{"serve.tool_parser": "hermes"}) as place:
+            for name, request in kind():
+                gaps[name], status, start = await place.gap_of(request)
+                print(f"{gaps[name] * 1000:6.0f} ms  {status}  {name}")
+                assert status < 500, f"{name}: {start!r}"
+            answer = await place.cluster.client.get("/health")
+            assert answer.status_code == 200
+        return gaps
+
+    gaps = asyncio.run(play())
+    assert {name: gap for name, gap in gaps.items() if gap > BOUND_S} == {}

@@ -1,0 +1,56 @@
+"""Which changes of a configuration make other engines."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from swell.configs.identity import identity
+from swell.configs.schema import Config, load
+
+SAME = {
+    "model.name": "another name",
+    "parallel.data": 7,
+    "serve.port": 0,
+    "serve.ingress_replicas": 3,
+    "cluster.max_engines": 9,
+    "cluster.drain_timeout_s": 1.0,
+}
+OTHER = {
+    "model.path": "another",
+    "model.dtype": "float32",
+    "model.max_model_len": 77,
+    "parallel.tensor": 2,
+    "parallel.expert": True,
+    "cache.block_tokens": 32,
+    "scheduler.max_rows": 7,
+    "cluster.stall_timeout_s": 7.0,
+}
+
+
+def base(**overrides: object) -> Config:
+    return load({"model": {"path": "m"}}, overrides)
+
+
+@pytest.mark.parametrize("key", SAME)
+def test_what_no_engine_reads_keeps_the_engines(key: str) -> None:
+    assert identity(base(**{key: SAME[key]})) == identity(base())
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_what_an_engine_is_built_from_makes_another(key: str) -> None:
+    assert identity(base(**{key: OTHER[key]})) != identity(base())
+
+
+def test_the_whole_configuration_counts_but_for_what_is_named() -> None:
+    """A key that is added counts until somebody says that it does not."""
+    free = {"model.name", "parallel.data"}
+    free |= {f"cluster.{key}" for key in ("min_engines", "max_engines", "drain_timeout_s")}
+    config = base()
+    for section in ("model", "parallel", "cache", "scheduler", "cluster"):
+        part = getattr(config, section)
+        for key in part.__struct_fields__:
+            changed = msgspec.structs.replace(part, **{key: "something else"})
+            other = msgspec.structs.replace(config, **{section: changed})
+            same = identity(other) == identity(config)
+            assert same == (f"{section}.{key}" in free), f"{section}.{key}"

@@ -1,0 +1,135 @@
+"""One application deployed again and again in one Ray, as `serve run` and `serve deploy` do it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+from swell.cluster.app import Contact, application
+from swell.cluster.faults.process import alive, listeners
+from swell.configs.identity import identity
+from swell.configs.schema import load
+from tests.e2e.cluster import NANO
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+INGRESSES = 2
+
+
+@pytest.fixture(scope="module")
+def own_ray() -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    serve.start(proxy_location="Disabled")
+    try:
+        yield
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def deploy(**overrides: Any) -> int:
+    """The port at which it answers: nobody has said one."""
+    settings = {
+        "serve.port": 0,
+        "serve.ingress_replicas": INGRESSES,
+        "model.dtype": "float32",
+        "cluster.drain_timeout_s": 1,
+    }
+    config = load(str(NANO), {**settings, **overrides})
+    serve.run(application(config), name="again", route_prefix="/")
+    manager = serve.get_deployment_handle("Manager", "again")
+
+    def meet() -> Contact | None:
+        found: Contact | None = manager.contact.remote(identity(config)).result(timeout_s=30)
+        return found
+
+    return until(meet, "a manager of this configuration").port
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + 90
+    while not (found := true()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+    return found
+
+
+def ask(port: int, path: str) -> dict[str, Any] | None:
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{port}{path}", timeout=10)
+    except httpx.TransportError:
+        return None
+    return answer.json() if answer.status_code == 200 else None
+
+
+def engine_pid(port: int) -> int:
+    """Of the one engine, once all is at rest."""
+
+    def look() -> int | None:
+        state = ask(port, "/admin/cluster")
+        rests = state is not None and ask(port, "/ready") and state["state"] == "serving"
+        return state["engines"][0]["pid"] if rests and len(state["engines"]) == 1 else None
+
+    pid: int = until(look, "one engine that serves")
+    return pid
+
+
+def max_model_len(port: int) -> int | None:
+    models = ask(port, "/v1/models")
+    return models and models["data"][0]["max_model_len"]
+
+
+def sockets(port: int) -> dict[str, int]:
+    """Inodes of the sockets that listen at a port, and the processes that hold them."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    rows = [line.split() for line in lines]
+    inodes = {row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
+    held: dict[str, int] = {}
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
+        except OSError:
+            continue
+        if found and found[1] in inodes:
+            held[found[1]] = int(link.parts[2])
+    return held
+
+
+def test_engines_go_with_their_configuration_and_the_port_stays(own_ray: None) -> None:
+    port = deploy()
+    first = engine_pid(port)
+    until(lambda: listeners(port) == INGRESSES, "every ingress listens at the one port")
+
+    assert deploy(**{"serve.max_body_bytes": 1_000_000}) == port
+    assert engine_pid(port) == first, "what engines do not see keeps them"
+
+    assert deploy(**{"model.max_model_len": 512, "serve.max_body_bytes": 1_000_000}) == port
+    until(lambda: not alive(first), "the engine of the old configuration ends")
+    second = engine_pid(port)
+    assert second != first
+    until(lambda: max_model_len(port) == 512, "the new one answers")
+    until(lambda: listeners(port) == INGRESSES, "old ingresses end")
+    body = {"model": "nano", "prompt": [7] * 600, "max_tokens": 1}
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30)
+    assert answer.status_code == 400 and "512" in answer.text
+
+    before = sockets(port)
+    victim = min(before.values())
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: listeners(port) == INGRESSES and victim not in sockets(port).values(), "again")
+    assert engine_pid(port) == second

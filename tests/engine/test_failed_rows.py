@@ -1,0 +1,244 @@
+"""A row that fails ends its request, alone: whatever else runs is as it would be without it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swell.engine import scheduler as module
+from swell.engine.core import EngineCore
+from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
+from swell.worker import runner
+from swell.worker.groups import GroupError
+from swell.worker.sample import grammar
+from swell.worker.sample.edits import Edits
+from swell.worker.sample.wire import Grammar, SamplerParams
+from swell.worker.wire import ModelRunnerOutput, SchedulerOutput
+from tests.engine.fake_worker import VOCAB, FakeWorker, expected, make_core, run, token_ids
+from tests.engine.test_token_exact import Engine
+from tests.worker import tiny_models
+
+CLIENT = b"ingress"
+WHY = "it fell"
+
+# ---------------------------------------------------------------- the engine's half
+
+
+class FallingWorker(FakeWorker):
+    """Tells that rows fail: from the first step of theirs, or the first token, or a later one."""
+
+    def __init__(self, worker: FakeWorker, falls: dict[int, int]) -> None:
+        """`falls`: the seed of a request -> how many tokens of its slot are known when it falls."""
+        super().__init__(len(worker.cache), worker.block_tokens)
+        self.falls = falls
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        output = super().execute_model(plan)
+        failed = {}
+        for row, (slot, start, count) in enumerate(
+            zip(plan.slots, plan.starts, plan.num_tokens, strict=True)
+        ):
+            at = self.falls.get(self.seeds[slot])
+            if at is not None and start + count >= at:
+                failed[row] = WHY
+        return msgspec.structs.replace(output, failed=failed)
+
+
+def falling_core(falls: dict[int, int], **settings: Any) -> EngineCore:
+    core = make_core(**settings)
+    executor: Any = core.executor
+    executor.worker = FallingWorker(executor.worker, falls)
+    return core
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    falls=st.dictionaries(st.integers(0, 11), st.integers(1, 40), max_size=6),
+    depth=st.integers(1, 4),
+    num_blocks=st.sampled_from([20, 64]),
+    budget=st.sampled_from([7, 100]),
+    shared=st.booleans(),
+)
+def test_whoever_falls_ends_alone(prompts, falls, depth, num_blocks, budget, shared) -> None:
+    """Chunks, preemption, prefixes, several steps in flight: all of it, and nothing is left."""
+    core = falling_core(
+        falls,
+        num_blocks=num_blocks,
+        steps_in_flight=depth,
+        max_tokens_per_step=budget,
+        max_rows=min(4, budget),
+    )
+    wanted = {}
+    for seed, length in enumerate(prompts):
+        prompt = [(i if shared else i * (seed + 3)) % VOCAB for i in range(length)]
+        one = EngineCoreRequest(f"r{seed}", prompt, SamplerParams(seed=seed), 10)
+        wanted[one.request_id] = one
+        assert core.add_request(one, CLIENT) is None
+    outputs = run(core)
+    for seed, (name, one) in enumerate(wanted.items()):
+        true, last = expected(one), outputs[name][-1]
+        got = token_ids(outputs[name])
+        at = falls.get(seed)
+        if at is None or at >= len(one.prompt_token_ids) + len(true):
+            assert got == true and last.finish_reason is FinishReason.LENGTH
+        else:
+            assert (last.finish_reason, last.stop_reason) == (FinishReason.ERROR, WHY)
+            assert got == true[: max(0, at - len(one.prompt_token_ids))], "what came before it"
+            assert not any(o.finish_reason for o in outputs[name][:-1])
+    core.check_idle()
+    core.scheduler.kv.pool.check()
+
+
+def test_what_a_fallen_request_computed_is_found_by_nobody() -> None:
+    core = falling_core({0: 9})
+    prompt = list(range(9))
+    for seed in range(2):
+        core.add_request(EngineCoreRequest(f"r{seed}", prompt, SamplerParams(seed=seed), 3), CLIENT)
+        outputs = run(core)[f"r{seed}"]
+    assert core.scheduler.kv.num_hit_tokens == 0 and len(token_ids(outputs)) == 3
+    core.add_request(EngineCoreRequest("r2", prompt, SamplerParams(seed=2), 3), CLIENT)
+    run(core)
+    assert core.scheduler.kv.num_hit_tokens == 8, "what the good one computed is found"
+
+
+# ---------------------------------------------------------------- the worker's half
+
+BREAKING: dict[str, dict[str, Any]] = {
+    "a bad word beyond the vocabulary": {"bad_words": [[5], [5000]]},
+    "a bad word below it": {"bad_words": [[-400]]},
+    "an empty bad word": {"bad_words": [[]]},
+    "a biased token beyond it": {"logit_bias": {5000: 1.0}},
+    "an allowed token beyond it": {"allowed_token_ids": [5, 5000]},
+    "an allowed token below it": {"allowed_token_ids": [-1]},
+    "a number of 70 bits": {"temperature": 1.0, "top_k": 2**70},
+    "less than no log probabilities": {"logprobs": -3},
+    "less than none of the prompt": {"prompt_logprobs": -1},
+    "more than any of the prompt": {"prompt_logprobs": 2**70},
+    "infinite bias": {"logit_bias": {5: float("inf")}},
+    "bias that is no number": {"logit_bias": {5: float("nan")}},
+    "a penalty that is no number": {"repetition_penalty": float("nan")},
+    "a grammar that is none": {"grammar": Grammar("start: /(/")},
+}
+GOOD = {
+    "greedy": SamplerParams(),
+    "drawn": SamplerParams(temperature=1.0, seed=7, top_k=30),
+    "edited": SamplerParams(bad_words=[[5], [6, 7]], logit_bias={3: 2.0}, logprobs=1),
+    "limited": SamplerParams(allowed_token_ids=[*range(3, 90)], frequency_penalty=0.4),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_models.make(path, "llama")
+    return path
+
+
+@pytest.fixture
+def open_door(monkeypatch) -> None:
+    """Nothing is looked at: whatever the door forgets, the worker must bear."""
+    monkeypatch.setattr(module, "problem", lambda *_: None)
+
+
+def good() -> list[EngineCoreRequest]:
+    return [
+        EngineCoreRequest(name, [9 + i] * (i + 3), params, 8)
+        for i, (name, params) in enumerate(GOOD.items())
+    ]
+
+
+def bad(name: str) -> EngineCoreRequest:
+    params = SamplerParams(**BREAKING[name])
+    skips = params.prompt_logprobs is not None
+    return EngineCoreRequest("bad", [4] * 20, params, 8, skip_prefix_cache=skips)
+
+
+def told(outputs: list[EngineCoreOutput]) -> list[object]:
+    return [(o.new_token_ids, o.finish_reason, o.stop_reason, o.extras) for o in outputs]
+
+
+def check_all(engine: Engine, exact: bool = True) -> None:
+    alone = engine.answer(good())
+    for name in BREAKING:
+        first, *others = good()
+        got = engine.answer([first, bad(name), *others])
+        (last,) = got.pop("bad")
+        assert last.finish_reason is FinishReason.ERROR and last.stop_reason, name
+        for good_name, outputs in got.items():
+            if exact:
+                assert told(outputs) == told(alone[good_name]), name
+            else:
+                assert token_ids(outputs) == token_ids(alone[good_name]), name
+
+
+@pytest.mark.parametrize("settings", [{}, {"scheduler__max_tokens_per_step": 8}], ids=str)
+def test_what_a_request_breaks_is_its_own(folder, open_door, settings) -> None:
+    with Engine(folder, model__cpu_threads=1, cache__prefix_caching=False, **settings) as engine:
+        check_all(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_ranks_agree_on_what_is_broken(folder, open_door, split) -> None:
+    with Engine(
+        folder,
+        model__cpu_threads=1,
+        scheduler__steps_in_flight=3,
+        scheduler__max_tokens_per_step=16,
+        cache__prefix_caching=False,
+        **{f"parallel__{split}": 2},
+    ) as engine:
+        check_all(engine, exact=False)
+
+
+@pytest.mark.slow
+def test_a_grammar_that_one_rank_cannot_follow(folder, monkeypatch) -> None:
+    """Nothing but the other rank knows of it, and what it draws differs."""
+    follows = grammar.Follower.matcher
+
+    def matcher(self: grammar.Follower) -> Any:
+        if threading.current_thread().name == "swell-worker-1":
+            self._fail("not here")
+        return follows(self)
+
+    tokenizer = Path(__file__).parents[2] / "configs/models/nano/tokenizer.json"
+    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    monkeypatch.setattr(grammar.Follower, "matcher", matcher)
+    with Engine(folder, model__cpu_threads=1, parallel__tensor=2) as engine:
+        alone = engine.answer(good())
+        params = SamplerParams(grammar=Grammar("start: /a+/"))
+        got = engine.answer([*good(), EngineCoreRequest("bad", [4] * 9, params, 8)])
+        (last,) = got.pop("bad")
+        assert last.finish_reason is FinishReason.ERROR
+        assert last.stop_reason == "its grammar cannot be followed by 1 of the tensor ranks"
+        assert {n: token_ids(o) for n, o in got.items()} == {
+            n: token_ids(o) for n, o in alone.items()
+        }
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), GroupError("a peer has gone")])
+def test_what_is_no_rows_fault_ends_no_row(folder, monkeypatch, error) -> None:
+    def take_slot(*_args: object) -> None:
+        raise error
+
+    with Engine(folder, model__cpu_threads=1) as engine:
+        monkeypatch.setattr(Edits, "take_slot", take_slot)
+        with pytest.raises(Exception, match=str(error)):
+            engine.answer(good())
+
+
+def test_an_error_of_the_whole_step_ends_no_row(folder, monkeypatch) -> None:
+    def build(*_args: object) -> None:
+        raise ValueError("the scheduler has lost count")
+
+    with Engine(folder, model__cpu_threads=1) as engine:
+        monkeypatch.setattr(runner.BatchBuilder, "build", build)
+        with pytest.raises(ValueError, match="lost count"):
+            engine.answer(good())
