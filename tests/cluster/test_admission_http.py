@@ -220,7 +220,7 @@ def events(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("path", WISHES)
 def test_a_stream_that_has_begun_ends_with_an_error_that_says_so(folder, path):
     wish = limited(path, stream=True)
-    wish |= {name: 9 for name in wish if name.startswith("max_")}
+    wish |= {"seed": 3} | {name: 9 for name in wish if name.startswith("max_")}
 
     async def run() -> str:
         async with FakeCluster(folder).serving() as cluster:

@@ -68,6 +68,7 @@ EFFECTIVE: dict[str, str] = {
     "DetokenizeRequest": "model tokens",
     "ScaleRequest": "engines drain_timeout_s",
     "DrainRequest": "rank",
+    "SwitchRequest": "",
     # Parts of them.
     "StreamOptions": "include_usage continuous_usage_stats",
     "ResponseFormat": "type json_schema",
