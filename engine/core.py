@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -100,10 +101,14 @@ class EngineCore:
                 return {}
             scheduled, future = self._in_flight.popleft()
             output = future.get_output()
-        except Exception as error:  # after an interrupt only `reset` helps: it may come anywhere
+        except Exception as error:
             if isinstance(error, WorkerLost):
                 self._failed.append(self.scheduler.count_failed_attempt())
             self.lose_steps()
+            raise
+        except BaseException:  # an interrupt inside of the scheduler needs a `reset`
+            with contextlib.suppress(Exception):
+                self.lose_steps()
             raise
         self.num_steps += 1
         self.sync_s += output.sync_s

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import requests
 
+from swell.cluster.description import Change
 from swell.cluster.edge import EdgeServer, free_port
 from swell.cluster.ingress import Ingress
 from swell.cluster.link import EngineLinks
@@ -55,7 +56,7 @@ class Manager:
             "stored": lambda wish: self._store.handle(wish, 0.0),
             "waiting_for": lambda: ("engine 0: starts", False),
             "describe": self._describe,
-        }.get(name, lambda *_: None)
+        }.get(name, lambda *_: Change(1))
 
         async def remote(*args: Any) -> Any:
             return answer(*args)
