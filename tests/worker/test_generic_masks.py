@@ -15,7 +15,7 @@ from swell.worker.loader import load_config
 from swell.worker.mesh import Mesh
 from swell.worker.models import build_model
 from swell.worker.models.generic_masks import Unfit, window_of
-from swell.worker.models.generic_probe import mixes_tokens
+from swell.worker.models.generic_probe import flat, mixes_tokens
 from tests.worker import tiny_models
 from tests.worker.test_models import MAX_TOKENS, check, refusal
 
@@ -128,7 +128,7 @@ def test_tokens_that_mix_outside_of_attention() -> None:
 
     own = {name: parameter.clone() for name, parameter in model.named_parameters()}
     two = torch.tensor([1, 2]), torch.arange(2)
-    with torch.no_grad():
+    with torch.no_grad(), flat(list(model.modules())):
         assert mixes_tokens(model, run, *two, None)
         assert mixes_tokens(model, run, *two, torch.zeros(2, 32))
         for layer in model.layers:

@@ -189,7 +189,8 @@ class GenericForCausalLM(nn.Module):
         incoming = None if first else self.make_empty_intermediate(2).hidden_states.zero_()
         calls = self._calls
         try:
-            with self.mesh.tensor.rehearsal():
+            modules = [module for _, module in self._parts]
+            with self.mesh.tensor.rehearsal(), generic_probe.flat(modules):
                 with generic_masks.recording(self.base):
                     calls.mode = Mode.LEARN
                     given = generic_probe.integers(self.base, self._run, ids, positions, incoming)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,15 +14,14 @@ Seen = dict[tuple[str, int, str], Any]
 """(module, which of its calls, which of its arguments or its answer) -> the numbers there."""
 
 WEIGHT = 0.01
-"""Of a model that is asked whether its tokens mix."""
+"""Of every parameter, while a model is learned."""
 
 
 def integers(base: nn.Module, run: Callable[..., Any], *arguments: Any) -> Seen:
     """The integers that reach the modules of `base` in `run(*arguments)`, and the rows that its
     embeddings look up.
 
-    Tokens and positions are such. What is computed from weights is not: while a model is learned
-    it has none yet.
+    Tokens and positions are such.
     """
     seen: Seen = {}
     calls: dict[str, int] = {}
@@ -86,48 +85,50 @@ def mixes_tokens(
 ) -> bool:
     """Whether the second of two tokens sees the first, although attention gives it nothing.
 
-    The first is made not a number, and all weights are the same small number: what then becomes
-    of the second shows it. False where the numbers of such a model are of no use.
+    Under `flat`: the first is made not a number, and what then becomes of the second shows it.
+    False where the numbers of such a model are of no use.
     """
-    with _flat(base):
-        if not run(ids, positions, incoming)[1].isfinite().all():
-            return False
-        if incoming is not None:
-            incoming = incoming.clone()
-            incoming[0] = torch.nan
-            return not bool(run(ids, positions, incoming)[1].isfinite().all())
-        table = base.get_input_embeddings()  # type: ignore[operator]
+    if not run(ids, positions, incoming)[1].isfinite().all():
+        return False
+    if incoming is not None:
+        incoming = incoming.clone()
+        incoming[0] = torch.nan
+        return not bool(run(ids, positions, incoming)[1].isfinite().all())
+    table = base.get_input_embeddings()  # type: ignore[operator]
 
-        def poison(_: nn.Module, args: Any, answer: torch.Tensor) -> torch.Tensor:
-            answer = answer.clone()
-            answer[:, 0] = torch.nan
-            return answer
+    def poison(_: nn.Module, args: Any, answer: torch.Tensor) -> torch.Tensor:
+        answer = answer.clone()
+        answer[:, 0] = torch.nan
+        return answer
 
-        hook = table.register_forward_hook(poison)
-        try:
-            return not bool(run(ids, positions, None)[1].isfinite().all())
-        finally:
-            hook.remove()
+    hook = table.register_forward_hook(poison)
+    try:
+        return not bool(run(ids, positions, None)[1].isfinite().all())
+    finally:
+        hook.remove()
 
 
 @contextmanager
-def _flat(base: nn.Module) -> Iterator[None]:
-    """Every parameter is WEIGHT everywhere; all are views of memory for the largest."""
+def flat(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Every parameter is WEIGHT everywhere; all are views of memory for the largest.
+
+    So a model that has no weights yet has numbers, and little memory is touched.
+    """
     own = [
         (module, name, parameter)
-        for module in base.modules()
+        for module in modules
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.is_floating_point()
     ]
-    flat: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    made: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
     for _, _, parameter in own:
         kind = (parameter.dtype, parameter.device)
-        if kind not in flat or flat[kind].numel() < parameter.numel():
-            flat[kind] = torch.empty(parameter.numel(), dtype=kind[0], device=kind[1])
-    for buffer in flat.values():
+        if kind not in made or made[kind].numel() < parameter.numel():
+            made[kind] = torch.empty(parameter.numel(), dtype=kind[0], device=kind[1])
+    for buffer in made.values():
         buffer.fill_(WEIGHT)
     for module, name, parameter in own:
-        part = flat[parameter.dtype, parameter.device][: parameter.numel()]
+        part = made[parameter.dtype, parameter.device][: parameter.numel()]
         module._parameters[name] = nn.Parameter(part.view(parameter.shape), requires_grad=False)
     try:
         yield
