@@ -316,3 +316,16 @@ def test_two_processes_over_tcp() -> None:
         worker.join(30)
         assert worker.exitcode == 0
     assert got == [(0, [0, 1, 2, 3], 2), (1, [0, 1, 2, 3], 2)]
+
+
+def test_a_rehearsal_needs_no_peers_and_has_no_garbage() -> None:
+    """What is learned from a model's first tokens must not depend on what lay in the memory."""
+    group = Mesh.build(ParallelConfig(tensor=2), 0).tensor
+    own = torch.arange(4.0).view(2, 2)
+    with group.rehearsal():
+        assert group.all_reduce(own.clone()).tolist() == own.tolist()
+        assert group.all_gather(own, 0).tolist() == [[0, 1], [2, 3], [0, 1], [2, 3]]
+        assert group.all_gather(own, 1).tolist() == [[0, 1, 0, 1], [2, 3, 2, 3]]
+        assert group.reduce_scatter(own).tolist() == [[0, 1]]
+    with pytest.raises(GroupError):
+        group.all_gather(own, 0)
