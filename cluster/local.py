@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.progress import Progress
@@ -22,7 +23,7 @@ from swell.cluster.words import bad_word_tokens
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load
 from swell.engine.core import EngineCore
-from swell.engine.executor import build_executor
+from swell.engine.executor import ExecutorError, build_executor
 from swell.engine.wire import EngineCoreRequest
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
@@ -150,7 +151,9 @@ class LLM:
                         progress.update(bar, completed=len(answers))
                 self._clean = True
             except BaseException:
-                self._forget()
+                # Workers that have ended cannot begin anew, which the next call says.
+                with suppress(ExecutorError):
+                    self._forget()
                 raise
         return [answers[external_id] for external_id in parents]
 

@@ -44,10 +44,12 @@ def end_process(loop: str, error: BaseException) -> None:
     """End this process at once: it would only look alive. Ray starts another one, or its engine or
     manager does. What the others wait for from it, they continue elsewhere."""
     what = f"the loop {loop!r} has ended, and this process with it"
-    FactLogger("process").exception(what, error, pid=os.getpid(), status=LOOP_ENDED)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(LOOP_ENDED)
+    try:
+        FactLogger("process").exception(what, error, pid=os.getpid(), status=LOOP_ENDED)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # also where standard output is closed, or its reader has gone
+        os._exit(LOOP_ENDED)
 
 
 def vital(run: Callable[[], None], loop: str) -> Callable[[], None]:

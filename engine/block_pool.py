@@ -66,12 +66,11 @@ class BlockPool:
             self._cached[name] = block
             self._names[block] = name
 
-    def unname(self, block_ids: Iterable[int]) -> None:
-        """Let these blocks not be found any more; who holds them keeps them."""
-        for block in block_ids:
-            name = self._names[block]
-            if name is not None:
-                del self._cached[name]
+    def unname(self, names: Iterable[bytes]) -> None:
+        """Let the blocks with these names not be found any more; who holds them keeps them."""
+        for name in names:
+            block = self._cached.pop(name, None)
+            if block is not None:
                 self._names[block] = None
 
     def find(self, names: Iterable[bytes]) -> list[int]:

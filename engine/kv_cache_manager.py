@@ -113,8 +113,9 @@ class KVCacheManager:
         request.room_tokens = request.num_named_blocks = 0
 
     def disown(self, request: Request) -> None:
-        """Let nobody find the blocks of `request`: what they hold is no good."""
-        self.pool.unname(request.block_ids)
+        """Let nobody find what `request` has computed: it is no good. By name, because it may have
+        been preempted since, and have let go of its blocks."""
+        self.pool.unname(request.block_hashes)
 
     def forget(self) -> None:
         """Find no prefix that was computed before: its content may be lost. Nobody holds blocks."""

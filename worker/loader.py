@@ -64,15 +64,17 @@ def load_config(model_config: ModelConfig) -> Any:
 
 
 def _refuse_contradiction(hf_config: Any) -> None:
-    """An architecture that transformers knows as another model than `model_type` says."""
+    """An architecture that transformers knows, and that is not the one of `model_type`: of another
+    type, or more than a language model (with a vision tower, or with another head)."""
     kind, named = hf_config.model_type, getattr(hf_config, "architectures", None) or []
     own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     classes = [own] if isinstance(own, str) else list(own or ())
     if not classes or not named or named[0] in classes or not hasattr(transformers, named[0]):
         return
     raise ValueError(
-        f"architectures={named[0]!r} contradicts model_type={kind!r}, whose causal language model "
-        f"is {classes[0]!r}: config.json has to name one model; correct whichever is wrong"
+        f"architectures={named[0]!r} is not the causal language model of model_type={kind!r}, "
+        f"which is {classes[0]!r}: only that one is served; if config.json names the wrong one, "
+        "correct it"
     )
 
 

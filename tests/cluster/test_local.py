@@ -17,7 +17,9 @@ from swell.cluster.output_processor import RequestState
 from swell.cluster.params import BadRequest
 from swell.configs.schema import ConfigError
 from swell.engine.core import EngineCore
+from swell.engine.executor import ExecutorError
 from swell.engine.executor.inproc import WorkerThread
+from swell.worker.sample.sampler import Sampler
 
 NANO = Path(__file__).resolve().parents[2] / "configs" / "models" / "nano"
 GREEDY = SamplingParams(temperature=0, max_tokens=120)
@@ -293,6 +295,19 @@ def test_workers_that_wait_for_each_other_are_freed_from_an_interrupted_step(spl
             other.generate("count from 1 to 50", GREEDY)
         monkeypatch.undo()
         assert other.generate("upper: abc", GREEDY)[0].outputs[0].text == before
+
+
+def test_what_ended_a_worker_is_what_the_call_raises(monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("planted")
+
+    with LLM(str(NANO), **{"cache.memory_bytes": 50_000_000}) as llm:
+        monkeypatch.setattr(Sampler, "__call__", fail)
+        with pytest.raises(ZeroDivisionError, match="planted"):
+            llm.generate("a", SamplingParams(max_tokens=2, temperature=1.0))
+        monkeypatch.undo()
+        with pytest.raises(ExecutorError, match="planted"):
+            llm.generate("a", GREEDY)
 
 
 def test_one_after_another_gives_its_memory_back():

@@ -40,6 +40,19 @@ def test_the_process_ends_loudly_while_its_main_thread_sleeps() -> None:
     assert any("in work" in line for line in traceback)
 
 
+def test_the_process_ends_where_nothing_can_be_written() -> None:
+    program = PROGRAM.replace(
+        "configure_logging()\n", "configure_logging(); sys.stdout.close()\n", 1
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys{program}".replace("sleep(600)", "sleep(5)")],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == LOOP_ENDED
+
+
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(0), KeyboardInterrupt()])
 def test_whatever_ends_a_thread_ends_the_process(deaths: Deaths, error: BaseException) -> None:
     def raise_it() -> None:

@@ -108,6 +108,24 @@ def test_what_a_fallen_request_computed_is_found_by_nobody() -> None:
     assert core.scheduler.kv.num_hit_tokens == 8, "what the good one computed is found"
 
 
+def test_what_it_computed_before_a_preemption_is_found_by_nobody_either() -> None:
+    """The step that tells was in flight when it lost its blocks, which keep their names."""
+    core = make_core(num_blocks=16, steps_in_flight=2)
+    scheduler = core.scheduler
+    core.add_request(EngineCoreRequest("r", list(range(9)), SamplerParams(), 3), CLIENT)
+    step = scheduler.schedule()
+    assert step is not None
+    [request] = step.rows
+    assert len(scheduler.kv.pool.find(request.block_hashes)) == 2
+    scheduler._preempt(request)
+    failed = ModelRunnerOutput(step.plan.step, [0], rows_with_nans=[0])
+    [answer] = scheduler.update(step, failed)[CLIENT]
+    assert answer.finish_reason is FinishReason.ERROR
+    assert scheduler.kv.pool.find(request.block_hashes) == []
+    core.check_idle()
+    scheduler.kv.pool.check()
+
+
 # ---------------------------------------------------------------- the worker's half
 
 BREAKING: dict[str, dict[str, Any]] = {

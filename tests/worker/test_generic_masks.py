@@ -13,7 +13,7 @@ from transformers import masking_utils
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.worker.loader import load_config
 from swell.worker.mesh import Mesh
-from swell.worker.models import build_model
+from swell.worker.models import build_model, generic_probe
 from swell.worker.models.generic_masks import Unfit, window_of
 from swell.worker.models.generic_probe import flat, mixes_tokens
 from tests.worker import tiny_models
@@ -135,3 +135,16 @@ def test_tokens_that_mix_outside_of_attention() -> None:
             layer.conv.forward = lambda hidden_states, **_: hidden_states
         assert not mixes_tokens(model, run, *two, None)
     assert all(torch.equal(own[name], p) for name, p in model.named_parameters())
+
+
+def test_asking_takes_no_memory_for_tables_and_experts() -> None:
+    """A model is asked when its weights have their memory already: a vocabulary, or all experts of
+    a layer, would be gigabytes beside them."""
+    model = torch.nn.Module()
+    model.table, model.linear = torch.nn.Embedding(5000, 16), torch.nn.Linear(16, 32)
+    model.experts = torch.nn.Parameter(torch.zeros(64, 16, 16))
+    with generic_probe.flat(list(model.modules())):
+        parts = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+        assert sum(part.nbytes() for part in parts.values()) == 4 * 16 * 32
+        assert all((p == generic_probe.WEIGHT).all() for p in model.parameters())
+    assert model.table.weight.shape == (5000, 16) and not model.experts.any()

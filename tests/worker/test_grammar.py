@@ -410,6 +410,19 @@ def test_following_may_fail_midway(monkeypatch, told):
     assert list(answers.failed.among([0, 1])) == [0]
 
 
+def test_a_mask_that_costs_too_much_is_no_end_of_the_answer(monkeypatch, told):
+    """The library lets an end pass where it has given up: that would be a `stop` like any other."""
+    monkeypatch.setattr(module, "GRAMMAR_LIMITS", {**module.GRAMMAR_LIMITS, "max_lexer_states": 8})
+    answers = Answers()
+    answers.take(0, lark(regex="a{3,5000}b|(a|ab|abc)*x"))
+    for _ in range(4):
+        drawn = answers.step([0])
+        if answers.failed.among([0]):
+            break
+        assert drawn != [END], "it fails in the step that could not be computed"
+    assert "too many states" in answers.failed.among([0])[0]
+
+
 def test_outputs_of_another_language_are_no_beginning(told):
     answers = Answers()
     answers.take(0, lark(choice=["abc"]), [120])

@@ -39,6 +39,18 @@ def test_names_that_contradict_each_other(tmp_path: Path, backend: str) -> None:
         assert word in text
 
 
+def test_a_name_of_more_than_a_language_model(tmp_path: Path) -> None:
+    """As published: nothing contradicts there, and the refusal does not say so."""
+    config = tiny_models.config_of("llama")
+    config.save_pretrained(tmp_path)
+    tiny_models.change_config(
+        tmp_path, model_type="mllama", architectures=["MllamaForConditionalGeneration"]
+    )
+    text = refusal(tmp_path, load_format="dummy")
+    assert "'MllamaForConditionalGeneration' is not the causal language model" in text
+    assert "contradict" not in text
+
+
 def test_an_unknown_name_is_left_to_the_model_type(tmp_path: Path) -> None:
     oracle = tiny_models.make(tmp_path, "qwen2")
     tiny_models.change_config(tmp_path, architectures=["InternQwenForCausalLM"])

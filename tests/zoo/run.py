@@ -79,15 +79,21 @@ def cases(kinds: Sequence[str], splits: Sequence[str] = ("",)) -> list[Case]:
 
 def run(case: Case) -> Outcome:
     """In this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(case, Path(folder))
+
+
+def _run(case: Case, folder: Path) -> Outcome:
+    """With its files in `folder`."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     start = time.monotonic()
     try:
-        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            status, note = _try(case, Path(folder))
+            status, note = _try(case, folder)
     except BaseException as error:
         status, note = "failed", _place(error)
     seconds = time.monotonic() - start
@@ -130,15 +136,23 @@ def _place(error: BaseException) -> str:
 
 
 def run_apart(case: Case, deadline_s: float = DEADLINE_S) -> Outcome:
-    """In a child of this process, which is ended when its time is over."""
+    """In a child of this process, which is ended when its time is over. Its files are ours: a child
+    that is ended leaves them behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _run_apart(case, Path(folder), deadline_s)
+
+
+def _run_apart(case: Case, folder: Path, deadline_s: float) -> Outcome:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(reader)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        with os.fdopen(writer, "w") as pipe:
-            json.dump(asdict(run(case)), pipe)
-        os._exit(0)
+        try:
+            os.close(reader)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+            with os.fdopen(writer, "w") as pipe:
+                json.dump(asdict(_run(case, folder)), pipe)
+        finally:
+            os._exit(0)
     os.close(writer)
     text, end = b"", time.monotonic() + deadline_s
     while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:

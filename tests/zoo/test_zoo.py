@@ -5,13 +5,16 @@ All of them: `python -m tests.zoo`.
 
 from __future__ import annotations
 
+import tempfile
+import time
 from functools import cache
+from pathlib import Path
 
 import pytest
 import transformers
 
 from tests.zoo import configs, page
-from tests.zoo.run import Case, Outcome, cases, run
+from tests.zoo.run import Case, Outcome, cases, run, run_apart
 
 SPREAD = {
     # mechanism -> model types
@@ -67,6 +70,13 @@ def test_the_page_says_what_is_seen(kind: str) -> None:
         seen.generic,
         seen.why,
     )
+
+
+def test_a_case_that_is_ended_leaves_no_files(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("tests.zoo.run._try", lambda *_: time.sleep(600))
+    found = run_apart(Case("llama", "", "native"), deadline_s=0.5)
+    assert found.status == "failed" and list(tmp_path.iterdir()) == []
 
 
 def test_the_page_has_every_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -110,10 +111,9 @@ def mixes_tokens(
 
 @contextmanager
 def flat(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Every parameter is WEIGHT everywhere; all are views of memory for the largest.
-
-    So a model that has no weights yet has numbers, and little memory is touched.
-    """
+    """Every parameter is WEIGHT everywhere, in memory for the largest matrix: the rows of a table
+    are one row, and matrices that are stacked, as experts are, are one matrix. So a model that has
+    no weights yet has numbers, and little memory is touched."""
     own = [
         (module, name, parameter)
         for module in modules
@@ -121,17 +121,24 @@ def flat(modules: Sequence[nn.Module]) -> Iterator[None]:
         if parameter is not None and parameter.is_floating_point()
     ]
     made: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-    for _, _, parameter in own:
-        kind = (parameter.dtype, parameter.device)
-        if kind not in made or made[kind].numel() < parameter.numel():
-            made[kind] = torch.empty(parameter.numel(), dtype=kind[0], device=kind[1])
+    for module, _, parameter in own:
+        kind, numbers = (parameter.dtype, parameter.device), math.prod(_stored(module, parameter))
+        if kind not in made or made[kind].numel() < numbers:
+            made[kind] = torch.empty(numbers, dtype=kind[0], device=kind[1])
     for buffer in made.values():
         buffer.fill_(WEIGHT)
     for module, name, parameter in own:
-        part = made[parameter.dtype, parameter.device][: parameter.numel()]
-        module._parameters[name] = nn.Parameter(part.view(parameter.shape), requires_grad=False)
+        shape = _stored(module, parameter)
+        part = made[parameter.dtype, parameter.device][: math.prod(shape)].view(shape)
+        data = part.expand(parameter.shape)
+        module._parameters[name] = nn.Parameter(data, requires_grad=False)
     try:
         yield
     finally:
         for module, name, parameter in own:
             module._parameters[name] = parameter
+
+
+def _stored(module: nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
+    """Of the shape, what has memory of its own."""
+    return tuple(parameter.shape[1 if isinstance(module, nn.Embedding) else -2 :])

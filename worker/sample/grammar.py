@@ -130,6 +130,8 @@ class GrammarMask(Stage):
             masks[[i for i, _ in able], :width] = own[:, :width]
             if self._vocab % 32:
                 masks[:, -1] &= np.int32((1 << self._vocab % 32) - 1)
+        for i, _ in able:
+            followers[i].matcher()  # one that has just failed lets the end pass
         for row in np.flatnonzero(~masks.any(axis=1)):
             followers[row].be_stuck(self._vocab)
         for row, follower in enumerate(followers):
