@@ -190,7 +190,8 @@ class ResponseRoutes:
         job = job_of(request, body)
         again = detached(job)
         again.state.deadline = getattr(request.state, "deadline", None)
-        work = self._run(again, ask, answer)
+        _, generator = self._floor()
+        work = self._run(partial(generator.answer, again, ask, answer), answer)
         await self._background.begin(key, kept, job, work)
         return json_response(queued)
 
@@ -206,17 +207,18 @@ class ResponseRoutes:
             await self._background.store(begun.id, Kept(_encode(response), items, background=True))
             return
         answer = self._background_answer(begun.id, body, response, ask, items)
-        await self._run(detached(begun.job), ask, answer)
+        _, generator = self._floor()
+        again = detached(begun.job)
+        await self._run(partial(generator.answer_admitted, again, ask, answer), answer)
 
     def _background_answer(
         self, key: str, body: ResponsesRequest, response: ResponseBody, ask: Ask, items: bytes
     ) -> ResponsesAnswer:
         return _answer(body, response, ask, partial(self._settle_in_background, key, items))
 
-    async def _run(self, request: Request, ask: Ask, answer: ResponsesAnswer) -> None:
-        _, generator = self._floor()
+    async def _run(self, give: Callable[[], Awaitable[Any]], answer: ResponsesAnswer) -> None:
         try:
-            await generator.answer(request, ask, answer)
+            await give()
         except (
             EngineGone,
             NoEngine,
