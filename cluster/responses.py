@@ -21,7 +21,7 @@ from swell.cluster.background_job import detached, items_of, job_of, left_by
 from swell.cluster.bodies import body_bytes
 from swell.cluster.deadline import RequestTimedOut
 from swell.cluster.generation import Generator
-from swell.cluster.http import HTTPError, KeyRing, json_response, route
+from swell.cluster.http import HTTPError, KeyRing, json_response, route, while_awaited
 from swell.cluster.offload import Offload
 from swell.cluster.openai.as_chat import chat_request, in_our_words
 from swell.cluster.openai.chat import ChatCompletionRequest
@@ -102,7 +102,7 @@ class ResponseRoutes:
             body.seed = secrets.randbits(SEED_BITS)
         size = body_bytes(request) + (0 if found is None else found.kept.size_bytes)
         chat, items = await self._offload.run_sized(size, _conversation, body, found)
-        ask = await self._ask(chat, size)
+        ask = await while_awaited(request, self._ask(chat, size))
         response.temperature, response.top_p = ask.params.temperature, ask.params.top_p
         _, generator = self._floor()
         key = key_of(owner, response.id)
