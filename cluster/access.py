@@ -48,7 +48,7 @@ class AccessRules:
     def _check_host(self, request: Request) -> None:
         for host in request.headers.getlist("host"):
             name = host_name(host)
-            if not (_is_address(name) or name in self._hosts or "*" in self._hosts):
+            if name and not (_is_address(name) or name in self._hosts or "*" in self._hosts):
                 raise HTTPError(
                     403,
                     f"this server is not known as {shown(name)}; add the name to "
@@ -84,10 +84,11 @@ class Users(KeyRing):
 
 
 def host_name(host: str) -> str:
-    """The name of a header `Host`, without its port."""
+    """The name of a header `Host`, without its port, and without the dot of a whole name."""
     if host.startswith("["):
         return host.partition("]")[0][1:].lower()
-    return host.rpartition(":")[0].lower() if host.count(":") == 1 else host.lower()
+    name = host.rpartition(":")[0] if host.count(":") == 1 else host
+    return name.lower().removesuffix(".")
 
 
 def _site(origin: str) -> tuple[str, str]:

@@ -13,6 +13,9 @@ once: what one admits by a newer report than another has seen comes on top, at m
 limit for two ingresses that are one report apart. A request is admitted whole, with all its prompts
 and answers: the last one may pass the bound by that much.
 
+While the coordinator is away no report comes, and the last one would refuse everybody for as long.
+Then an ingress counts what it has sent itself and has no token of, against its share of the bound.
+
 What was admitted once is never refused later, wherever it has to go on.
 
 Who is refused is told when to come back: when the queue will have room, at the rate of the last

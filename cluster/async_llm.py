@@ -40,6 +40,9 @@ from swell.engine.wire import (
 _FIRST_VIEW_BEATS = 5
 """Heartbeats for which an ingress that starts waits to hear who is here."""
 
+_OLD_VIEW_BEATS = 5
+"""Heartbeats without a view, after which its reports say nothing about who waits."""
+
 
 class EngineCallFailed(RuntimeError):
     """An engine's service raised: what it said."""
@@ -91,6 +94,8 @@ class AsyncLLM:
         self._homeless_tokens = 0
         """Of their prompts."""
         self._first_view = asyncio.Event()
+        self._view_at_s = clock()
+        """When the newest view came."""
         self._log = FactLogger("cluster.ingress", client=self.client_index)
         self._links = connect(
             self.client_index,
@@ -128,7 +133,12 @@ class AsyncLLM:
             raise
 
     def _backlog(self) -> Backlog:
-        placed = self._router.backlog(self._config.scheduler.max_rows)
+        """By reports; while the coordinator is away, by what this ingress has sent itself: engines
+        go on meanwhile, and the last report would refuse everybody until it is back."""
+        config, router = self._config, self._router
+        is_old = self._clock() - self._view_at_s > _OLD_VIEW_BEATS * config.cluster.heartbeat_s
+        tell = router.backlog_unreported if is_old else router.backlog
+        placed = tell(config.scheduler.max_rows)
         return placed._replace(
             own_requests=placed.own_requests + len(self._homeless),
             own_tokens=placed.own_tokens + self._homeless_tokens,
@@ -201,7 +211,8 @@ class AsyncLLM:
         compute nothing, then place what waits for an engine."""
         before, self.view = self.view.roster, view
         self._router.update(view)
-        self._admission.observe(view, self._clock())
+        self._view_at_s = self._clock()
+        self._admission.observe(view, self._view_at_s)
         self.readiness.follow(view, time.monotonic())
         self._first_view.set()
         members = view.roster.members

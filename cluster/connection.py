@@ -19,6 +19,7 @@ import http
 import resource
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -99,6 +100,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._chunks = 0
         """Parts of a body in this piece of the network's."""
         self._refusal: Refusal | None = None
+        self._repeats_head = False
+        """The parser reads a head that was read."""
         self._closing = False
         """What still comes is not read."""
         self._deadline_s = 0.0
@@ -138,12 +141,48 @@ class LimitedConnection(HttpToolsProtocol):
             part = data[at : at + _SLICE_BYTES]
             at += len(part)
             self._head_bytes += len(part)
-            super().data_received(part)
+            self._feed(part)
             if refusal := self._refusal or self._crossed():
                 self._refuse(refusal)
         if self._stage is _Stage.WHOLE and self._is_idle() and self._alarm is None:
             # Blank lines have ended uvicorn's wait for the next request.
             self._expect_within(self.limits.head_timeout_s)
+
+    def _feed(self, part: bytes) -> None:
+        """As uvicorn's `data_received`, but who offers another protocol is answered in this one,
+        with the body that the parser leaves out."""
+        self._unset_keepalive_if_required()
+        try:
+            while part:
+                part = self._parsed(part)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _parsed(self, part: bytes) -> bytes:
+        """What is left of it behind a request that offers another protocol."""
+        try:
+            self.parser.feed_data(part)
+        except httptools.HttpParserUpgrade as offer:
+            if self._stage is _Stage.BODY:
+                self._parse_body()
+            return part[offer.args[0] :]
+        return b""
+
+    def _parse_body(self) -> None:
+        """The parser takes what follows for another protocol; a new one takes it for the body that
+        the head has announced. What would be the next request to us, and a body to a proxy in
+        between, could pass that proxy's rules."""
+        version = self.scope["http_version"].encode()
+        head = [b"POST / HTTP/" + version, *(b": ".join(pair) for pair in self._framing())]
+        self._repeats_head = True
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.parser.feed_data(b"\r\n".join(head) + b"\r\n\r\n")
+        self._repeats_head = False
+
+    def _framing(self) -> list[tuple[bytes, bytes]]:
+        names = (b"content-length", b"transfer-encoding")
+        return [(name, value) for name, value in self.headers if name in names]
 
     def pause_writing(self) -> None:
         """The client takes nothing of its answer for now."""
@@ -161,12 +200,16 @@ class LimitedConnection(HttpToolsProtocol):
     # --------------------------------------------------------------------------------- the parser
 
     def on_message_begin(self) -> None:
+        if self._repeats_head:
+            return
         super().on_message_begin()
         self._stage, self._head_bytes = _Stage.HEAD, 0
         if self._alarm is None:
             self._expect_within(self.limits.head_timeout_s)
 
     def on_url(self, url: bytes) -> None:
+        if self._repeats_head:
+            return
         if len(self.url) + len(url) > URL_BYTES:
             self._refusal = Refusal(
                 414, f"the URL has more than {URL_BYTES} bytes", "request_too_large"
@@ -175,6 +218,8 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._repeats_head:
+            return
         if len(self.headers) >= HEADERS:
             self._refusal = Refusal(
                 431, f"the request has more than {HEADERS} headers", "request_too_large"
@@ -183,7 +228,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._refusal is not None:
+        if self._refusal is not None or self._repeats_head:
             return
         self._stage, self._head_bytes = _Stage.BODY, 0
         super().on_headers_complete()
@@ -201,7 +246,8 @@ class LimitedConnection(HttpToolsProtocol):
         )
 
     def on_message_complete(self) -> None:
-        if self._refusal is not None:
+        offers_protocol = self.parser.should_upgrade() and self._stage is _Stage.BODY
+        if self._refusal is not None or (offers_protocol and self._framing()):
             return
         self._stage, self._head_bytes = _Stage.WHOLE, 0
         super().on_message_complete()

@@ -39,7 +39,12 @@ class Generator:
         self._ends = ends
 
     async def answer(self, request: Request, ask: Ask, answer: Answer) -> Any:
-        """Submit everything, then answer whole or as a stream."""
+        """Submit everything, then answer whole or as a stream. Raises TooManyWaiting."""
+        self._llm.check_room()
+        return await self.answer_admitted(request, ask, answer)
+
+    async def answer_admitted(self, request: Request, ask: Ask, answer: Answer) -> Any:
+        """The same for what was admitted before, perhaps by an ingress that is gone."""
         tickets: list[Ticket] = []
         timer: asyncio.TimerHandle | None = None
         try:
@@ -80,7 +85,6 @@ class Generator:
     async def _submit(self, request: Request, ask: Ask, tickets: list[Ticket]) -> None:
         """All children of all prompts, into `tickets`: whoever gives them ends those that are there
         if this is not done to its end. Others have their turn between."""
-        self._llm.check_room()
         self._check_rank(ask.data_parallel_rank)
         headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         kind = RequestOutputKind.DELTA if ask.stream else RequestOutputKind.FINAL_ONLY

@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from swell.cluster.admission import TooManyWaiting
 from swell.cluster.anthropic import errors as anthropic
-from swell.cluster.deadline import RequestTimedOut
+from swell.cluster.deadline import Deadline, RequestTimedOut
 from swell.cluster.openai.base import error_body
 from swell.cluster.params import BadRequest, shown
 from swell.cluster.routing.router import NoEngine
@@ -250,6 +250,19 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
                 future.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await future
+
+
+async def while_awaited(request: Request, work: Awaitable[T]) -> T:
+    """As `unless_gone`, and no longer than the client waits (RequestTimedOut)."""
+    deadline: Deadline | None = getattr(request.state, "deadline", None)
+    limit = asyncio.timeout_at(None if deadline is None else deadline.at_s)
+    try:
+        async with limit:
+            return await unless_gone(request, work)
+    except TimeoutError:
+        if deadline is None or not limit.expired():
+            raise
+        raise RequestTimedOut(deadline.timeout_s) from None
 
 
 async def _disconnected(receive: Receive) -> None:

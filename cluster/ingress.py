@@ -36,6 +36,7 @@ from swell.cluster.http import (
     no_such_route,
     request_id,
     route,
+    while_awaited,
 )
 from swell.cluster.link import Connect
 from swell.cluster.metrics import PrometheusStats
@@ -149,14 +150,14 @@ class Ingress:
 
     async def _completions(self, request: Request) -> Any:
         body = await self._generation_body(request, CompletionRequest)
-        ask = await self._asks.completion(body, body_bytes(request))
+        ask = await while_awaited(request, self._asks.completion(body, body_bytes(request)))
         id = f"cmpl-{request_id(request)}"
         answer = CompletionAnswer(id, self._model, body, self._prompts.text)
         return await self._generator.answer(request, ask, answer)
 
     async def _chat(self, request: Request) -> Any:
         body = await self._generation_body(request, ChatCompletionRequest)
-        ask = await self._asks.chat(body, body_bytes(request))
+        ask = await while_awaited(request, self._asks.chat(body, body_bytes(request)))
         id = f"chatcmpl-{request_id(request)}"
         answer = ChatAnswer(id, self._model, body, ask.make_parser)
         return await self._generator.answer(request, ask, answer)
@@ -165,7 +166,7 @@ class Ingress:
         body = await self._generation_body(request, MessagesRequest)
         size = body_bytes(request)
         chat = await self._offloads.bodies.run_sized(size, chat_request, body)
-        ask = await self._asks.chat(chat, size)
+        ask = await while_awaited(request, self._asks.chat(chat, size))
         ask = replace(ask, budgets=[min(left, body.max_tokens) for left in ask.budgets])
         answer = MessagesAnswer(request_id(request), self._model, body, ask.make_parser)
         return await self._generator.answer(request, ask, answer)

@@ -21,7 +21,7 @@ from swell.cluster.background_job import detached, items_of, job_of, left_by
 from swell.cluster.bodies import body_bytes
 from swell.cluster.deadline import RequestTimedOut
 from swell.cluster.generation import Generator
-from swell.cluster.http import HTTPError, KeyRing, json_response, route
+from swell.cluster.http import HTTPError, KeyRing, json_response, route, while_awaited
 from swell.cluster.offload import Offload
 from swell.cluster.openai.as_chat import chat_request, in_our_words
 from swell.cluster.openai.chat import ChatCompletionRequest
@@ -102,7 +102,7 @@ class ResponseRoutes:
             body.seed = secrets.randbits(SEED_BITS)
         size = body_bytes(request) + (0 if found is None else found.kept.size_bytes)
         chat, items = await self._offload.run_sized(size, _conversation, body, found)
-        ask = await self._ask(chat, size)
+        ask = await while_awaited(request, self._ask(chat, size))
         response.temperature, response.top_p = ask.params.temperature, ask.params.top_p
         _, generator = self._floor()
         key = key_of(owner, response.id)
@@ -190,7 +190,8 @@ class ResponseRoutes:
         job = job_of(request, body)
         again = detached(job)
         again.state.deadline = getattr(request.state, "deadline", None)
-        work = self._run(again, ask, answer)
+        _, generator = self._floor()
+        work = self._run(partial(generator.answer, again, ask, answer), answer)
         await self._background.begin(key, kept, job, work)
         return json_response(queued)
 
@@ -206,17 +207,18 @@ class ResponseRoutes:
             await self._background.store(begun.id, Kept(_encode(response), items, background=True))
             return
         answer = self._background_answer(begun.id, body, response, ask, items)
-        await self._run(detached(begun.job), ask, answer)
+        _, generator = self._floor()
+        again = detached(begun.job)
+        await self._run(partial(generator.answer_admitted, again, ask, answer), answer)
 
     def _background_answer(
         self, key: str, body: ResponsesRequest, response: ResponseBody, ask: Ask, items: bytes
     ) -> ResponsesAnswer:
         return _answer(body, response, ask, partial(self._settle_in_background, key, items))
 
-    async def _run(self, request: Request, ask: Ask, answer: ResponsesAnswer) -> None:
-        _, generator = self._floor()
+    async def _run(self, give: Callable[[], Awaitable[Any]], answer: ResponsesAnswer) -> None:
         try:
-            await generator.answer(request, ask, answer)
+            await give()
         except (
             EngineGone,
             NoEngine,

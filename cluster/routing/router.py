@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -170,6 +170,12 @@ class _Engine:
             max_rows,
         )
 
+    def waiting_unreported(self, max_rows: int) -> Backlog:
+        """What waits here of what this ingress has sent, by its answers alone."""
+        sent = self.sent
+        waiting = min(sent.unanswered, max(0, sent.requests - max_rows))
+        return Backlog(own_requests=waiting, own_tokens=sent.uncomputed_tokens)
+
     def cost(self, tokens: int, block_tokens: int) -> int:
         """What a request with so many uncached prompt tokens costs here, in tokens."""
         report, sent = self.report, self.sent
@@ -262,8 +268,11 @@ class Router:
 
     def backlog(self, max_rows: int) -> Backlog:
         """What waits at all engines, each of which computes `max_rows` requests at once."""
-        waiting = [engine.waiting(max_rows) for engine in self._engines.values()]
-        return Backlog(*map(sum, zip(*waiting, strict=True))) if waiting else Backlog()
+        return _sum(engine.waiting(max_rows) for engine in self._engines.values())
+
+    def backlog_unreported(self, max_rows: int) -> Backlog:
+        """Likewise, where reports are too old to tell: what others have sent is not known."""
+        return _sum(engine.waiting_unreported(max_rows) for engine in self._engines.values())
 
     def rank_of(self, request_id: str) -> int | None:
         placed = self._placed.get(request_id)
@@ -297,6 +306,11 @@ class Router:
             equals,
             key=lambda rank: (0 if branches else -found[rank], _draw(conversation, rank)),
         )
+
+
+def _sum(backlogs: Iterable[Backlog]) -> Backlog:
+    columns = zip(*backlogs, strict=True)
+    return Backlog(*map(sum, columns))
 
 
 def _draw(key: bytes, rank: int) -> bytes:

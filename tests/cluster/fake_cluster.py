@@ -267,6 +267,7 @@ class FakeCluster:
         self.manager = FakeManager()
         self.engines: list[FakeEngine] = []
         self.ingress: Ingress
+        self.edge: EdgeServer
         self.client: httpx.AsyncClient
         self._script = script
 
@@ -276,7 +277,7 @@ class FakeCluster:
         self.ingress = Ingress(self.config, connect, self.manager)
         await self.ingress.start()
         limits = ConnectionLimits.of(self.config.serve)
-        edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5, limits)
+        self.edge = edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5, limits)
         await edge.start()
         try:
             url = f"http://127.0.0.1:{edge.port}"

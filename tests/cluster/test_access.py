@@ -87,6 +87,8 @@ def test_a_loopback_server_answers_under_its_own_names_alone(folder: Path) -> No
     assert [told_[:2] for told_ in told] == [(403, "host_not_allowed")] * 2
     *told, _ = asked(folder, ("GET", "/v1/models", {}), ("GET", "/health", evil))
     assert [status for status, _, _ in told] == [200, 200]
+    *told, _ = asked(folder, ("GET", "/v1/models", {"host": ""}))
+    assert told[0][0] == 200, "HTTP allows it, and no browser sends it"
     *told, _ = asked(folder, ("GET", "/v1/models", evil), **{"serve.host": "0.0.0.0"})
     assert told[0][0] == 200, "what the network reaches has names that it does not know"
     *told, _ = asked(folder, ("GET", "/v1/models", evil), **{"serve.allowed_hosts": ["*"]})
@@ -135,6 +137,7 @@ def test_a_users_key_is_no_operators(folder: Path, tmp_path: Path) -> None:
         ("[::1]:8000", "::1"),
         ("[::1]", "::1"),
         ("::1", "::1"),
+        ("localhost.:80", "localhost"),
     ],
 )
 def test_the_name_in_a_host(host: str, name: str) -> None:

@@ -301,6 +301,33 @@ def test_the_bound_holds_where_requests_wait():
     assert shown["refused_requests_total"] == 4.0
 
 
+def test_an_old_report_refuses_nobody_for_long():
+    """While the coordinator is away, no report comes; the engines go on."""
+
+    def scenario(cluster: ScriptedCluster) -> None:
+        cluster.join(0)
+        for count in range(6):
+            cluster.submit([count, 2, 3], 2)
+        cluster.tell()
+        cluster.tell()
+        assert refused(cluster), "two have a row, and four wait"
+        while cluster.cores[0].scheduler.has_requests:
+            cluster.step(0, 0.0)
+        cluster.now += cluster.config.cluster.heartbeat_s
+        assert refused(cluster), "the next report may be on its way"
+        cluster.now += 5 * cluster.config.cluster.heartbeat_s
+        for count in range(6):
+            assert not refused(cluster), count
+            cluster.submit([count, 2, 3], 2)
+        assert refused(cluster), "what this ingress sent still has its bound"
+        assert not cluster.llm.has_room
+        cluster.tell()
+        cluster.tell()
+        assert refused(cluster), "the engine says so too"
+
+    run(scenario, scheduler__max_rows=2, serve__max_waiting_requests=4)
+
+
 def test_tokens_that_wait_for_an_engine_count():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)

@@ -139,6 +139,10 @@ def test_all_bodies_together_are_bounded_and_room_comes_back(tmp_path: Path) -> 
             assert late.status_code == 503
             assert late.json()["error"]["code"] == "too_many_bodies"
             assert late.headers["retry-after"] == "1"
+            less = await cluster.client.post(
+                "/v1/completions", json={**body([1], 2), "user": "x" * 7500}
+            )
+            assert less.status_code == 200, "who holds less than a share is not refused for others"
             for writer in held:
                 writer.close()
             await until(lambda: reader.held_bytes == 0)

@@ -288,6 +288,36 @@ def test_many_requests_at_once_on_one_connection_are_not_parsed_to_their_end() -
     asyncio.run(ask())
 
 
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+BODIES = {
+    "short": (b"Content-Length: 5\r\n\r\n", b"hello", 5),
+    "long": (b"Content-Length: 90000\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n" * 5000, 90_000),
+    "chunked": (b"Transfer-Encoding: chunked\r\n\r\n", b"5\r\nhello\r\n0\r\n\r\n", 5),
+    "empty": (b"Content-Length: 0\r\n\r\n", b"", 0),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("apart", [False, True])
+def test_who_offers_another_protocol_is_answered_in_this_one(name: str, apart: bool) -> None:
+    """As Java's client does. Its body is a body: never the next request."""
+    framing, body, size = BODIES[name]
+
+    async def ask() -> None:
+        async with served(PATIENT) as server:
+            wire = await server.connect()
+            for _ in range(2):
+                await wire.send(POST + UPGRADE + framing + (b"" if apart else body))
+                if apart:
+                    await asyncio.sleep(0.05)
+                    await wire.send(body)
+                assert await wire.answer() == (200, size)
+            await wire.send(GET + UPGRADE + b"\r\n" + GET + b"\r\n")
+            assert [await wire.answer(), await wire.answer()] == [(200, "ok")] * 2
+
+    asyncio.run(ask())
+
+
 def test_who_takes_nothing_of_an_answer_is_cut_off() -> None:
     async def ask() -> None:
         async with served(QUICK) as server:

@@ -176,6 +176,33 @@ def test_an_ingress_that_has_met_no_engine_takes_nothing(tmp_path: Path) -> None
     asyncio.run(story())
 
 
+def test_what_was_begun_is_taken_over_though_too_many_wait(tmp_path: Path) -> None:
+    """It was admitted once, by the ingress that is gone."""
+
+    async def story() -> None:
+        full = {"scheduler.max_rows": 1, "serve.max_waiting_requests": 2}
+        async with (
+            House(tmp_path, "the fox", **full).open(steps=0) as house,
+            house.neighbour() as (_, client, _),
+        ):
+            begun = [await house.ask(background=True) for _ in range(3)]
+            begun.append(
+                await client.responses.create(model="fake", input="hello", background=True)
+            )
+            await until(lambda: len(house.engine.arrived) == 4)
+            house.door.away = True
+            await pass_lease(house)
+            house.engine.allow()
+            for one in begun:
+                done = await eventually(
+                    lambda id=one.id: client.responses.retrieve(id),
+                    lambda found: found.status not in ("queued", "in_progress"),
+                )
+                assert done.output_text == "the fox", done.error
+
+    asyncio.run(story())
+
+
 def test_an_ingress_that_was_only_stopped_changes_nothing(tmp_path: Path) -> None:
     """It comes back with its answer, after another one has taken the response over."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swell.cluster import asks
 from swell.cluster.parallel import check_children
 from swell.cluster.params import BadRequest, SamplingParams, internal_request_id
 from tests.cluster import tokenizers_for_tests
@@ -128,5 +130,39 @@ def test_a_client_that_leaves_while_its_answers_begin_takes_them_along(folder: P
             asking.cancel()
             await until(lambda: not cluster.ingress.llm._processor.request_states)
             await until(lambda: engine.arrived and not engine.requests)
+
+    asyncio.run(ask())
+
+
+def test_a_client_that_leaves_or_is_late_does_not_queue_for_its_grammar(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar may take half a second to check, and one process checks them all."""
+    compiled: list[object] = []
+    monkeypatch.setattr(asks, "compile_grammar", lambda *args: compiled.append(args))
+
+    async def ask() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            await cluster.join(0)
+            free = threading.Event()
+            grammars = cluster.ingress._offloads.grammars
+            busy = [asyncio.create_task(grammars.run(free.wait)) for _ in range(2)]
+            wish = {**body([1, 2], 2), "structured_outputs": {"choice": ["a", "b"]}}
+            try:
+                leaves = asyncio.create_task(cluster.client.post("/v1/completions", json=wish))
+                await until(lambda: grammars._pool._work_queue.qsize() == 1)
+                leaves.cancel()
+                headers = {"x-request-timeout-s": "0.05"}
+                late = asyncio.create_task(
+                    cluster.client.post("/v1/completions", json=wish, headers=headers)
+                )
+                await asyncio.wait({late}, timeout=5)
+                await until(lambda: len(cluster.edge._server.server_state.tasks) <= 1)
+            finally:
+                free.set()
+            await asyncio.gather(*busy)
+            assert (await late).status_code == 408
+            await grammars.run(len, ())
+            assert compiled == []
 
     asyncio.run(ask())
