@@ -120,10 +120,9 @@ class ManagerDeployment:
         """Accepted means written down."""
         try:
             change()
+            await asyncio.wait_for(self._manager.save(), _SAVE_S)
         except ScaleRefused as refused:
             return Change(self._manager.target, str(refused))
-        try:
-            await asyncio.wait_for(self._manager.save(), _SAVE_S)
         except Exception as error:  # it is done all the same, and written down later
             self._log.warning("not noted", error=f"{type(error).__name__}: {error}")
         return Change(self._manager.target)

@@ -382,6 +382,11 @@ class World:
         self.coordinator = FakeCoordinator(self.placement.events)
         self.placement.coordinator = self.coordinator
 
+    def configure(self, **sections: Any) -> None:
+        """The next manager has other values of keys that engines do not read."""
+        self.config = load({"model": {"path": "m"}, **sections})
+        self.manager = self.another()
+
     def another(self) -> ClusterManager:
         return ClusterManager(self.config, self.coordinator, self.placement, self.notes)
 
