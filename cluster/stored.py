@@ -15,8 +15,8 @@ the *runner*, says with every `Beat` what it still computes, and is answered wit
 A response whose runner is gone is given to the next runner that beats and takes some, with all that
 it needs to compute the same answer again (`Job`). It has one runner at a time: what an earlier one
 stores is not kept, and its next beat hears that it is to stop. What is tried for the last time is
-alone of its kind with its runner, so that it costs no other response its last attempt. All but RUNNING are final: what a
-client has read stays true, whatever is stored or beaten later.
+alone of its kind with its runner, so that it costs no other response its last attempt. All but
+RUNNING are final: what a client has read stays true, whatever is stored or beaten later.
 
 A store that was started anew knows nothing of what is computed; the next beat hears so, and the
 ingress begins it again. Time in which the store itself was away is no silence of a runner

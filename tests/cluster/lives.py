@@ -44,7 +44,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         return ready
 
 
-class _JumpingLoop(asyncio.SelectorEventLoop):
+class JumpingLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
@@ -422,7 +422,7 @@ Scenario = Callable[[World], Awaitable[None]]
 
 def run(scenario: Scenario, *, data: int = 1, **cluster: Any) -> World:
     """Runs a scenario, stops the manager, and looks that nothing was left."""
-    loop = _JumpingLoop()
+    loop = JumpingLoop()
     world = World({"parallel": {"data": data}, "cluster": cluster})
 
     async def whole() -> None:
