@@ -235,8 +235,8 @@ class ClusterManager:
         """The body of `GET /admin/cluster`."""
         try:
             self._view = await asyncio.wait_for(self._coordinator.view(), _LOOK_S)
-        except TimeoutError:
-            self._log.warning("the coordinator does not answer")
+        except Exception as error:  # it is stopped, or was lost for good and is made anew
+            self._log.warning("the coordinator does not answer", error=type(error).__name__)
         await self._fleet.refresh(self._view.reports)
         return describe(
             self._view,

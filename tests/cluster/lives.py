@@ -70,6 +70,8 @@ class FakeCoordinator:
         """How long a group takes to form."""
         self.group_fails: str | None = None
         self.silent = False
+        self.gone = False
+        """Its actor is dead for good."""
         self._lost: set[int] = set()
         self._changed = asyncio.Event()
 
@@ -80,6 +82,8 @@ class FakeCoordinator:
         self.events.append(("close", []))
 
     async def view(self) -> ClusterView:
+        if self.gone:
+            raise RuntimeError("the actor is dead")
         if self.silent:
             await asyncio.sleep(1e6)
         return ClusterView(self.roster, list(self.reports.values()), state=self.state)
