@@ -1,14 +1,17 @@
-"""What `swell serve` leaves on a Ray that is not its own: nothing. Ray and Serve are tables."""
+"""How an application ends, and that `swell serve` leaves nothing on a Ray that is not its own. Ray
+and Serve are tables."""
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray import serve
+from ray.serve.schema import ApplicationStatus
 
-from swell.cluster import launch, remains
+from swell.cluster import app, launch, remains
 from swell.cluster.names import EngineName
 from swell.cluster.notes import Notes
 from swell.configs.schema import load
@@ -50,3 +53,20 @@ def test_what_a_dead_manager_has_left_is_ended(monkeypatch, manager_lives) -> No
     with launch._application(load({"model": {"path": "m"}}), own_ray=False):
         pass
     assert (actors, groups, notes) == (set(), {"swell-other-engine-0"}, {"swell-other"})
+
+
+@pytest.mark.parametrize(
+    ("status", "ends"), [(ApplicationStatus.RUNNING, False), (ApplicationStatus.DELETING, True)]
+)
+def test_a_manager_waits_for_a_controller_that_has_just_died(monkeypatch, status, ends) -> None:
+    """What it does not know is no reason to end all engines."""
+    answers = [RuntimeError("the controller is being restarted")] * 2
+
+    def said() -> Any:
+        if answers:
+            raise answers.pop()
+        return SimpleNamespace(applications={"swell": SimpleNamespace(status=status)})
+
+    monkeypatch.setattr(serve, "status", said)
+    monkeypatch.setattr(app, "_STATUS_PAUSE_S", 0.0, raising=False)
+    assert asyncio.run(app._application_ends("swell")) is ends
