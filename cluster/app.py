@@ -47,8 +47,10 @@ _MEET_S = 60.0
 """How long an ingress looks for the manager of its own configuration: while an application is
 deployed again, that of the old one may answer."""
 _MEET_POLL_S = 0.2
-_STATUS_S = 5.0
+_STATUS_S = 10.0
 """How long Serve's controller may take to say what becomes of an application."""
+_STATUS_PAUSE_S = 0.5
+"""Before it is asked again."""
 _SAVE_S = 2.0
 """How long an answer to an operator may wait until what was asked is written down."""
 
@@ -120,10 +122,9 @@ class ManagerDeployment:
         """Accepted means written down."""
         try:
             change()
+            await asyncio.wait_for(self._manager.save(), _SAVE_S)
         except ScaleRefused as refused:
             return Change(self._manager.target, str(refused))
-        try:
-            await asyncio.wait_for(self._manager.save(), _SAVE_S)
         except Exception as error:  # it is done all the same, and written down later
             self._log.warning("not noted", error=f"{type(error).__name__}: {error}")
         return Change(self._manager.target)
@@ -184,12 +185,20 @@ async def _meet(manager: DeploymentHandle, wanted: str) -> Contact:
 
 async def _application_ends(name: str) -> bool:
     """Whether Serve deletes it; else it replaces one replica, or the whole by another version, and
-    a successor comes. If nobody can say, nobody is there who could start one."""
+    a successor comes. A controller that has just died is back after some seconds; if none can say,
+    none is there that could start one."""
+    found = None
     try:
         async with asyncio.timeout(_STATUS_S):
-            found = (await asyncio.to_thread(serve.status)).applications.get(name)
-    except Exception as error:
-        FactLogger("cluster.app").warning("no status", error=f"{type(error).__name__}: {error}")
+            while True:
+                try:
+                    found = (await asyncio.to_thread(serve.status)).applications.get(name)
+                    break
+                except Exception as error:
+                    text = f"{type(error).__name__}: {error}"
+                    FactLogger("cluster.app").warning("no status", error=text)
+                    await asyncio.sleep(_STATUS_PAUSE_S)
+    except TimeoutError:
         return True
     return found is None or found.status == ApplicationStatus.DELETING
 

@@ -9,6 +9,7 @@ was stopped is told by its silence, and killed: the rest is as above.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Awaitable
 from typing import Any
@@ -134,7 +135,8 @@ class CoordinatorHandle:
             answer.cancel()
 
     async def _end_if_silent(self) -> None:
-        """It is asked once more: the one who had to wait may have been stopped itself."""
+        """It is asked once more: the one who had to wait may have been stopped itself. Its
+        successor has as long as anybody to answer: it may be stopped, too."""
         async with self._suspected:
             try:
                 await asyncio.wait_for(
@@ -143,4 +145,6 @@ class CoordinatorHandle:
             except TimeoutError:
                 self._log.warning("coordinator is silent: killed", pid=self.pid)
                 ray.kill(self._actor, no_restart=False)
-                await self._actor.view.remote()
+                with contextlib.suppress(TimeoutError):
+                    limit_s = self._config.cluster.stall_timeout_s
+                    await asyncio.wait_for(self._actor.view.remote(), limit_s)

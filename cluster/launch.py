@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import logging
@@ -17,9 +18,10 @@ from typing import Any
 
 import httpx
 
-from swell.cluster import ray_settings
+from swell.cluster import names, ray_settings
 from swell.cluster.edge import claim_port
 from swell.cluster.preflight import check
+from swell.configs.log import FactLogger
 from swell.configs.schema import Config
 
 _APP = "swell"
@@ -121,6 +123,8 @@ def _application(config: Config, *, own_ray: bool) -> Iterator[str]:
             if own_ray:
                 serve.shutdown()
                 time.sleep(_QUIET_S)
+            else:
+                _end_remains()
 
 
 def _wait_until_deleted(config: Config) -> None:
@@ -132,6 +136,19 @@ def _wait_until_deleted(config: Config) -> None:
     deadline = time.monotonic() + shutdown_s(config) + _SERVE_S
     while _APP in serve.status().applications and time.monotonic() < deadline:
         time.sleep(_POLL_S)
+
+
+def _end_remains() -> None:
+    """Usually nothing: the manager has ended all. One that was dead when the application was
+    deleted has not, and Serve starts no other."""
+    from swell.cluster import remains
+    from swell.cluster.notes import Notes
+
+    namespace = f"swell-{_APP}"
+    ended = remains.end_all(namespace, lambda name: names.is_group(name, namespace))
+    if ended:
+        FactLogger("cluster.launch").warning("left by a dead manager: ended", names=sorted(ended))
+    asyncio.run(Notes(namespace, "").clear())
 
 
 @contextlib.contextmanager

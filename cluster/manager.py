@@ -61,7 +61,9 @@ class ClusterManager:
         self._rules = False
         self._coordinator = coordinator
         self._placement = placement
-        self._notes = NoteKeeper(notes)
+        self._notes = NoteKeeper(notes, config.parallel.data)
+        self._life = asyncio.Lock()
+        """Held while it starts, and while it stops."""
         self._wake = asyncio.Event()
         self._fleet = Fleet(
             config.cluster,
@@ -90,23 +92,25 @@ class ClusterManager:
 
     async def start(self) -> None:
         """Take over what an earlier manager left, and begin to reconcile."""
-        await self._coordinator.open()
-        kept = await self._notes.before()
-        note = await self._coordinator.take_over(self._notes.owner)
-        self._rules = True
-        self._view = await self._coordinator.view()
-        self.held = kept.held if kept.target else note.held or self._view.state == "paused"
-        self.target = kept.target or note.target or self.target
-        self._before = self.target
-        self._served = kept.served
-        await self.save()
-        newcomers = await self._fleet.adopt()
-        if not (kept.target or note.target):
-            self.target = max(self.target, len(self._fleet.staying))
-        if newcomers:
-            self._fleet.spawn(self._grow(newcomers, asked=False))
-        self._fleet.spawn(vital_task(self._reconcile_forever, "manager: reconcile"))
-        self._fleet.spawn(vital_task(self._follow_forever, "manager: follow"))
+        async with self._life:
+            await self._coordinator.open()
+            kept = await self._notes.before()
+            note = await self._coordinator.take_over(self._notes.owner)
+            self._rules = True
+            self._view = await self._coordinator.view()
+            self.held = kept.held if kept.target else note.held or self._view.state == "paused"
+            low, high = self.config.cluster.min_engines, self.config.cluster.max_engines
+            self.target = min(max(low, kept.target or note.target or self.target), high)
+            self._before = self.target
+            self._served = kept.served
+            await self.save()
+            newcomers = await self._fleet.adopt()
+            if not (kept.target or note.target):
+                self.target = min(max(self.target, len(self._fleet.staying)), high)
+            if newcomers:
+                self._fleet.spawn(self._grow(newcomers, asked=False))
+            self._fleet.spawn(vital_task(self._reconcile_forever, "manager: reconcile"))
+            self._fleet.spawn(vital_task(self._follow_forever, "manager: follow"))
 
     async def leave(self) -> None:
         """Do nothing more: a successor takes over."""
@@ -114,24 +118,25 @@ class ClusterManager:
 
     async def stop(self) -> None:
         """Let the engines finish what they have, then end them and the coordinator; unless
-        another manager has taken over.
+        another manager has taken over. What `start` is just taking over is ended, too.
 
         Serve stops the ingresses at the same time: they take nothing new and finish their streams.
         """
-        await self._fleet.rest()
-        if not (self._rules and await self._notes.rules()):
-            return
-        try:
-            await self._fleet.wait_idle(
-                list(self._fleet.engines), self.config.cluster.drain_timeout_s
-            )
-        except Exception as error:  # whatever cannot be asked is ended all the same
-            self._log.warning("not drained", error=f"{type(error).__name__}: {error}")
-        if not await self._notes.rules():
-            return
-        await self._placement.close(self._fleet.handles)
-        await self._coordinator.close()
-        await self._notes.clear()
+        async with self._life:
+            await self._fleet.rest()
+            if not (self._rules and await self._notes.rules()):
+                return
+            try:
+                await self._fleet.wait_idle(
+                    list(self._fleet.engines), self.config.cluster.drain_timeout_s
+                )
+            except Exception as error:  # whatever cannot be asked is ended all the same
+                self._log.warning("not drained", error=f"{type(error).__name__}: {error}")
+            if not await self._notes.rules():
+                return
+            await self._placement.close(self._fleet.handles)
+            await self._coordinator.close()
+            await self._notes.clear()
 
     @property
     def phase(self) -> str:
@@ -218,8 +223,10 @@ class ClusterManager:
         await self._coordinator.release()
 
     async def save(self) -> None:
-        """Returns when what was asked last outlives this manager."""
-        await self._notes.save(self._wanted())
+        """Returns when what was asked last outlives this manager. Raises ScaleRefused if another
+        one has taken over: it will not happen."""
+        if not await self._notes.save(self._wanted()):
+            raise ScaleRefused("another manager has taken over meanwhile: ask again")
 
     def _wanted(self) -> ClusterNote:
         return self._notes.note(self.target, self.held, self._served)
@@ -228,8 +235,8 @@ class ClusterManager:
         """The body of `GET /admin/cluster`."""
         try:
             self._view = await asyncio.wait_for(self._coordinator.view(), _LOOK_S)
-        except TimeoutError:
-            self._log.warning("the coordinator does not answer")
+        except Exception as error:  # it is stopped, or was lost for good and is made anew
+            self._log.warning("the coordinator does not answer", error=type(error).__name__)
         await self._fleet.refresh(self._view.reports)
         return describe(
             self._view,

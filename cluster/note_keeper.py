@@ -6,6 +6,8 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
+import msgspec
+
 from swell.cluster.notes import ClusterNote, Notes
 from swell.configs.log import FactLogger
 
@@ -16,9 +18,11 @@ _PAUSE_S = 1.0
 class NoteKeeper:
     """All methods run in one event loop."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Notes, data: int) -> None:
+        """`data`: `parallel.data`."""
         self.owner = secrets.token_hex(8)
         self._notes = notes
+        self._data = data
         self._noted = ClusterNote()
         """What is written down."""
         self._taken = False
@@ -27,10 +31,13 @@ class NoteKeeper:
         self._log = FactLogger("cluster.notes")
 
     async def before(self) -> ClusterNote:
-        """What the manager before has left: nothing, if its configuration was another one."""
+        """What the manager before has left: nothing, if its configuration was another one. Another
+        `parallel.data` is a new target: it was asked for last."""
         kept = await self._notes.read()
-        mine = kept.identity == self._notes.identity
-        return kept if mine else ClusterNote()
+        if kept.identity != self._notes.identity:
+            return ClusterNote()
+        same = kept.data in (0, self._data)
+        return kept if same else msgspec.structs.replace(kept, target=self._data)
 
     async def rules(self) -> bool:
         """Whether no other manager has taken over. If nobody answers, none can have."""
@@ -41,18 +48,17 @@ class NoteKeeper:
             return True
 
     def note(self, target: int, held: bool, served: bool) -> ClusterNote:
-        return ClusterNote(self.owner, self._notes.identity, target, held, served)
+        return ClusterNote(self.owner, self._notes.identity, target, held, served, self._data)
 
     async def save(self, note: ClusterNote) -> bool:
         """Returns when this outlives the manager. The first time takes over from another one;
         afterwards a manager that rules no more writes nothing, and hears False."""
         async with self._writing:
-            if note == self._noted:
-                return True
             if self._taken and not await self.rules():
                 return False
-            await self._notes.write(note)
-            self._noted, self._taken = note, True
+            if note != self._noted:
+                await self._notes.write(note)
+                self._noted, self._taken = note, True
             return True
 
     async def keep(self, wanted: Callable[[], ClusterNote]) -> None:

@@ -37,6 +37,8 @@ class ClusterNote(msgspec.Struct, frozen=True):
     """An operator wants a pause."""
     served: bool = False
     """The cluster was up once."""
+    data: int = 0
+    """`parallel.data` of the configuration; 0: not said."""
 
 
 class Notes:

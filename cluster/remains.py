@@ -53,3 +53,14 @@ def destroy(actor: Any, group: Any) -> None:
         ray.kill(actor)
     if group is not None:
         remove_placement_group(group)
+
+
+def end_all(namespace: str, is_ours: Callable[[str], bool]) -> set[str]:
+    """End every actor of the namespace and every such placement group. Returns their names."""
+    actors, groups = actor_names(namespace), group_ids(is_ours)
+    for name in actors:
+        destroy(find_actor(name, namespace), None)
+    for ids in groups.values():
+        for group_id in ids:
+            destroy(None, group(group_id))
+    return actors | set(groups)

@@ -14,8 +14,9 @@ the *runner*, says with every `Beat` what it still computes, and is answered wit
 
 A response whose runner is gone is given to the next runner that beats and takes some, with all that
 it needs to compute the same answer again (`Job`). It has one runner at a time: what an earlier one
-stores is not kept, and its next beat hears that it is to stop. All but RUNNING are final: what a
-client has read stays true, whatever is stored or beaten later.
+stores is not kept, and its next beat hears that it is to stop. What is tried for the last time is
+alone of its kind with its runner, so that it costs no other response its last attempt. All but
+RUNNING are final: what a client has read stays true, whatever is stored or beaten later.
 
 A store that was started anew knows nothing of what is computed; the next beat hears so, and the
 ingress begins it again. Time in which the store itself was away is no silence of a runner
@@ -165,6 +166,11 @@ class _Run(_Entry):
     lost_runners: int
 
     @property
+    def is_last_attempt(self) -> bool:
+        """A runner computes one of these at a time: another one may be what ends it."""
+        return self.lost_runners == MAX_LOST_RUNNERS - 1
+
+    @property
     def size_bytes(self) -> int:
         return self.kept.size_bytes + (self.job.size_bytes if self.job else 0)
 
@@ -218,7 +224,7 @@ class StoredResponses:
                 return self._delete(id, now_s)
 
     def _store(self, id: str, kept: Kept, runner: str, now_s: float) -> bool:
-        if self._unwanted.pop(id, None) is not None or id in self._final:
+        if id in self._unwanted or id in self._final:
             return False
         run = self._running.get(id)
         if run is not None and runner and run.runner not in ("", runner):
@@ -269,15 +275,18 @@ class StoredResponses:
 
     def _take(self, beat: Beat, orders: Orders) -> None:
         """Give what waits for a runner to the one that beats."""
+        runs = self._running.values()
+        last = any(run.is_last_attempt for run in runs if run.runner == beat.runner)
         size_bytes = 0
         for id, run in self._running.items():
-            if run.runner or run.job is None:
+            if run.runner or run.job is None or (last and run.is_last_attempt):
                 continue
             size_bytes += run.size_bytes
             full = orders.taken and size_bytes > _MAX_TAKEN_BYTES
             if full or len(orders.taken) >= beat.takes:
                 return
             run.runner, run.heard_s = beat.runner, self._listened_s
+            last = last or run.is_last_attempt
             orders.taken.append(Begin(id, run.kept, beat.runner, run.job, run.lost_runners))
 
     def _find(self, id: str) -> Found | None:

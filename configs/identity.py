@@ -12,11 +12,12 @@ _DIGITS = 12
 _NOT_OF_ENGINES: dict[str, tuple[str, ...]] = {
     "model": ("name",),
     "parallel": ("data",),
-    "cluster": ("min_engines", "max_engines", "drain_timeout_s"),
+    "cluster": ("max_engines", "drain_timeout_s"),
 }
-"""Keys that no engine, worker or coordinator reads: they may change while engines stay. So may the
+"""Keys that may change while engines stay: no engine, worker or coordinator reads them, but for
+`parallel.data`, by which an engine shares out the cores of its machine as it starts. So may the
 whole section `serve`. What is not listed counts, so that a new key is safe before it is thought
-about."""
+about: `cluster.min_engines` does, workers reserve memory for as many experts as it leaves them."""
 
 
 def identity(config: Config) -> str:

@@ -44,7 +44,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         return ready
 
 
-class _JumpingLoop(asyncio.SelectorEventLoop):
+class JumpingLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
@@ -70,6 +70,8 @@ class FakeCoordinator:
         """How long a group takes to form."""
         self.group_fails: str | None = None
         self.silent = False
+        self.gone = False
+        """Its actor is dead for good."""
         self._lost: set[int] = set()
         self._changed = asyncio.Event()
 
@@ -80,6 +82,8 @@ class FakeCoordinator:
         self.events.append(("close", []))
 
     async def view(self) -> ClusterView:
+        if self.gone:
+            raise RuntimeError("the actor is dead")
         if self.silent:
             await asyncio.sleep(1e6)
         return ClusterView(self.roster, list(self.reports.values()), state=self.state)
@@ -382,6 +386,11 @@ class World:
         self.coordinator = FakeCoordinator(self.placement.events)
         self.placement.coordinator = self.coordinator
 
+    def configure(self, **sections: Any) -> None:
+        """The next manager has other values of keys that engines do not read."""
+        self.config = load({"model": {"path": "m"}, **sections})
+        self.manager = self.another()
+
     def another(self) -> ClusterManager:
         return ClusterManager(self.config, self.coordinator, self.placement, self.notes)
 
@@ -417,7 +426,7 @@ Scenario = Callable[[World], Awaitable[None]]
 
 def run(scenario: Scenario, *, data: int = 1, **cluster: Any) -> World:
     """Runs a scenario, stops the manager, and looks that nothing was left."""
-    loop = _JumpingLoop()
+    loop = JumpingLoop()
     world = World({"parallel": {"data": data}, "cluster": cluster})
 
     async def whole() -> None:

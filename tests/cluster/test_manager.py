@@ -241,13 +241,14 @@ def test_describe_says_when_the_cluster_changes() -> None:
     run(scenario, data=2)
 
 
-def test_describe_tells_what_was_known_while_the_coordinator_is_silent() -> None:
+@pytest.mark.parametrize("trouble", ["silent", "gone"])
+def test_describe_tells_what_was_known_while_the_coordinator_is_away(trouble) -> None:
     async def scenario(world: World) -> None:
         await world.start()
         before = await world.manager.describe()
-        world.coordinator.silent = True
+        setattr(world.coordinator, trouble, True)
         assert await world.manager.describe() == before
-        world.coordinator.silent = False
+        setattr(world.coordinator, trouble, False)
 
     run(scenario, data=2)
 

@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
-from swell.cluster.notes import ClusterNote
 from swell.coordinator import roster
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, Roster
-from tests.cluster.lives import START_S, FakeNotes, World, busy, run, transient
+from tests.cluster.lives import START_S, World, busy, run, transient
 
 # -------------------------------------------------------------------------------- managers
 
@@ -204,62 +203,6 @@ def test_notes_that_cannot_be_read_stop_nothing() -> None:
         world.notes.away = False
         await world.manager.save()
         assert world.notes.page[0].target == 2
-
-    run(scenario)
-
-
-# -------------------------------------------------------------------------------- redeployed
-
-
-def test_engines_of_another_configuration_are_replaced() -> None:
-    """The new manager comes before the old one has gone, and another size was asked of that one."""
-
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.manager.scale(3)
-        await world.settle()
-        old, engines = world.manager, set(world.placement.processes)
-        world.redeploy("another", data=2)
-        world.manager = world.another()
-        await world.start()
-        assert not engines & set(world.placement.processes) and world.active == [0, 1]
-        assert world.manager.target == 2, "what was asked of the other configuration is void"
-        await old.stop()
-        assert world.active == [0, 1]
-
-    run(scenario)
-
-
-def test_an_old_manager_starts_nothing_beside_the_new_one() -> None:
-    """It sees its engines die as the other one ends them; it cannot hear of that from its
-    coordinator, which was ended too."""
-
-    async def scenario(world: World) -> None:
-        await world.start()
-        old, engine = world.manager, world.placement.alive[0]
-        await FakeNotes("another", world.notes.page).write(ClusterNote("other", "another", 1))
-        world.placement.die(0)
-        await asyncio.sleep(100)
-        assert world.placement.did("start") == [[0]]
-        await old.stop()
-        assert ("close", []) not in world.placement.events
-        assert (await world.notes.read()).owner == "other"
-        await world.placement.end(engine)
-
-    run(scenario)
-
-
-def test_a_manager_that_another_follows_while_it_drains_ends_nothing() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.coordinator.reports[0] = busy(0)
-        stopping = asyncio.create_task(world.manager.stop())
-        await asyncio.sleep(5)
-        world.manager = world.another()
-        await world.manager.start()
-        await stopping
-        assert world.active == [0] and ("close", []) not in world.placement.events
-        world.coordinator.reports.clear()
 
     run(scenario)
 

@@ -135,8 +135,6 @@ class PlainStore:
         before = self.named(row.id)
         if before is None:
             return self.put(row)
-        if before.deleted:
-            self.rows.remove(before)
         if before.deleted or before.fate is not Fate.RUNNING:
             return False
         if row.runner and before.runner not in ("", row.runner):
@@ -166,6 +164,10 @@ class PlainStore:
         """In the order in which they were begun, which is that of the rows that run."""
         for row in self.rows:
             waits = row.fate is Fate.RUNNING and not row.runner and not row.deleted
+            if row.losses == MAX_LOST_RUNNERS - 1:
+                mine = [other for other in self.rows if other.runner == runner]
+                runs = [o for o in mine if o.fate is Fate.RUNNING and not o.deleted]
+                waits = waits and all(other.losses < row.losses for other in runs)
             if waits and row.job is not None and len(orders.taken) < takes:
                 row.runner, row.heard_s = runner, self.listened_s
                 orders.taken.append(Begin(row.id, row.kept, runner, row.job, row.losses))
@@ -315,6 +317,40 @@ def test_what_has_cost_many_runners_is_given_up() -> None:
     now_s = pass_by(store, now_s, now_s + LEASE_S + 1)
     assert fate(store, now_s) is Fate.LOST
     assert store.size_bytes == 10, "what was needed to compute it is gone"
+
+
+def test_what_is_lost_with_what_ends_its_runners_is_computed_after_all() -> None:
+    """One of these ends every ingress that computes it. The last time, each is alone with its
+    runner, so the others do not go with it."""
+    store, now_s = StoredResponses(9, LIMIT_BYTES, LIMIT_S * 99), 0.0
+    for id in ("a", "poison", "b"):
+        assert store.handle(Begin(id, kept(2, True), "r0", JOB), now_s) is True
+    for runner in range(1, 9):
+        now_s = pass_by(store, now_s, now_s + LEASE_S + 1)
+        while fate(store, now_s, "poison") is Fate.RUNNING:
+            orders = store.handle(Beat(f"r{runner}", [], takes=8), now_s)
+            assert isinstance(orders, Orders)
+            taken = [begin.id for begin in orders.taken]
+            if "poison" in taken or not taken:
+                break
+            for id in taken:
+                assert store.handle(Store(id, kept(2, True), f"r{runner}"), now_s) is True
+    fates = [fate(store, now_s, id) for id in ("a", "poison")]
+    assert fates == [Fate.DONE, Fate.LOST]
+    orders = store.handle(Beat("last", [], takes=8), now_s)
+    assert isinstance(orders, Orders) and [begin.id for begin in orders.taken] == ["b"]
+
+
+def test_what_was_deleted_stays_so_whichever_runner_stores_it() -> None:
+    """The first one was stopped, and another one has taken it over."""
+    store = StoredResponses(LIMIT, LIMIT_BYTES, LIMIT_S)
+    store.handle(Begin("a", kept(10, True), "one", JOB), 0.0)
+    now_s = pass_by(store, 0.0, LEASE_S + 1)
+    store.handle(Beat("two", [], takes=1), now_s)
+    assert isinstance(store.handle(Delete("a"), now_s), Found)
+    for runner in ("one", "two", "two"):
+        assert store.handle(Store("a", kept(20, True), runner), now_s) is False
+    assert store.handle(Read("a"), now_s) is None
 
 
 def test_what_nobody_takes_is_given_up_in_the_end() -> None:

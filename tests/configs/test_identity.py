@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import msgspec
 import pytest
 
+from swell.configs import identity as module
 from swell.configs.identity import identity
 from swell.configs.schema import Config, load
 
@@ -45,7 +49,7 @@ def test_what_an_engine_is_built_from_makes_another(key: str) -> None:
 def test_the_whole_configuration_counts_but_for_what_is_named() -> None:
     """A key that is added counts until somebody says that it does not."""
     free = {"model.name", "parallel.data"}
-    free |= {f"cluster.{key}" for key in ("min_engines", "max_engines", "drain_timeout_s")}
+    free |= {f"cluster.{key}" for key in ("max_engines", "drain_timeout_s")}
     config = base()
     for section in ("model", "parallel", "cache", "scheduler", "cluster"):
         part = getattr(config, section)
@@ -54,3 +58,17 @@ def test_the_whole_configuration_counts_but_for_what_is_named() -> None:
             other = msgspec.structs.replace(config, **{section: changed})
             same = identity(other) == identity(config)
             assert same == (f"{section}.{key}" in free), f"{section}.{key}"
+
+
+def test_what_does_not_count_is_read_by_no_engine_worker_or_coordinator() -> None:
+    """An engine that is adopted was built from the value before."""
+    root = Path(module.__file__).parents[1]
+    keys = [key for part in module._NOT_OF_ENGINES.values() for key in part] + ["serve"]
+    reads = re.compile(rf"config\.(?:\w+\.)?({'|'.join(keys)})\b")
+    found = {
+        (path.relative_to(root).as_posix(), match[1])
+        for folder in ("engine", "worker", "coordinator", "kernels")
+        for path in (root / folder).rglob("*.py")
+        for match in reads.finditer(path.read_text())
+    }
+    assert found == {("engine/actor.py", "data")}, "the number of cores for each worker"
