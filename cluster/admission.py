@@ -120,13 +120,10 @@ class Admission:
     def observe(self, view: ClusterView, now: float) -> None:
         self._rate.observe(view, now)
 
-    def has_room(self, backlog: Backlog) -> bool:
-        """Whether one more request may wait; nothing is counted as refused."""
-        return not any(self._bounds_reached(backlog))
-
     def check(self, backlog: Backlog, now: float) -> None:
         """Raises TooManyWaiting if one more request may not wait."""
-        over_requests, over_tokens = self._bounds_reached(backlog)
+        over_requests = self._over(self._max_requests, backlog.requests, backlog.own_requests)
+        over_tokens = self._over(self._max_tokens, backlog.tokens, backlog.own_tokens)
         if not over_requests and not over_tokens:
             return
         retry_s = self._retry_s(over_requests, over_tokens, now)
@@ -141,13 +138,6 @@ class Admission:
             f"{retry_s} s",
             code,
             retry_s,
-        )
-
-    def _bounds_reached(self, backlog: Backlog) -> tuple[int, int]:
-        """How many requests, and how many tokens, have to begin before another one may wait."""
-        return (
-            self._over(self._max_requests, backlog.requests, backlog.own_requests),
-            self._over(self._max_tokens, backlog.tokens, backlog.own_tokens),
         )
 
     def _over(self, limit: int, reported: int, own: int) -> int:

@@ -118,11 +118,6 @@ class AsyncLLM:
         except TimeoutError:
             self._log.warning("the coordinator is silent")
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another request may wait."""
-        return self._admission.has_room(self._backlog())
-
     def check_room(self) -> None:
         """Raises TooManyWaiting if another request may not wait (see `admission.py`). Those that
         have an engine already, or had one, may."""

@@ -84,7 +84,7 @@ class Ingress:
             self._generation_body,
             lambda: (self._asks, self._generator),
             self._offloads.bodies,
-            lambda: self.llm.met_engine and self.llm.has_room,
+            lambda: self.llm.met_engine,
         )
         self.llm: AsyncLLM
         self.app = Starlette(
