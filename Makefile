@@ -45,7 +45,7 @@ $(JUDGES)/.installed: tests/judges/requirements.txt
 zoo: setup
 	$(BIN)/python -m tests.zoo --splits --page docs/models.md
 
-# Every fault in every moment, under load: about an hour on two cores; rewrites the tables of the page.
+# Every fault in every moment, under load: 312 cells, some hours on two cores; rewrites the tables of the page.
 fault-matrix: setup
 	$(BIN)/python -m swell.cluster.faults --markdown docs/reliability.md
 

@@ -54,7 +54,7 @@ def is_group(text: str, namespace: str) -> bool:
 
 
 def engine_tag(identity: str, coordinator: str) -> str:
-    """Of engines with this configuration that speak to the coordinator at this address."""
+    """Of engines with this configuration that speak to the coordinator with this public key."""
     return hashlib.sha256(f"{identity} {coordinator}".encode()).hexdigest()[:_TAG_DIGITS]
 
 

@@ -64,7 +64,8 @@ class ModelConfig(Section, frozen=True):
 
 class ParallelConfig(Section, frozen=True):
     data: Positive = 1
-    """Engines at start."""
+    """Engines at start. An application that is deployed again with another number has a new
+    target."""
     tensor: Positive = 1
     """Workers that split each layer of one engine."""
     pipeline: Positive = 1
@@ -112,8 +113,8 @@ class ServeConfig(Section, frozen=True):
     """Port of Ray Serve's own proxy beside ours; 0: no proxy (with `swell serve`)."""
     ingress_replicas: Positive = 1
     api_keys_file: str | None = None
-    """One key a line; requests must carry one of them as a bearer token. Keys of operators stand in
-    `admin_keys_file`."""
+    """One key a line; requests for answers must show one of them, as `authorization: Bearer KEY` or
+    `x-api-key: KEY`. Keys of operators stand in `admin_keys_file`."""
     admin_keys_file: str | None = None
     """Keys of the admin API; None: it is open where `api_keys_file` is None too, and refused where
     that is set: a user's key is no operator's."""
@@ -126,7 +127,7 @@ class ServeConfig(Section, frozen=True):
     its own to the engines: so many are several full batches, and take 0.1 s to submit."""
     max_connections: Positive = 16_384
     """Connections to one ingress at once; more are refused with a 503. An idle one takes some
-    20 KB, and a file descriptor."""
+    20 KB, and a file descriptor: where the process may have fewer of these, fewer are taken."""
     head_timeout_s: Seconds = 10.0
     """From a connection's start, or the first byte of a further request, to the end of its
     headers; then the connection is closed with a 408."""
@@ -135,9 +136,10 @@ class ServeConfig(Section, frozen=True):
     answer; a body also needs 1 KiB/s on average."""
     allowed_hosts: list[str] = []
     """Names under which clients reach the server, as in the header `Host`, without port; `*` allows
-    all. Addresses, `localhost` and the machine's own name are always allowed. Names that are not
-    listed are refused by the admin API, and by all routes where `serve.host` is a loopback address
-    or names are listed: a page in a browser may give its own name the server's address."""
+    all. Addresses, `localhost`, `host` and the machine's own name are always allowed. Names that
+    are not listed are refused by the admin API, and where `host` is a loopback address or names are
+    listed also by all other routes but probes, `/metrics` and `/openapi.json`: a page in a browser
+    may give its own name the server's address."""
     allowed_origins: list[str] = []
     """Origins whose pages may use the admin API, as `https://ops.example`; `*` allows all. Pages of
     the server itself and of loopback addresses may always."""
@@ -177,7 +179,8 @@ class ClusterConfig(Section, frozen=True):
     stall_timeout_s: Seconds = 30.0
     """Work without progress for this long means that a process has stopped."""
     start_timeout_s: Seconds = 600.0
-    """An engine that is not ready after this long has failed to start."""
+    """An engine that is not ready after this long has failed to start; a request whose engine was
+    lost waits as long for another one."""
     drain_timeout_s: Annotated[float, Meta(gt=0, le=MAX_DRAIN_S)] = 30.0
     """A leaving engine may finish its requests for this long; at most four hours, so that every
     drain ends."""
