@@ -1,6 +1,6 @@
 """Many requests at once, and whether `/health` answers meanwhile.
 
-    python -m swell.benchmarks.flood URL [--requests 10000] [--stream] [--json FILE]
+    python -m swell.benchmarks.flood URL [--requests 10000] [--timeout-s S] [--json FILE]
 
 Every request has a connection of its own, opened as fast as this process can. `/health` is asked
 again and again on fresh connections, as a supervisor does. Told are the answers by status, how long
