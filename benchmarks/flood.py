@@ -34,7 +34,8 @@ class Flood:
     def __init__(self, url: str, body: bytes, timeout_s: float | None = None) -> None:
         parts = urlsplit(url)
         self._place = (parts.hostname or "127.0.0.1", parts.port or 80)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\n"
+        head += f"Host: {parts.netloc}\r\nConnection: close\r\n"
         if timeout_s is not None:
             head += f"x-request-timeout-s: {timeout_s}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

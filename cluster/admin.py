@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,8 @@ from swell.configs.schema import ServeConfig
 
 _CALL_S = 10.0
 """How long an engine may take to answer a call: it answers between steps."""
+_MANAGER_S = 30.0
+"""How long the manager may take: longer than Serve needs to replace it."""
 _BODY_BYTES = 64 * 1024
 """The longest body of a request."""
 
@@ -79,7 +82,7 @@ class AdminRoutes:
         return run
 
     async def _cluster(self, request: Request) -> Response:
-        return json_response(await self._manager.describe.remote())
+        return json_response(await self._ask_manager("describe"))
 
     async def _idle(self, request: Request) -> Response:
         """Ask every engine whether all its slots and blocks are free: the conservation check."""
@@ -95,19 +98,35 @@ class AdminRoutes:
 
     async def _scale(self, request: Request) -> Response:
         body = decode(await read_short_body(request, _BODY_BYTES), ScaleRequest)
-        return _accepted(await self._manager.scale.remote(body.engines, body.drain_timeout_s))
+        return _accepted(await self._ask_manager("scale", body.engines, body.drain_timeout_s))
 
     async def _drain(self, request: Request) -> Response:
         body = decode(await read_short_body(request, _BODY_BYTES), DrainRequest)
-        return _accepted(await self._manager.drain.remote(body.rank))
+        return _accepted(await self._ask_manager("drain", body.rank))
 
     async def _pause(self, request: Request) -> Response:
         await _nothing(request)
-        return _accepted(await self._manager.pause.remote())
+        return _accepted(await self._ask_manager("pause"))
 
     async def _resume(self, request: Request) -> Response:
         await _nothing(request)
-        return _accepted(await self._manager.resume.remote())
+        return _accepted(await self._ask_manager("resume"))
+
+    async def _ask_manager(self, method: str, *args: object) -> Any:
+        """Raises HTTPError 503 where it gives no answer: Serve may be replacing it."""
+        try:
+            async with asyncio.timeout(_MANAGER_S):
+                return await getattr(self._manager, method).remote(*args)
+        except Exception as error:  # whatever keeps it from answering
+            reason = f"within {_MANAGER_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+            raise HTTPError(
+                503,
+                f"the manager did not answer: {reason}; it may be restarting. What was asked may "
+                "have been taken all the same: see GET /admin/cluster, and try again",
+                "no_manager",
+                "server_error",
+                {"retry-after": "1"},
+            ) from None
 
 
 async def _nothing(request: Request) -> None:

@@ -47,7 +47,7 @@ from swell.cluster.openai.base import RequestBody
 from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.completions import CompletionRequest
 from swell.cluster.openapi import openapi_document
-from swell.cluster.pacing import PacedStart
+from swell.cluster.pacing import ARRIVED_S, PacedStart
 from swell.cluster.params import BadRequest
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer, read_template
 from swell.cluster.responses import ResponseRoutes
@@ -184,8 +184,8 @@ class Ingress:
         self._users.check(request)
         if self.llm.met_engine:
             self.llm.check_room()
-        now_s = asyncio.get_running_loop().time()
-        request.state.deadline = deadline_of(request.headers.get(TIMEOUT), now_s)
+        came_s = request.scope[ARRIVED_S]
+        request.state.deadline = deadline_of(request.headers.get(TIMEOUT), came_s)
         return await self._body(request, kind)
 
     async def _body(self, request: Request, kind: type[Any]) -> Any:

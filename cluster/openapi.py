@@ -208,7 +208,11 @@ OPERATIONS = (
         errors=_KEY_ERRORS,
     ),
     Operation(
-        "get", "/admin/cluster", "The cluster's state.", admin.ClusterState, errors=_KEY_ERRORS
+        "get",
+        "/admin/cluster",
+        "The cluster's state.",
+        admin.ClusterState,
+        errors=(*_KEY_ERRORS, 503),
     ),
     Operation(
         "post",
@@ -216,7 +220,7 @@ OPERATIONS = (
         "Grow or shrink to a number of engines.",
         admin.Accepted,
         admin.ScaleRequest,
-        errors=_BODY_ERRORS,
+        errors=(*_BODY_ERRORS, 503),
         status=202,
     ),
     Operation(
@@ -225,7 +229,7 @@ OPERATIONS = (
         "Take one engine out when it has finished.",
         admin.Accepted,
         admin.DrainRequest,
-        errors=_BODY_ERRORS,
+        errors=(*_BODY_ERRORS, 503),
         status=202,
     ),
     Operation(
@@ -234,7 +238,7 @@ OPERATIONS = (
         "Let all engines stop; requests wait in them.",
         admin.Accepted,
         admin.SwitchRequest,
-        errors=_BODY_ERRORS,
+        errors=(*_BODY_ERRORS, 503),
         status=202,
     ),
     Operation(
@@ -243,7 +247,7 @@ OPERATIONS = (
         "Let all engines go on.",
         admin.Accepted,
         admin.SwitchRequest,
-        errors=_BODY_ERRORS,
+        errors=(*_BODY_ERRORS, 503),
         status=202,
     ),
 )

@@ -16,6 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 PER_TURN = 2
 """Some milliseconds of work, were each of them to submit a prompt of a few thousand tokens."""
+ARRIVED_S = "swell.arrived_s"
+"""Key of the ASGI scope: when the request came, on the clock of the event loop."""
 AT_ONCE = ("/health", "/ready", "/metrics", "/admin/")
 
 
@@ -30,6 +32,8 @@ class PacedStart:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope[ARRIVED_S] = asyncio.get_running_loop().time()
         if scope["type"] == "http" and not scope["path"].startswith(AT_ONCE):
             await self._turn()
         await self._app(scope, receive, send)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.pacing import PER_TURN, PacedStart
+from swell.cluster.pacing import ARRIVED_S, PER_TURN, PacedStart
 
 
 class Handlers:
@@ -27,9 +27,10 @@ class Handlers:
         if self.left:
             asyncio.get_running_loop().call_soon(self.tick)
 
-    async def run(self, *paths: str, later: tuple[str, ...] = ()) -> None:
-        """`later`: they come when the first half of the others has begun."""
-        app = PacedStart(self)
+    async def run(self, *paths: str, later: tuple[str, ...] = (), to: Any = None) -> None:
+        """`later`: they come when the first half of the others has begun. `to`: who handles them,
+        if not this."""
+        app = PacedStart(to or self)
         self.left = len(paths)
         self.tick()
         tasks = [asyncio.ensure_future(self._call(app, path)) for path in paths]
@@ -96,3 +97,24 @@ def test_alone_nobody_waits():
             call.send(None)
 
     asyncio.run(run())
+
+
+def test_a_request_came_before_it_waited_for_its_turn() -> None:
+    """So that its time limit runs meanwhile. The clock is the number of the turn."""
+    handlers = Handlers()
+    came: list[float] = []
+    begin = handlers.__call__
+
+    async def handler(scope: Any, receive: Any, send: Any) -> None:
+        came.append(scope[ARRIVED_S])
+        await begin(scope, receive, send)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.time = lambda: float(handlers.turn)  # type: ignore[method-assign]
+        await handlers.run(*ANSWERS[: 4 * PER_TURN], to=handler)
+
+    asyncio.run(run())
+    begun = [turn for _, turn in handlers.begun]
+    assert begun[-1] - begun[0] >= 3, "the last one waited"
+    assert max(came) == min(came) <= begun[0]

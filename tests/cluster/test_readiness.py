@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swell.cluster import admin
 from swell.cluster.backoff import MAX_DEATHS
 from swell.cluster.link import EngineId, Tally
 from swell.cluster.outputs import RequestOutputKind
@@ -173,6 +175,33 @@ def test_the_probe_over_http(folder: Path) -> None:
             )
             answer = await probe("/ready")
             assert (answer.status_code, answer.json()["coordinator"]) == (200, "silent")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["gone", "silent"])
+def test_a_manager_that_gives_no_answer_is_a_503(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    monkeypatch.setattr(admin, "_MANAGER_S", 0.05)
+
+    async def no_answer(*_: object) -> None:
+        if silent:
+            await asyncio.sleep(600)
+        raise ConnectionError("the replica has died")
+
+    async def run() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            for name in ("describe", "scale", "pause"):
+                vars(cluster.manager)[name] = SimpleNamespace(remote=no_answer)
+            client = cluster.client
+            for answer in (
+                await client.get("/admin/cluster"),
+                await client.post("/admin/scale", json={"engines": 2}),
+                await client.post("/admin/pause", json={}),
+            ):
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "no_manager"
 
     asyncio.run(run())
 
