@@ -1,6 +1,6 @@
 """Takes connections from a listening socket, many in a turn of the event loop.
 
-uvloop takes one a turn. A busy ingress has turns of several milliseconds, so whoever connects would
+uvloop takes one a turn. A busy ingress has turns of several milliseconds, so a new client would
 wait behind all who came before at some hundred a second, and a probe of `/health` as long. What a
 connection then asks for begins a few at a time (`pacing.py`).
 """

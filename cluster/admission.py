@@ -18,9 +18,9 @@ Then an ingress counts what it has sent itself and has no token of, against its 
 
 What was admitted once is never refused later, wherever it has to go on.
 
-Who is refused is told when to come back: when the queue will have room, at the rate of the last
-seconds, and behind those who were told before. Otherwise all would come back at once, and all but
-one would be refused again.
+A refused client learns when to come back: when the queue will have room, at the rate of the last
+seconds, and behind those that were refused before it. Otherwise all would come back at once, and
+all but one would be refused again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StartRate:
 
     def __init__(self) -> None:
         self._engines: dict[tuple[int, int], tuple[int, int]] = {}
-        """What each has told last, by rank and incarnation."""
+        """What each has reported last, by rank and incarnation."""
         self._requests = self._tokens = 0
         self._samples: deque[tuple[float, int, int]] = deque()
         """When, and the sums until then. The first is as old as the window, or the only one."""
@@ -83,11 +83,11 @@ class StartRate:
         engines: dict[tuple[int, int], tuple[int, int]] = {}
         for report in view.reports:
             key = (report.rank, report.incarnation)
-            told = (report.started_requests, report.started_tokens)
-            before = self._engines.get(key, told)
-            self._requests += max(0, told[0] - before[0])
-            self._tokens += max(0, told[1] - before[1])
-            engines[key] = told
+            started = (report.started_requests, report.started_tokens)
+            before = self._engines.get(key, started)
+            self._requests += max(0, started[0] - before[0])
+            self._tokens += max(0, started[1] - before[1])
+            engines[key] = started
         self._engines = engines
         self._samples.append((now, self._requests, self._tokens))
         self._forget(now)
@@ -114,7 +114,7 @@ class Admission:
         self._max_tokens = max_tokens
         self._ingresses = ingresses
         self._rate = StartRate()
-        self._told_until = 0.0
+        self._retries_until = 0.0
         """When the last one that was refused is to come back."""
 
     def observe(self, view: ClusterView, now: float) -> None:
@@ -153,8 +153,8 @@ class Admission:
         if over_tokens:
             room_s = max(room_s, over_tokens / rate.tokens)
         place_s = self._ingresses / rate.requests
-        back_at = max(now + room_s, self._told_until + place_s)
-        self._told_until = min(back_at, now + MAX_RETRY_S)
+        back_at = max(now + room_s, self._retries_until + place_s)
+        self._retries_until = min(back_at, now + MAX_RETRY_S)
         return min(max(1, math.ceil(round(back_at - now, 3))), MAX_RETRY_S)
 
 

@@ -16,8 +16,8 @@ Body = TypeVar("Body", bound=RequestBody)
 
 HELD_BODIES = 16
 """So many bodies of the largest size may be held at once, by all requests together. Beyond that
-whoever sends more than an equal share is refused: a few that hold much, and send slowly, keep out
-nobody else. All together never hold twice as much."""
+a client that sends more than an equal share is refused: a few that hold much, and send slowly,
+keep out no other client. All together never hold twice as much."""
 _RETRY = {"retry-after": "1"}
 
 

@@ -6,9 +6,9 @@
 
 uvicorn parses with llhttp, which has no limits of its own: a header that never ends is gathered
 anew with each piece of it, and a client that sends half a request is waited for without end. So
-bytes are fed to it in slices, and whoever crosses a limit gets an answer and is closed. An answer
-that was given before the body was read (401, 413, 415 ...) ends the connection too: nobody reads
-what is still to come.
+bytes are fed to it in slices, and a client that crosses a limit gets an answer and is closed. An
+answer that was given before the body was read (401, 413, 415 ...) ends the connection too: no
+handler reads what is still to come.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
 
     def within_descriptors(self) -> ConnectionLimits:
         """These, or with as many connections as this process may have file descriptors for: beyond
-        them nobody could be told that it is refused. Its own limit is raised where it may be."""
+        them no client could be refused with an answer. Its own limit is raised where it may be."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = self.connections + _OWN_DESCRIPTORS
         if soft < wanted:
@@ -297,7 +297,7 @@ class LimitedConnection(HttpToolsProtocol):
         if self.loop.time() < self._deadline_s:
             self._alarm = self.loop.call_at(self._deadline_s, self._look_at_the_clock)
         elif self.flow.read_paused:
-            # What the client has sent waits here for whoever reads it.
+            # What the client has sent waits here for its reader.
             self._expect_within(limits.transfer_timeout_s)
         elif self._stage is _Stage.WHOLE:
             if self._is_idle():

@@ -40,7 +40,7 @@ class NoteKeeper:
         return kept if same else msgspec.structs.replace(kept, target=self._data)
 
     async def rules(self) -> bool:
-        """Whether no other manager has taken over. If nobody answers, none can have."""
+        """Whether no other manager has taken over. Without an answer none can have."""
         try:
             return (await self._notes.read()).owner in ("", self.owner)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Requests begin a few at a time, so that thousands that come at once hold up nobody else.
+"""Requests begin a few at a time, so that thousands that come at once hold up no other request.
 
 The handler of a request runs without a pause from its first byte to its submission, or to its
 refusal. The event loop runs everything that is ready before it looks at its sockets again: were all

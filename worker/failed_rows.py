@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from swell.worker.groups import GroupError
 
 NOT_A_ROWS = (GroupError, MemoryError)
-"""What is nobody's own fault, wherever it is raised."""
+"""What is no row's own fault, wherever it is raised."""
 
 
 class FailedRows:
@@ -36,7 +36,7 @@ class FailedRows:
         return {row: self._reasons[s] for row, s in enumerate(slots) if s in self._reasons}
 
 
-def told(error: Exception) -> str:
+def describe(error: Exception) -> str:
     """An exception in one line."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

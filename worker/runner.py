@@ -17,7 +17,7 @@ from torch import Tensor
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.worker.block_tables import BlockTables
 from swell.worker.dispatch import Agreement, make_dispatch
-from swell.worker.failed_rows import NOT_A_ROWS, FailedRows, told
+from swell.worker.failed_rows import NOT_A_ROWS, FailedRows, describe
 from swell.worker.feedback import Outbox, make_feedback
 from swell.worker.graphs import Head, make_forward
 from swell.worker.input_batch import BatchBuilder, InputBatch
@@ -151,7 +151,7 @@ class ModelRunner:
             except NOT_A_ROWS:
                 raise
             except Exception as error:
-                self.failed.add(row.slot, f"the worker refused it: {told(error)}")
+                self.failed.add(row.slot, f"the worker refused it: {describe(error)}")
                 self._take_slot(without_wishes(row))
             self.blocks.stage_set(row.slot, row.block_ids)
         for growth in plan.growths:

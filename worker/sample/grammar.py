@@ -22,7 +22,7 @@ from swell.configs.log import FactLogger
 from swell.kernels.bitmask import apply_bitmask
 from swell.kernels.host import to_device
 from swell.worker.askers import Askers
-from swell.worker.failed_rows import FailedRows, told
+from swell.worker.failed_rows import FailedRows, describe
 from swell.worker.groups import Group
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
@@ -183,7 +183,7 @@ class Follower:
             try:
                 self._matcher = self._first.result().deep_copy()
             except Exception as error:
-                self._fail(told(error))
+                self._fail(describe(error))
             for token in self._outputs:
                 self.take(token)
         if self._matcher is not None and self._matcher.is_error():
