@@ -12,6 +12,7 @@ from swell.cluster.openai.messages import NamedToolChoice, ToolDefinition
 from swell.cluster.params import BadRequest
 from swell.cluster.parsers import detect_reasoning, detect_tools, make_parser, tool_format
 from swell.cluster.parsers.base import Parser
+from swell.cluster.parsers.grammar import answer
 from swell.cluster.parsers.parts import Tool
 from swell.cluster.parsers.reasoning import OPEN
 from swell.cluster.structured import compile_lark
@@ -59,9 +60,12 @@ class ModelFormats:
         # What a grammar forces begins at once: there is no room for reasoning.
         reasoning = None if grammar or body.form() else self._reasoning
         parser = make_parser(name, reasoning)
+        shown = [_tool(tool) for tool in tools]
         return AnswerFormat(
             tools=tools,
-            make_parser=lambda prompt: make_parser(name, reasoning and reasoning_in(prompt)),
+            make_parser=lambda prompt: make_parser(
+                name, reasoning and reasoning_in(prompt), shown=shown
+            ),
             keeps_special_tokens=parser.keeps_special_tokens
             or any(marker in self._special for marker in parser.markers),
             grammar=grammar,
@@ -85,14 +89,14 @@ class ModelFormats:
 
         def compile_calls() -> Grammar:
             try:
-                lark = kind.grammar(
+                calls = kind.calls(
                     [_tool(tool) for tool in tools],
-                    required=named or choice == "required",
                     parallel=not (named or single),
                     special=self._special,
                 )
             except ValueError as error:
                 raise BadRequest(f"tools: {error}", "tools") from None
+            lark = answer(calls, special=self._special, required=named or choice == "required")
             return compile_lark(lark, "tools")
 
         return compile_calls

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from swell.cluster.parsers.base import Chain, ContentParser, Parser
+from swell.cluster.parsers.parts import Tool
 from swell.cluster.parsers.tools import ToolParser
 
 PARSERS = {
@@ -23,15 +24,18 @@ REASONING = {
 
 
 def make_parser(
-    tools: str | None, reasoning: str | None, make_id: Callable[[], str] | None = None
+    tools: str | None,
+    reasoning: str | None,
+    make_id: Callable[[], str] | None = None,
+    shown: Sequence[Tool] = (),
 ) -> Parser:
     """The parser of one answer: reasoning is read first, tool calls in its content.
 
     `tools` and `reasoning` are names of `PARSERS` and `REASONING`; None: that is not looked for.
-    `make_id` gives the ids of calls; by default random ones in the form of the format. ValueError
-    for an unknown name.
+    `make_id` gives the ids of calls; by default random ones in the form of the format. `shown`: the
+    tools that the model was shown. ValueError for an unknown name.
     """
-    inner = ContentParser() if tools is None else tool_format(tools)(make_id)
+    inner = ContentParser() if tools is None else tool_format(tools)(make_id, shown)
     if reasoning is None:
         return inner
     outer: Parser = _load(REASONING, "reasoning parser", reasoning)()

@@ -9,13 +9,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from swell.cluster.parsers.parts import Tool
 from swell.cluster.structured import inline_json
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class CallGrammar(msgspec.Struct, frozen=True, kw_only=True):
+    """How a format writes calls: its `marker`, then `body`, then `more`, as expressions in Lark."""
+
+    marker: str
+    body: str
+    more: str = ""
+    rules: list[str]
+    """What `body` and `more` refer to."""
+    bare: str = ""
+    """Calls may do without the marker where the answer begins; they begin with this character, so
+    that text does not."""
 
 
 def literal(text: str) -> str:
@@ -27,7 +42,7 @@ def mark(marker: str, special: Mapping[str, int]) -> str:
     return f"<[{special[marker]}]>" if marker in special else literal(marker)
 
 
-def json_calls(tools: list[Tool], key: str) -> list[str]:
+def json_calls(tools: Sequence[Tool], key: str) -> list[str]:
     """Rules of `call`: `{"name": "f", "<key>": {...}}`."""
     heads = [
         literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ')
@@ -36,12 +51,12 @@ def json_calls(tools: list[Tool], key: str) -> list[str]:
     return _calls(tools, heads, literal("}"))
 
 
-def named_calls(tools: list[Tool], args: str) -> list[str]:
+def named_calls(tools: Sequence[Tool], args: str) -> list[str]:
     """Rules of `call`: the name, the mark `args`, and the arguments."""
     return _calls(tools, [f"{literal(tool.name)} {args}" for tool in tools], "")
 
 
-def _calls(tools: list[Tool], heads: list[str], tail: str) -> list[str]:
+def _calls(tools: Sequence[Tool], heads: list[str], tail: str) -> list[str]:
     if not tools:
         raise ValueError("a grammar of calls needs at least one tool")
     calls = [
@@ -64,35 +79,25 @@ def _schema(tool: Tool) -> dict[str, Any]:
     return {**schema, "type": "object"}
 
 
-def answer(
-    *,
-    marker: str,
-    special: Mapping[str, int],
-    body: str,
-    more: str,
-    required: bool,
-    rules: list[str],
-    bare: str = "",
-) -> str:
-    """A grammar whose calls are `marker`, then `body`, then `more`.
-
-    `bare`: calls may do without the marker where the answer begins; they begin with this
-    character, so that text does not. Text never holds the marker, not even spelled by ordinary
-    tokens: the parser could not tell the difference.
+def answer(calls: CallGrammar, *, special: Mapping[str, int], required: bool) -> str:
+    """The grammar of an answer: calls where they are `required`; otherwise text, calls, or text and
+    then calls. Text never holds the marker, not even spelled by ordinary tokens: the parser could
+    not tell the difference.
     """
+    marker, bare = calls.marker, calls.bare
     start = mark(marker, special)
     holds_marker = f"/(?s:.*){re.escape(marker)}(?s:.*)/"
     text = rf"/[ \t\r\n]*[^ \t\r\n{bare}](?s:.*)/" if bare else "/(?s:.+)/"
-    calls = f"{body} {more}"
+    behind = f"{calls.body} {calls.more}"
     if required:
-        lines = [f"start: {start}{'?' if bare else ''} {calls}"]
+        lines = [f"start: {start}{'?' if bare else ''} {behind}"]
     else:
         lines = [f"TEXT: {text} & ~{holds_marker}"]
         if bare:
-            lines.append(f"start: TEXT? | {start}? {calls}")
+            lines.append(f"start: TEXT? | {start}? {behind}")
         elif marker in special:
-            lines.append(f"start: TEXT? ({start} {calls})?")
+            lines.append(f"start: TEXT? ({start} {behind})?")
         else:
             # A lazy lexeme ends with the first marker; TEXT alone would swallow its beginning.
-            lines += [f"start: TEXT? | lead {calls}", f"lead[lazy]: /(?s:.*)/ {start}"]
-    return "\n".join(line.rstrip() for line in [*lines, *rules]) + "\n"
+            lines += [f"start: TEXT? | lead {behind}", f"lead[lazy]: /(?s:.*)/ {start}"]
+    return "\n".join(line.rstrip() for line in [*lines, *calls.rules]) + "\n"

@@ -8,10 +8,11 @@ answer may end without it, or the next call begin.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from swell.cluster.parsers import grammar
 from swell.cluster.parsers.base import Matcher
+from swell.cluster.parsers.grammar import CallGrammar
 from swell.cluster.parsers.json_stream import CallReader, end_of
 from swell.cluster.parsers.parts import Part, Tool
 from swell.cluster.parsers.tools import SPACE, ToolParser
@@ -24,16 +25,14 @@ class HermesParser(ToolParser):
     openers = (OPEN, "\n" + OPEN)
 
     @classmethod
-    def grammar(
-        cls, tools: list[Tool], *, required: bool, parallel: bool, special: Mapping[str, int]
-    ) -> str:
+    def calls(
+        cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
+    ) -> CallGrammar:
         body = f'"\\n" call "\\n" {grammar.mark(CLOSE, special)}'
-        return grammar.answer(
+        return CallGrammar(
             marker=OPEN,
-            special=special,
             body=body,
             more=f'("\\n" {grammar.mark(OPEN, special)} {body})*' if parallel else "",
-            required=required,
             rules=grammar.json_calls(tools, "arguments"),
         )
 

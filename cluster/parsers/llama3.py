@@ -10,9 +10,10 @@ keys but its own, so that an answer that is JSON streams as content from its fir
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from swell.cluster.parsers import grammar
+from swell.cluster.parsers.grammar import CallGrammar
 from swell.cluster.parsers.json_stream import CallReader, end_of
 from swell.cluster.parsers.parts import Tool
 from swell.cluster.parsers.tools import SPACE, ToolParser
@@ -29,15 +30,13 @@ class Llama3Parser(ToolParser):
     keeps_special_tokens = True
 
     @classmethod
-    def grammar(
-        cls, tools: list[Tool], *, required: bool, parallel: bool, special: Mapping[str, int]
-    ) -> str:
-        return grammar.answer(
+    def calls(
+        cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
+    ) -> CallGrammar:
+        return CallGrammar(
             marker=PYTHON_TAG,
-            special=special,
             body="call",
             more='("; " call)*' if parallel else "",
-            required=required,
             rules=grammar.json_calls(tools, "parameters"),
             bare="{",
         )

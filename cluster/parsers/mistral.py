@@ -12,9 +12,10 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from swell.cluster.parsers import grammar
+from swell.cluster.parsers.grammar import CallGrammar
 from swell.cluster.parsers.json_stream import BareArguments, CallReader, end_of
 from swell.cluster.parsers.parts import Tool
 from swell.cluster.parsers.tools import SPACE, ToolParser
@@ -44,18 +45,16 @@ class MistralParser(ToolParser):
         return "".join(secrets.choice(alphabet) for _ in range(CALL_ID_CHARS))
 
     @classmethod
-    def grammar(
-        cls, tools: list[Tool], *, required: bool, parallel: bool, special: Mapping[str, int]
-    ) -> str:
+    def calls(
+        cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
+    ) -> CallGrammar:
         if ARGS in special:
             body, rules = "call", grammar.named_calls(tools, grammar.mark(ARGS, special))
             more = f"({grammar.mark(TOOL_CALLS, special)} call)*" if parallel else ""
         else:
             rules, more = grammar.json_calls(tools, "arguments"), ""
             body = '" "? "[" call (", " call)* "]"' if parallel else '" "? "[" call "]"'
-        return grammar.answer(
-            marker=TOOL_CALLS, special=special, body=body, more=more, required=required, rules=rules
-        )
+        return CallGrammar(marker=TOOL_CALLS, body=body, more=more, rules=rules)
 
     def _on_marker(self, marker: str) -> None:
         self._in_array = False

@@ -15,9 +15,10 @@ from __future__ import annotations
 import re
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from swell.cluster.parsers.base import Matcher, StateParser
+from swell.cluster.parsers.grammar import CallGrammar
 from swell.cluster.parsers.json_stream import CallReader, end_of
 from swell.cluster.parsers.parts import Arguments, Content, Part, Tool, ToolCall
 
@@ -34,8 +35,12 @@ class ToolParser(StateParser):
     openers: tuple[str, ...]
     """The markers that may stand anywhere in content and begin calls."""
 
-    def __init__(self, make_id: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, make_id: Callable[[], str] | None = None, tools: Sequence[Tool] = ()
+    ) -> None:
         self._make_id = make_id or self.random_id
+        self._tools = {tool.name: tool for tool in tools}
+        """Those that the model was shown: the schemas say what the text of an argument means."""
         self._matcher = Matcher(*self.openers)
         super().__init__(self._gap)
         self._lead: list[str] = []
@@ -54,16 +59,15 @@ class ToolParser(StateParser):
 
     @classmethod
     @abstractmethod
-    def grammar(
-        cls, tools: list[Tool], *, required: bool, parallel: bool, special: Mapping[str, int]
-    ) -> str:
-        """A llguidance Lark grammar of answers that this parser reads as calls of `tools`, each
-        with arguments that are valid under the tool's schema.
+    def calls(
+        cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
+    ) -> CallGrammar:
+        """The grammar of what this parser reads as calls of `tools`, each with arguments that are
+        valid under the tool's schema.
 
-        `required`: at least one call and no content; otherwise text, calls, or text and then
-        calls. `parallel`: any number of calls, otherwise one at most. `special`: text -> id of
-        this tokenizer's special tokens; a marker that is none is written as text. The grammar
-        names them by id, since llguidance has no other name for those like `[TOOL_CALLS]`.
+        `parallel`: any number of calls, otherwise one at most. `special`: text -> id of this
+        tokenizer's special tokens; a marker that is none is written as text. The grammar names
+        them by id, since llguidance has no other name for those like `[TOOL_CALLS]`.
 
         ValueError for a tool whose parameters are not those of an object, and without tools.
         """

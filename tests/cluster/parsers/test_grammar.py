@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from swell.cluster.parsers import PARSERS, tool_format
+from swell.cluster.parsers.grammar import answer
 from swell.cluster.parsers.parts import Content, Tool, ToolCall, collect
 from tests.cluster.parsers.answers import MARKERS, read
 
@@ -107,15 +108,18 @@ def openings(name: str, required: bool, special: dict[str, int]) -> list[str]:
     return ["", "Hm.\n"] if special and name != "llama3" else ["", "Hm.\n", begun[name]]
 
 
+def written(name: str, *, required: bool, parallel: bool = True, special: dict[str, int]) -> str:
+    calls = tool_format(name).calls(TOOLS, parallel=parallel, special=special)
+    return answer(calls, special=special, required=required)
+
+
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize(("name", "special"), _OPTIONS)
 def test_every_sentence_is_read_as_valid_calls(
     llg: Any, tokenizer: Any, name: str, special: dict[str, int], required: bool, parallel: bool
 ) -> None:
-    grammar = tool_format(name).grammar(
-        TOOLS, required=required, parallel=parallel, special=special
-    )
+    grammar = written(name, required=required, parallel=parallel, special=special)
     assert llg.LLMatcher.validate_grammar(grammar, tokenizer) == ""
     rng = random.Random(0)
     counts = set()
@@ -145,7 +149,7 @@ def test_every_sentence_is_read_as_valid_calls(
 def test_text_is_free_unless_calls_are_required(
     llg: Any, tokenizer: Any, name: str, special: dict[str, int], required: bool
 ) -> None:
-    grammar = tool_format(name).grammar(TOOLS, required=required, parallel=True, special=special)
+    grammar = written(name, required=required, special=special)
     text = list("The answer, without any call: é {}.".encode())
     matcher = llg.LLMatcher(tokenizer, grammar)
     assert (matcher.try_consume_tokens(text) == len(text)) != required
@@ -162,19 +166,16 @@ def test_text_is_free_unless_calls_are_required(
 @pytest.mark.parametrize("name", PARSERS)
 def test_markers_are_special_tokens_where_the_tokenizer_has_them(name: str) -> None:
     marker = MARKERS[name][0]
-    both = [
-        tool_format(name).grammar(TOOLS, required=True, parallel=True, special=special)
-        for special in ({}, SPECIAL)
-    ]
+    both = [written(name, required=True, special=special) for special in ({}, SPECIAL)]
     assert json.dumps(marker) in both[0] and f"<[{SPECIAL[marker]}]>" not in both[0]
     assert json.dumps(marker) not in both[1] and f"<[{SPECIAL[marker]}]>" in both[1]
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_tools_without_a_call_are_refused(name: str) -> None:
-    grammar = tool_format(name).grammar
+    calls = tool_format(name).calls
     with pytest.raises(ValueError, match="at least one tool"):
-        grammar([], required=True, parallel=True, special={})
+        calls([], parallel=True, special={})
     tool = Tool("f", parameters={"type": "string"})
     with pytest.raises(ValueError, match=r"tool 'f' have the type 'string'.*an object"):
-        grammar([tool], required=True, parallel=True, special={})
+        calls([tool], parallel=True, special={})
