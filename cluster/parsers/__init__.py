@@ -12,9 +12,16 @@ from swell.cluster.parsers.parts import Tool
 from swell.cluster.parsers.tools import ToolParser
 
 PARSERS = {
+    "deepseek_v3": "swell.cluster.parsers.deepseek_v3:DeepSeekV3Parser",
+    "deepseek_v31": "swell.cluster.parsers.deepseek_v3:DeepSeekV31Parser",
+    "deepseek_v32": "swell.cluster.parsers.deepseek_v32:DeepSeekV32Parser",
+    "glm45": "swell.cluster.parsers.glm45:Glm45Parser",
     "hermes": "swell.cluster.parsers.hermes:HermesParser",
+    "kimi_k2": "swell.cluster.parsers.kimi_k2:KimiK2Parser",
     "llama3": "swell.cluster.parsers.llama3:Llama3Parser",
+    "minimax_m2": "swell.cluster.parsers.minimax_m2:MiniMaxM2Parser",
     "mistral": "swell.cluster.parsers.mistral:MistralParser",
+    "qwen3_coder": "swell.cluster.parsers.qwen3_coder:Qwen3CoderParser",
 }
 
 REASONING = {
@@ -55,10 +62,15 @@ def _load(table: Mapping[str, str], what: str, name: str) -> Any:
     return getattr(import_module(module), kind)
 
 
-_TOOL_MARKS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
+_TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",)),
-    (None, ("<tool_call>", "<arg_key>")),
-    (None, ("<tool_call>", "<function=")),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    ("deepseek_v32", ("｜DSML｜",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("qwen3_coder", ("<tool_call>", "<function=")),
     ("hermes", ("<tool_call>",)),
     ("llama3", ("<|start_header_id|>", '"parameters"')),
     ("llama3", ("<|python_tag|>",)),

@@ -76,14 +76,14 @@ class MarkedCall(Call):
 
     def __init__(self) -> None:
         self._literals = Literals()
-        self._then: dict[str, Callable[[], None]] = {}
+        self._then: dict[str, Callable[[str], None]] = {}
         self._run = ""
         self._pattern = _SPACE
         self._behind_run: Callable[[str], None]
         self._state = self._at_literal
 
-    def _expect(self, then: dict[str, Callable[[], None]]) -> None:
-        """One of these texts follows, behind whitespace, and what is to be done then."""
+    def _expect(self, then: dict[str, Callable[[str], None]]) -> None:
+        """One of these texts follows, behind whitespace; what is to be done with it."""
         self._then = then
         self._literals = Literals(*then)
         self._state = self._at_literal
@@ -91,16 +91,22 @@ class MarkedCall(Call):
     def _at_literal(self, text: str, at: int) -> int:
         found, possible, at = self._literals.push(text, at)
         if found is not None:
-            self._then[found]()
+            self._then[found](found)
         elif not possible:
             self._break(self._literals.begun)
         return at
 
     def _read_run(self, pattern: re.Pattern[str], then: Callable[[str], None]) -> None:
-        """A name follows: characters of `pattern`, one at least. It matches `MAX_NAME_CHARS` + 1 at
-        most at a time."""
+        """A name follows, behind whitespace: characters of `pattern`, one at least. It matches
+        `MAX_NAME_CHARS` + 1 at most at a time."""
         self._run, self._pattern, self._behind_run = "", pattern, then
-        self._state = self._in_run
+        self._state = self._before_run
+
+    def _before_run(self, text: str, at: int) -> int:
+        at = end_of(_SPACE, text, at)
+        if at < len(text):
+            self._state = self._in_run
+        return at
 
     def _in_run(self, text: str, at: int) -> int:
         end = end_of(self._pattern, text, at)

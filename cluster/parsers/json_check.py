@@ -59,6 +59,11 @@ class JsonChecker:
         in_number = self._state == self._in_number and self._part in _NUMBER_ENDS
         return in_number or self._state == self._behind_value
 
+    @property
+    def in_string(self) -> bool:
+        """The next character stands in a string within an array or object."""
+        return bool(self._closers) and self._state == self._in_string
+
     def push(self, text: str) -> None:
         at = 0
         while at < len(text) and not self.broken:

@@ -23,6 +23,9 @@ class SectionParser(ToolParser):
     call_begin: str = ""
     """What begins each of them; empty: the section's marker."""
 
+    calls_share_section: bool = True
+    """Otherwise each stands in one of its own, though they are read wherever they come."""
+
     @abstractmethod
     def _new_call(self, *, bare: bool) -> Call:
         """Reads a call from behind what begins it. `bare`: there was no section around it."""

@@ -44,6 +44,11 @@ class TypedText:
         self._held: list[str] = []
         self._begun = False
 
+    @property
+    def in_json(self) -> bool:
+        """The next character stands in a string of an array or object."""
+        return self._checker is not None and self._checker.in_string
+
     def push(self, text: str) -> str:
         """More of the text; what of the value is now certain, as JSON."""
         if self._checker is None:
