@@ -77,7 +77,6 @@ class DeepSeekV3Parser(SectionParser):
         more = f" ({between} {begin} call {end})*" if parallel else ""
         return CallGrammar(
             marker=SECTION,
-            others=(CALL,),
             body=f"{begin} call {end}{more} {section_end}",
             rules=grammar.framed_calls(tools, heads, tail),
         )

@@ -74,7 +74,6 @@ class KimiK2Parser(SectionParser):
         ]
         return CallGrammar(
             marker=SECTION,
-            others=(CALL,),
             body=f"{'call+' if parallel else 'call'} {section_end}",
             rules=[*grammar.framed_calls(tools, heads, end), "INDEX: /[0-9]{1,3}/"],
         )

@@ -200,13 +200,6 @@ class MarkupParser(SectionParser):
     ) -> CallGrammar:
         return markup_grammar.calls(cls, tools, parallel=parallel, special=special)
 
-    @classmethod
-    def bare_calls(cls, tools: Sequence[Tool]) -> tuple[str, ...]:
-        """What begins a call of one of these tools without a section around it."""
-        if cls.call_begin not in cls.openers:
-            return ()
-        return tuple(cls.call_begin + tool.name + cls.markup.name_end for tool in tools)
-
     def _new_call(self, *, bare: bool) -> MarkupCall:
         return MarkupCall(self.markup, self._kinds, self._tools if bare else None)
 

@@ -102,12 +102,9 @@ class TextGrammar:
 
     def __init__(self, end: str, forbidden: Sequence[str], special: Mapping[str, int]) -> None:
         self._end = end
-        marks = [(end.index(mark), mark) for mark in special if mark in end]
-        self._special = bool(marks)
-        cut = min(marks)[0] if marks else len(end)
-        self._lead, self._rest = end[:cut], grammar.spelled(end[cut:], special)
+        self._lead, self._rest = grammar.cut(end, special)
         self._forbidden = forbidden
-        pattern = "|".join(map(grammar.pattern_of, forbidden))
+        pattern = "|".join(map(grammar.escaped, forbidden))
         self._bare = f"~/(?s:.*)({pattern})(?s:.*)/"
 
     def rules(self, name: str, schema: dict[str, Any], others: frozenset[str]) -> list[str]:
@@ -121,11 +118,11 @@ class TextGrammar:
             bodies.append(f"~/[ \\t\\r\\n]*({looks})[ \\t\\r\\n]*/")
         text = " & ".join([*bodies, self._bare])
         terminal = name.upper()
-        if not self._special:
+        if not self._rest:
             return [f"{terminal}: {text}", f"{name}[lazy]: {terminal} {grammar.literal(self._end)}"]
         if self._lead:
             # The special token ends the text, which ends as what stands before that token.
-            lead = f"/(?s:.*){grammar.pattern_of(self._lead)}/"
+            lead = f"/(?s:.*){grammar.escaped(self._lead)}/"
             if bodies != ["/(?s:.*)/"]:
                 raise ValueError(
                     "limits its text, which this format's markers leave no way to hold"
