@@ -84,8 +84,9 @@ class MarkupCall(MarkedCall):
         return taken
 
     def flush(self) -> None:
+        """What may have been the end of the value is taken for it, but the value is not whole."""
         if self._state == self._in_value:
-            self._pieces.append(self._value.push(self._matcher.flush()) + self._value.flush())
+            self._pieces.append(self._value.flush())
 
     def _break(self, unread: str) -> None:
         super()._break(self._element + unread)
