@@ -91,12 +91,14 @@ class _ToolRules:
         return schema
 
     def _arguments(self) -> Iterator[tuple[str, bool, Any]]:
-        """Key, whether it must be there, schema."""
+        """Key, whether it must be there, schema. What may be left out and has a name that no call
+        can hold is left out."""
         properties = self._schema.get("properties") or {}
         required = self._schema.get("required") or []
         others = self._schema.get("additionalProperties")
         for key in properties:
-            yield key, key in required, properties[key]
+            if key in required or KEY.fullmatch(key):
+                yield key, key in required, properties[key]
         for key in required:
             if key not in properties:
                 yield key, True, True if others is None else others
