@@ -23,6 +23,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from swell.cluster.cors import CorsRules
 from swell.cluster.openai.base import error_body
 from swell.configs.schema import ServeConfig
 
@@ -51,6 +52,8 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     connections: int
     head_timeout_s: float
     transfer_timeout_s: float
+    cors: CorsRules = CorsRules()
+    """Which pages may read why they were refused."""
 
     def within_descriptors(self) -> ConnectionLimits:
         """These, or with as many connections as this process may have file descriptors for: beyond
@@ -66,7 +69,10 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     @staticmethod
     def of(config: ServeConfig) -> ConnectionLimits:
         return ConnectionLimits(
-            config.max_connections, config.head_timeout_s, config.transfer_timeout_s
+            config.max_connections,
+            config.head_timeout_s,
+            config.transfer_timeout_s,
+            CorsRules.of(config),
         )
 
 
@@ -331,9 +337,11 @@ class LimitedConnection(HttpToolsProtocol):
         head = (
             f"HTTP/1.1 {refusal.status} {http.HTTPStatus(refusal.status).phrase}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-            "connection: close\r\n\r\n"
+            "connection: close\r\n"
         )
-        self.transport.write(head.encode() + body)
+        cors = self.limits.cors.headers_at(getattr(self, "url", None), self.headers)
+        lines = [b"%b: %b\r\n" % pair for pair in cors]
+        self.transport.write(b"".join([head.encode(), *lines, b"\r\n", body]))
         self._linger()
 
     def _linger(self) -> None:

@@ -25,6 +25,7 @@ from swell.cluster.anthropic.responses import TokenCount
 from swell.cluster.asks import AskMaker
 from swell.cluster.async_llm import AsyncLLM
 from swell.cluster.bodies import BodyReader, body_bytes
+from swell.cluster.cors import Cors, CorsRules
 from swell.cluster.deadline import HEADER as TIMEOUT
 from swell.cluster.deadline import deadline_of
 from swell.cluster.detokenizer import Detokenizer
@@ -92,7 +93,11 @@ class Ingress:
         self.app = Starlette(
             routes=self._routes(),
             exception_handlers={404: no_such_route, 405: no_such_route},
-            middleware=[Middleware(WithoutTrailingSlash), Middleware(PacedStart)],
+            middleware=[
+                Middleware(Cors, CorsRules.of(config.serve)),
+                Middleware(WithoutTrailingSlash),
+                Middleware(PacedStart),
+            ],
         )
         self.app.router.redirect_slashes = False
 
