@@ -21,9 +21,10 @@ from typing import Any
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from swell.cluster.cors import CorsRules
+from swell.cluster.half_close import HalfClosed
 from swell.cluster.openai.base import error_body
 from swell.configs.schema import ServeConfig
 
@@ -110,6 +111,9 @@ class LimitedConnection(HttpToolsProtocol):
         """The parser reads a head that was read."""
         self._closing = False
         """What still comes is not read."""
+        self._answering: RequestResponseCycle | None = None
+        """The request that the application has; `cycle` is the newest one."""
+        self._half_closed: HalfClosed | None = None
         self._deadline_s = 0.0
         self._alarm: asyncio.TimerHandle | None = None
         self._write_alarm: asyncio.TimerHandle | None = None
@@ -137,7 +141,40 @@ class LimitedConnection(HttpToolsProtocol):
             if alarm is not None:
                 alarm.cancel()
         self._alarm = self._write_alarm = None
+        if self._half_closed is not None:
+            self._half_closed.stop()
+        if self._answering is not None and self._answering is not self.cycle:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. False: the connection ends; what has come whole is answered
+        before."""
+        answering = self._answering
+        if self._closing or answering is None:
+            return False
+        if answering.response_complete or answering.more_body:
+            return False
+        if self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()
+        newest = self.pipeline[0][0] if self.pipeline else answering
+        newest.keep_alive = False
+        self._expect_nothing()
+        if self._half_closed is None:
+            self._half_closed = HalfClosed(self.loop, self.transport, self._may_probe)
+        return True
+
+    def _may_probe(self) -> bool:
+        """Whether an interim answer may stand where the connection's answers are."""
+        answering = self._answering
+        assert answering is not None
+        return answering.scope["http_version"] != "1.0" and not answering.response_started
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
