@@ -4,7 +4,8 @@ that the grammar allows, and the parser of the request reads them."""
 from __future__ import annotations
 
 import random
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from swell.cluster.formats import ModelFormats
 from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.decode import decode
 from swell.cluster.parsers import detect_tools
+from swell.cluster.parsers.base import Parser
 from swell.cluster.parsers.parts import Message, collect
 from swell.cluster.templates import plain_tool
 from swell.configs.schema import ServeConfig
@@ -47,10 +49,23 @@ MAX_TOKENS = 3000
 
 
 class Walk(msgspec.Struct):
-    message: Message
-    text: str
+    prompt: str
     ids: list[int]
     ended: bool
+    text_of: Callable[[list[int]], str]
+    make_parser: Callable[[], Parser]
+
+    def read(self, tokens: int | None = None, *, stream: bool = False) -> Message:
+        """What the parser makes of so many tokens."""
+        text = self.text_of(self.ids[:tokens])
+        parser, parts = self.make_parser(), []
+        for piece in text if stream else [text]:
+            parts += parser.push(piece)
+        return collect([*parts, *parser.flush()])
+
+    @property
+    def message(self) -> Message:
+        return self.read()
 
 
 @cache
@@ -68,12 +83,10 @@ def walk(
     body: ChatCompletionRequest,
     seed: int = 0,
     *,
-    begin: str = "",
     likes: tuple[str, ...] = (),
     max_tokens: int = MAX_TOKENS,
-    stream: bool = False,
 ) -> Walk:
-    """`begin`: how the answer begins. `likes`: tokens that are drawn wherever they may be."""
+    """`likes`: tokens that are drawn wherever they may be."""
     from llguidance import LLMatcher
 
     one = kind(name)
@@ -89,11 +102,9 @@ def walk(
     answer = asked.of(prompt[-40:])
     assert answer.grammar is not None, "the request asks for a grammar"
     matcher = LLMatcher(load_vocabulary(str(one.folder())), answer.grammar().lark, log_level=0)
-    rng, ids = random.Random(seed), tokenizer.encode(begin, add_special_tokens=False)
-    for token in ids:
-        assert matcher.consume_token(token), (begin, matcher.get_error())
+    rng, ids = random.Random(seed), []
     liked = {tokenizer.convert_tokens_to_ids(text) for text in likes}
-    closing = {id for text, id in tokenizer.get_vocab().items() if text in ('"', "}", '"}', "]")}
+    closing = {tokenizer.convert_tokens_to_ids(text) for text in ('"', "}", "]")}
     ended = False
     while len(ids) < max_tokens and not ended:
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -108,8 +119,7 @@ def walk(
             assert matcher.consume_token(token), matcher.get_error()
             ids.append(token)
     skip = not asked.keeps_special_tokens
-    text = tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-    parser, parts = answer.make_parser(), []
-    for piece in text if stream else [text]:
-        parts += parser.push(piece)
-    return Walk(collect([*parts, *parser.flush()]), text, ids, ended)
+    text_of = partial(
+        tokenizer.decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+    )
+    return Walk(prompt, ids, ended, text_of, answer.make_parser)
