@@ -20,6 +20,7 @@ NAMED = {"type": "function", "function": {"name": "wait"}}
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 THINKING = [name for name in KINDS if kind(name).reasoning in ("think", "think-open")]
 OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+OPENERS += ("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>")
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
