@@ -173,7 +173,7 @@ class MarkupCall(MarkedCall):
             self._pieces.append(self._value.push(end))
             return at
         self._pieces.append(self._value.end())
-        then = {self._markup.key_begin: self._begin_key}
+        then: dict[str, Callable[[str], None]] = {self._markup.key_begin: self._begin_key}
         then |= dict.fromkeys(self._markup.call_ends, self._end_call)
         then.get(end.strip(), self._begin_element)(end.strip())
         return at

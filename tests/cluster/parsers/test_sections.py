@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from swell.cluster.parsers import detect_tools, make_parser
 from swell.cluster.parsers.parts import Tool, collect
-from swell.cluster.parsers.values import parameter_kinds
 from tests.cluster.parsers.answers import dumped, elements, read
 from tests.kinds import kind
 
@@ -250,64 +249,6 @@ def test_calls_that_are_cut_or_broken(
         message = collect(read((name, None), pieces, TOOLS))
         assert message.content == content
         assert [call.arguments for call in message.tool_calls] == arguments
-
-
-# --------------------------------------------------------------------------- values and schemas
-
-
-@pytest.mark.parametrize(
-    ("key", "text", "value"),
-    [
-        ("city", "12", "12"),
-        ("city", "null", "null"),
-        ("count", "42", 42),
-        ("count", " 42\n", 42),
-        ("count", "many", "many"),
-        ("ratio", "3.14", 3.14),
-        ("sloppy", "3.14", 3.14),
-        ("flag", "true", True),
-        ("flag", "False", False),
-        ("flag", "trueish", "trueish"),
-        ("dimensions", '{"a": "</parameter>"}', {"a": "</parameter>"}),
-        ("dimensions", "{'a': 1}", "{'a': 1}"),
-        ("tags", '["a", "b"]', ["a", "b"]),
-        ("or_null", "None", None),
-        ("or_null", "nullable", "nullable"),
-        ("or_null", "12", "12"),
-        ("int_or_null", "12", 12),
-        ("int_or_null", "null", None),
-        ("object_or_null", '{"key": {}}', {"key": {}}),
-        ("choice", "1", "1"),
-        ("const", "3", 3),
-        ("unknown", "12", 12),
-        ("unknown", "twelve", "twelve"),
-        ("unknown", '"quoted"', "quoted"),
-        ("unknown", '{"a": 1', '{"a": 1'),
-        ("unknown", "", ""),
-    ],
-)
-def test_the_schema_says_what_a_text_means(key: str, text: str, value: object) -> None:
-    for line in (qwen({key: text}), f"{qwen({key: text})}\n{qwen({}, 'g')}"):
-        call = collect(read(("qwen3_coder", None), [*line], TOOLS)).tool_calls[0]
-        assert json.loads(call.arguments) == {key: value}
-
-
-def test_a_string_comes_out_while_it_is_written_and_a_number_when_it_is_whole() -> None:
-    text = qwen({"city": 'New "York', "count": "42"})
-    shown = []
-    parser = make_parser("qwen3_coder", None, lambda: "id", TOOLS)
-    for char in text:
-        parts = parser.push(char)
-        shown.append("".join(getattr(part, "text", "") for part in parts))
-    assert [one for one in shown if one] == [
-        "{", '"city": "', *"New ", '\\"', *"York", '"', ', "count": ', "42", "}"
-    ]  # fmt: skip
-
-
-def test_references_may_go_round() -> None:
-    loop = {"$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}]}}}
-    loop["properties"] = {"x": {"$ref": "#/$defs/A"}}
-    assert len(parameter_kinds(loop, "x")) == 6
 
 
 # ------------------------------------------------------------------- what the templates render
