@@ -20,7 +20,7 @@ from swell.cluster.parsers.base import ContentParser, Parser
 from swell.cluster.prompt import Keep, PromptProcessor, TextOptions
 from swell.cluster.structured import compile_grammar
 from swell.cluster.templates import TemplateOptions
-from swell.cluster.validate import validate
+from swell.cluster.validate import validate, with_vocabulary
 from swell.cluster.words import bad_word_tokens
 from swell.configs.schema import Config
 from swell.worker.sample.wire import Grammar
@@ -149,6 +149,7 @@ class AskMaker:
         wish's own is made here."""
         processor = self._prompts
         validate(params, vocab_size=processor.vocab_size)
+        params = with_vocabulary(params, sum(map(len, prompts)), processor.vocab_size)
         longest = self._defaults.max_new_tokens if params.max_tokens is None else None
         budgets = [
             processor.resolve_max_tokens(
