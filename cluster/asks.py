@@ -17,9 +17,10 @@ from swell.cluster.openai.models import TokenizeRequest
 from swell.cluster.parallel import check_children
 from swell.cluster.params import BadRequest, SamplingParams, shown
 from swell.cluster.parsers.base import ContentParser, Parser
-from swell.cluster.prompt import Keep, PromptProcessor, TextOptions
+from swell.cluster.prompt import PromptProcessor
 from swell.cluster.structured import compile_grammar
 from swell.cluster.templates import TemplateOptions
+from swell.cluster.truncation import Keep, TextOptions
 from swell.cluster.validate import validate, with_vocabulary
 from swell.cluster.words import bad_word_tokens
 from swell.configs.schema import Config

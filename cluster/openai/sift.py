@@ -25,7 +25,7 @@ from swell.cluster.params import BadRequest
 
 UnknownFields = Literal["refuse", "ignore"]
 """`serve.unknown_fields`"""
-Kinds = Mapping[str | None, type[Any]]
+Kinds = Mapping[str | None, type[msgspec.Struct]]
 """What may stand at a place: by the object's `type`, None for all others."""
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -150,7 +150,7 @@ def _type_of(fields: Mapping[str, msgspec.Raw]) -> str | None:
 
 
 @cache
-def _shape(kind: type[Any]) -> _Shape:
+def _shape(kind: type[msgspec.Struct]) -> _Shape:
     info = msgspec.inspect.type_info(kind)
     assert isinstance(info, msgspec.inspect.StructType), "bodies are structs"
     names = {field.encode_name for field in info.fields}
@@ -166,7 +166,7 @@ def _shape(kind: type[Any]) -> _Shape:
     return _Shape(frozenset(names), tuple(parts.items()), is_history)
 
 
-def _kinds(type_: msgspec.inspect.Type) -> dict[str | None, type[Any]]:
+def _kinds(type_: msgspec.inspect.Type) -> dict[str | None, type[msgspec.Struct]]:
     """Structs of a field's type, alone or in a list."""
     match type_:
         case msgspec.inspect.StructType():

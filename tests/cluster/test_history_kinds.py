@@ -10,8 +10,9 @@ import pytest
 from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.decode import decode
 from swell.cluster.params import BadRequest
-from swell.cluster.prompt import Keep, PromptProcessor, TextOptions
+from swell.cluster.prompt import PromptProcessor
 from swell.cluster.templates import ChatTemplate, TemplateOptions
+from swell.cluster.truncation import Keep, TextOptions
 from tests.kinds import KINDS, kind
 
 USER = {"role": "user", "content": "hi"}
