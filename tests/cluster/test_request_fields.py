@@ -280,6 +280,14 @@ def test_what_is_not_served_is_refused_unless_it_asks_for_nothing(kind, least, n
     assert (refusal.value.param, refusal.value.code) == (name, "unsupported_value")
 
 
+def test_zero_is_not_false():
+    for name, value in (("use_beam_search", 0), ("include_reasoning", 1), ("mirostat", False)):
+        with pytest.raises(BadRequest) as refusal:
+            decode(json.dumps({"messages": HELLO, name: value}).encode(), ChatCompletionRequest)
+        assert refusal.value.param == name
+    decode(json.dumps({"messages": HELLO, "length_penalty": 1}).encode(), ChatCompletionRequest)
+
+
 @pytest.mark.parametrize(
     ("kind", "least", "name", "target"),
     [(k, least, *pair) for k, least in MINIMAL for pair in k.ECOSYSTEM.means.items()],
