@@ -18,7 +18,7 @@ from swell.cluster.params import SamplingParams, to_core_request
 from swell.cluster.preflight import check
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
 from swell.cluster.structured import compile_grammar
-from swell.cluster.validate import validate
+from swell.cluster.validate import validate, with_vocabulary
 from swell.cluster.words import bad_word_tokens
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load
@@ -168,6 +168,7 @@ class LLM:
     ) -> Iterator[Child]:
         """One for each answer that is to be drawn, with its index."""
         validate(wish, vocab_size=self._prompts.vocab_size)
+        wish = with_vocabulary(wish, len(prompt), self._prompts.vocab_size)
         max_tokens = self._prompts.resolve_max_tokens(
             len(prompt), wish.max_tokens, min_tokens=wish.min_tokens
         )
