@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster import detokenizer as module
-from swell.cluster.detokenizer import Detokenizer, WindowText
+from swell.cluster import text_machines as module
+from swell.cluster.detokenizer import Detokenizer, Opening
+from swell.cluster.text_machines import REPLACEMENT, WindowText
 from tests.cluster import tokenizers_for_tests as made
 
 SHARED = {name: Detokenizer(make()) for name, make in {**made.EXACT, **made.WINDOWED}.items()}
@@ -42,6 +43,103 @@ def test_pieces_are_the_decoding_of_random_ids(name: str, skip: bool) -> None:
         assert incremental(SHARED[name], ids, skip) == decoded
 
     law()
+
+
+def continued(shared: Detokenizer, prompt: list[int], ids: list[int], skip: bool) -> str:
+    text = shared.start(skip, Opening.CONTINUATION, prompt)
+    return "".join(map(text.push, ids)) + text.flush()
+
+
+def is_special(name: str, token_id: int) -> bool:
+    added = {**made.EXACT, **made.WINDOWED}[name]().get_added_tokens_decoder()
+    return token_id in added and added[token_id].special
+
+
+@pytest.mark.parametrize("name", sorted(made.EXACT))
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_prompt_and_its_continuation_are_the_decoding_of_both(name: str, skip: bool) -> None:
+    """But where the decoder takes back what the prompt's own bytes said: what the answer's bytes
+    spoil, the prompt has shown."""
+
+    @settings(max_examples=150, deadline=None)
+    @given(ids_of(name), ids_of(name))
+    def law(prompt: list[int], ids: list[int]) -> None:
+        before = SHARED[name].prompt_text(prompt, skip)
+        after = continued(SHARED[name], prompt, ids, skip)
+        if all(is_special(name, token_id) for token_id in prompt):
+            assert after == made.EXACT[name]().decode(ids, skip_special_tokens=skip)
+            return
+        whole = made.EXACT[name]().decode(prompt + ids, skip_special_tokens=skip)
+        if whole.startswith(before):
+            assert before + after == whole
+        else:
+            assert REPLACEMENT in whole and name in ("llama2", "gemma")
+        unfinished = made.EXACT[name]().decode(prompt, skip_special_tokens=skip)
+        assert unfinished.startswith(before) or unfinished.endswith(REPLACEMENT)
+
+    law()
+
+
+@pytest.mark.parametrize("name", sorted(SHARED))
+@pytest.mark.parametrize("line", sorted(set(made.CORPUS)))
+def test_a_text_may_be_cut_behind_every_token(name: str, line: str) -> None:
+    """Also within a character, and far behind the beginning."""
+    tokenizer, shared = {**made.EXACT, **made.WINDOWED}[name](), SHARED[name]
+    for ids in (tokenizer.encode(line).ids, tokenizer.encode(" ".join([line] * 9)).ids):
+        whole = tokenizer.decode(ids)
+        for cut in range(1, len(ids)):
+            if all(is_special(name, token_id) for token_id in ids[:cut]):
+                continue
+            before = shared.prompt_text(ids[:cut])
+            assert before + continued(shared, ids[:cut], ids[cut:], True) == whole
+
+
+def test_a_continuation_keeps_the_space_that_a_beginning_drops() -> None:
+    tokenizer = made.llama2()
+    prompt, word = tokenizer.encode("a the").ids, tokenizer.token_to_id("▁the")
+    assert continued(SHARED["llama2"], prompt, [word], True) == " the"
+    assert continued(SHARED["llama2"], [], [word], True) == "the"
+    assert continued(SHARED["llama2"], [tokenizer.token_to_id("<s>")], [word], True) == "the"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama2", "gemma"])
+@pytest.mark.parametrize("behind", [1, 2, 3])
+def test_the_answer_finishes_the_character_that_the_prompt_began(name: str, behind: int) -> None:
+    tokenizer, shared = made.EXACT[name](), SHARED[name]
+    vocab = tokenizer.get_vocab()
+    if name == "byte_level":
+        run = [vocab[char] for char in "ðŁĺĢ"]
+    else:
+        run = [vocab[f"<0x{byte:02X}>"] for byte in "😀".encode()]
+    prompt = [*tokenizer.encode("a").ids, *run, *run[:behind]]
+    assert shared.prompt_text(prompt) == "a😀"
+    assert continued(shared, prompt, run[behind:] + run, True) == "😀😀"
+
+
+@pytest.mark.parametrize("name", ["llama2", "metaspace"])
+def test_verbatim_is_what_the_tokens_spell(name: str) -> None:
+    tokenizer = made.EXACT[name]()
+    ids = [i for i in tokenizer.encode("the fox").ids if not is_special(name, i)]
+    text = SHARED[name].start(True, Opening.VERBATIM)
+    assert "".join(map(text.push, ids)) + text.flush() == " the fox"
+
+
+@pytest.mark.parametrize("name", sorted(SHARED))
+def test_a_long_prompt_costs_no_more_than_its_end(name: str) -> None:
+    tokenizer = {**made.EXACT, **made.WINDOWED}[name]()
+    shared = Detokenizer(tokenizer)
+    pushed: list[int] = []
+    kind = type(shared.start())
+    original = kind.push
+
+    def push(machine: object, token_id: int) -> str:
+        pushed.append(token_id)
+        return original(machine, token_id)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "push", push)
+        shared.start(True, Opening.CONTINUATION, tokenizer.encode(made.CORPUS[0]).ids * 200)
+    assert 0 < len(pushed) <= module.MAX_RUN_TOKENS
 
 
 @pytest.mark.parametrize("name", sorted(SHARED))
