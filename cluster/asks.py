@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from swell.cluster.detokenizer import Detokenizer, Opening
 from swell.cluster.formats import ModelFormats
 from swell.cluster.generation_config import GenerationDefaults
 from swell.cluster.offload import Offloads
@@ -36,6 +37,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One request in our own terms."""
 
     prompts: list[list[int]]
+    prompt_texts: list[str | None]
+    """Of each prompt, its text where an answer may begin with it."""
+    opening: Opening
     params: SamplingParams
     """Checked."""
     budgets: list[int]
@@ -61,9 +65,11 @@ class AskMaker:
         config: Config,
         defaults: GenerationDefaults,
         offloads: Offloads | None = None,
+        detokenizer: Detokenizer | None = None,
     ) -> None:
         """`defaults`: the model's, for requests that do not say."""
         self._prompts = prompts
+        self._detokenizer = detokenizer or Detokenizer(prompts.tokenizer)
         self._defaults = defaults
         self._offloads = offloads or Offloads()
         self._max_children = config.serve.max_children
@@ -98,7 +104,18 @@ class AskMaker:
         count = len(self._prompts.split(body.prompt))
         check_children(count, params, self._max_children)
         prompts = self._prompts.completion_prompts(body.prompt)
-        return self._ask(body, params, prompts, "prompt")
+        ask, grammar = self._ask(body, params, prompts, "prompt", opening=Opening.CONTINUATION)
+        if body.echo:
+            ask = msgspec.structs.replace(ask, prompt_texts=self._echoed(body, ask))
+        return ask, grammar
+
+    def _echoed(self, body: CompletionRequest, ask: Ask) -> list[str | None]:
+        """Texts as they were sent, and the texts of token ids."""
+        skip = ask.params.skip_special_tokens
+        return [
+            sent if isinstance(sent, str) else self._detokenizer.prompt_text(sent, skip)
+            for sent in self._prompts.split(body.prompt)
+        ]
 
     def _chat(self, body: ChatCompletionRequest) -> tuple[Ask, CompileGrammar | None]:
         form = self._formats.of(body)
@@ -114,7 +131,15 @@ class AskMaker:
         prompt = self._prompts.chat_prompt(body.messages, options)
         if form.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        ask, grammar = self._ask(body, params, [prompt], "messages", form.grammar)
+        continues = options.continue_final_message
+        ask, grammar = self._ask(
+            body,
+            params,
+            [prompt],
+            "messages",
+            form.grammar,
+            opening=Opening.CONTINUATION if continues else Opening.BEGINNING,
+        )
         tail = self._prompts.text(prompt[-TAIL_TOKENS:])
         return msgspec.structs.replace(ask, make_parser=partial(form.make_parser, tail)), grammar
 
@@ -137,6 +162,8 @@ class AskMaker:
         prompts: list[list[int]],
         field: str,
         grammar: CompileGrammar | None = None,
+        *,
+        opening: Opening,
     ) -> tuple[Ask, CompileGrammar | None]:
         """The ask without its grammar, and what compiles that: `grammar` is that of tool calls, the
         wish's own is made here."""
@@ -155,8 +182,11 @@ class AskMaker:
         ]
         if params.structured_outputs is not None:
             grammar = partial(compile_grammar, params.structured_outputs, body.form_field)
+            opening = Opening.VERBATIM
         ask = Ask(
             prompts=prompts,
+            prompt_texts=[None] * len(prompts),
+            opening=opening,
             params=params,
             budgets=budgets,
             bad_words=bad_word_tokens(

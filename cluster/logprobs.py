@@ -11,7 +11,7 @@ from swell.cluster.openai.logprobs import (
     TopLogprob,
 )
 from swell.cluster.outputs import Logprob, LogprobTable
-from swell.cluster.token_texts import TokenTexts
+from swell.cluster.token_texts import Texts
 
 LEAST = -9999.0
 """Told instead of anything below: JSON has no infinity."""
@@ -44,17 +44,23 @@ def completion_logprobs(
 
 def chat_logprobs(answer: LogprobTable, top: int) -> ChatLogprobs:
     """Of a chat answer, or of one delta of it, with the `top` most likely tokens for each."""
-    texts = answer.texts
+    columns = zip(answer.token_ids, answer.logprobs, strict=True)
     return ChatLogprobs(
         content=[
-            ChatTokenLogprob(
-                token=texts.text(token_ids[0]),
-                logprob=finite(logprobs[0]),
-                bytes=list(texts[token_ids[0]]),
-                top_logprobs=_top(texts, token_ids[1 : 1 + top], logprobs[1 : 1 + top]),
-            )
-            for token_ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True)
+            _chat_token(answer.texts_at(index), token_ids, logprobs, top)
+            for index, (token_ids, logprobs) in enumerate(columns)
         ]
+    )
+
+
+def _chat_token(
+    texts: Texts, token_ids: list[int], logprobs: list[float], top: int
+) -> ChatTokenLogprob:
+    return ChatTokenLogprob(
+        token=texts.text(token_ids[0]),
+        logprob=finite(logprobs[0]),
+        bytes=list(texts[token_ids[0]]),
+        top_logprobs=_top(texts, token_ids[1 : 1 + top], logprobs[1 : 1 + top]),
     )
 
 
@@ -72,7 +78,7 @@ def _by_id(position: dict[int, Logprob]) -> dict[int, PromptLogprob]:
     }
 
 
-def _top(texts: TokenTexts, token_ids: list[int], logprobs: list[float]) -> list[TopLogprob]:
+def _top(texts: Texts, token_ids: list[int], logprobs: list[float]) -> list[TopLogprob]:
     return [
         TopLogprob(token=texts.text(i), logprob=finite(logprob), bytes=list(texts[i]))
         for i, logprob in zip(token_ids, logprobs, strict=True)
@@ -81,16 +87,18 @@ def _top(texts: TokenTexts, token_ids: list[int], logprobs: list[float]) -> list
 
 def _append(told: CompletionLogprobs, table: LogprobTable, top: int, shift: int) -> None:
     """Add a table's positions, `shift` characters further on."""
-    text = table.texts.text
-    for token_ids, logprobs in zip(table.token_ids, table.logprobs, strict=True):
-        told.tokens.append(text(token_ids[0]))
+    for index, (token_ids, logprobs) in enumerate(
+        zip(table.token_ids, table.logprobs, strict=True)
+    ):
+        texts = table.texts_at(index)
+        told.tokens.append(texts.text(token_ids[0]))
         told.token_logprobs.append(finite(logprobs[0]) if logprobs else None)
-        told.top_logprobs.append(_by_text(table.texts, token_ids, logprobs, top))
+        told.top_logprobs.append(_by_text(texts, token_ids, logprobs, top))
     told.text_offset += [offset + shift for offset in table.offsets]
 
 
 def _by_text(
-    texts: TokenTexts, token_ids: list[int], logprobs: list[float], top: int
+    texts: Texts, token_ids: list[int], logprobs: list[float], top: int
 ) -> dict[str, float] | None:
     """The token that stands there, then the most likely; of equal texts the first is told."""
     if not logprobs:

@@ -155,12 +155,23 @@ class PieceTable:
         self.rest[token_id] = piece = behind[len(self._anchor_text) :]
         self.first[token_id] = self._decode([token_id]) if self.shape.first_differs else piece
 
-    def byte(self, token_id: int) -> int | None:
-        """The byte that a token stands for; None for every other token."""
+    def behind(self, token_id: int) -> str | int | None:
+        """What a token adds behind others."""
         if token_id not in self.rest:
             self.fill(token_id)
-        piece = self.rest[token_id]
-        return piece if isinstance(piece, int) else None
+        return self.rest[token_id]
+
+    def at_beginning(self, token_id: int) -> str | int | None:
+        """What it adds at the beginning of a text."""
+        piece, shape = self.behind(token_id), self.shape
+        if isinstance(piece, int):
+            return piece
+        text, dropped = self.first[token_id], 0
+        if not isinstance(text, str):
+            return text
+        while dropped < shape.strip_chars and text[dropped : dropped + 1] == shape.strip_char:
+            dropped += 1
+        return text[dropped:]
 
     def _find_anchor(self) -> int:
         for token, token_id in sorted(self._backend.get_vocab().items(), key=lambda item: item[1]):
@@ -190,7 +201,7 @@ class PieceText(TextMachine):
 
     @property
     def at_beginning(self) -> bool:
-        return not self._started or self._strip_chars > 0
+        return not self._started or (self._strip_chars > 0 and not self._run)
 
     @property
     def pending_chars(self) -> int:
@@ -233,7 +244,7 @@ class PieceText(TextMachine):
         if len(tail) == len(token_ids):
             return tail
         first = 0
-        while first < MAX_CHARACTER_BYTES - 1 and self.table.byte(tail[first]) in _INNER_BYTES:
+        while first < MAX_CHARACTER_BYTES - 1 and self.table.behind(tail[first]) in _INNER_BYTES:
             first += 1
         return tail[first:]
 
