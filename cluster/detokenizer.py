@@ -111,6 +111,9 @@ class Detokenizer:
         machine = self._start[skip_special_tokens]()
         return "".join(map(machine.push, token_ids)) + machine.settle()
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
     def _has_text(self, token_ids: Sequence[int]) -> bool:
         return any(token_id not in self._special for token_id in reversed(token_ids))
 

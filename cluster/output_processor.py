@@ -94,7 +94,7 @@ class RequestState:
         """Pieces; of a stream of deltas only those that have not been sent."""
         self._num_chars = 0
         """Of all text so far, also of what is held back or behind a stop string."""
-        self._logprobs = ToldLogprobs(request, texts, skip)
+        self._logprobs = ToldLogprobs(request, texts, skip_special_tokens=skip, prompt=prompt)
         self._sent_tokens = 0
         self._answered = False
         """An engine has answered: later runs do not change `num_cached_tokens`."""

@@ -71,16 +71,28 @@ class TokenTexts(Texts):
             place = before
         return Written(text, place, at_beginning)
 
-    def places(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> Places:
-        """Of the tokens of a text."""
+    def places(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        sent: str | None = None,
+    ) -> Places:
+        """Of the tokens of a text. `sent`: the text that they were made from, which may spell
+        special tokens that are skipped, and lack a space that the tokenizer puts behind those."""
         machine = self._detokenizer.start(skip_special_tokens)
         chars, at_beginning = 0, 0
         offsets = []
         for token_id in token_ids:
             written = self.write(machine, token_id)
-            offsets.append(chars + written.place)
+            text, place = written.text, written.place
+            if sent is not None and not sent.startswith(text or self.text(token_id), chars):
+                added = text.startswith(" ") and sent.startswith(text[1:], chars)
+                text, place = (text[1:], max(0, place - 1)) if added else (text, place)
+            elif sent is not None and not text and self._detokenizer.is_special(token_id):
+                text = self.text(token_id)
+            offsets.append(chars + place)
             at_beginning += written.at_beginning
-            chars += len(written.text)
+            chars += len(text)
         return Places(offsets, at_beginning)
 
     def _bytes(self, token_id: int) -> bytes:

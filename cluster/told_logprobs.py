@@ -17,8 +17,14 @@ class ToldLogprobs:
     """
 
     def __init__(
-        self, request: EngineCoreRequest, texts: TokenTexts, skip_special_tokens: bool
+        self,
+        request: EngineCoreRequest,
+        texts: TokenTexts,
+        *,
+        skip_special_tokens: bool = True,
+        prompt: str | None = None,
     ) -> None:
+        """`prompt`: its text as it was sent, if that is known."""
         self.cumulative: float | None = None
         """Sum over all outputs; None if they were not asked for."""
         self._texts = texts
@@ -31,7 +37,7 @@ class ToldLogprobs:
         if request.sampler.prompt_logprobs is not None:
             ids = request.prompt_token_ids
             self._unknown = len(ids) - 1
-            places = texts.places(ids, skip_special_tokens)
+            places = texts.places(ids, skip_special_tokens, prompt)
             self._prompt = LogprobTable(
                 texts, [[i] for i in ids], [[] for _ in ids], [0] * len(ids), *places
             )
