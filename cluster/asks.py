@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -19,7 +18,7 @@ from swell.cluster.openai.models import TokenizeRequest
 from swell.cluster.parallel import check_children
 from swell.cluster.params import BadRequest, SamplingParams, shown
 from swell.cluster.parsers.base import ContentParser, Parser
-from swell.cluster.prompt import PromptProcessor
+from swell.cluster.prompt import Keep, PromptProcessor, TextOptions
 from swell.cluster.structured import compile_grammar
 from swell.cluster.templates import TemplateOptions
 from swell.cluster.validate import validate
@@ -103,18 +102,22 @@ class AskMaker:
         params = self._params(body)
         count = len(self._prompts.split(body.prompt))
         check_children(count, params, self._max_children)
-        prompts = self._prompts.completion_prompts(body.prompt)
+        prompts = self._prompts.completion_prompts(
+            body.prompt, _text_options(body, add_special_tokens=True)
+        )
         ask, grammar = self._ask(body, params, prompts, "prompt", opening=Opening.CONTINUATION)
         if body.echo:
             ask = msgspec.structs.replace(ask, prompt_texts=self._echoed(body, ask))
         return ask, grammar
 
     def _echoed(self, body: CompletionRequest, ask: Ask) -> list[str | None]:
-        """Texts as they were sent, and the texts of token ids."""
-        skip = ask.params.skip_special_tokens
+        """Texts as they were sent, and else the texts of the tokens that are read."""
+        skip, whole = ask.params.skip_special_tokens, body.truncate_prompt_tokens is None
         return [
-            sent if isinstance(sent, str) else self._detokenizer.prompt_text(sent, skip)
-            for sent in self._prompts.split(body.prompt)
+            sent
+            if isinstance(sent, str) and whole
+            else self._detokenizer.prompt_text(token_ids, skip)
+            for sent, token_ids in zip(self._prompts.split(body.prompt), ask.prompts, strict=True)
         ]
 
     def _chat(self, body: ChatCompletionRequest) -> tuple[Ask, CompileGrammar | None]:
@@ -124,11 +127,14 @@ class AskMaker:
             add_generation_prompt=_default_true(body),
             continue_final_message=bool(body.continue_final_message),
             template=self._template(body.chat_template),
-            variables=_variables(body),
+            documents=body.documents or (),
+            variables=body.template_variables(),
         )
         params = self._params(body)
         check_children(1, params, self._max_children)
-        prompt = self._prompts.chat_prompt(body.messages, options)
+        prompt = self._prompts.chat_prompt(
+            body.messages, options, _text_options(body, add_special_tokens=False)
+        )
         if form.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         continues = options.continue_final_message
@@ -146,14 +152,17 @@ class AskMaker:
     def _tokens(self, body: TokenizeRequest) -> list[int]:
         if body.messages is None:
             assert body.prompt is not None, "the body was checked"
-            return self._prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+            add = body.add_special_tokens is not False
+            return self._prompts.encode(body.prompt, add_special_tokens=add)
         options = TemplateOptions(
             tools=body.tools or [],
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
+            template=self._template(body.chat_template),
             variables=body.chat_template_kwargs or {},
         )
-        return self._prompts.chat_prompt(body.messages, options)
+        own = TextOptions(add_special_tokens=bool(body.add_special_tokens))
+        return self._prompts.chat_prompt(body.messages, options, own)
 
     def _ask(
         self,
@@ -230,6 +239,11 @@ def _default_true(body: ChatCompletionRequest) -> bool:
     return not body.continue_final_message if asked is None else asked
 
 
-def _variables(body: ChatCompletionRequest) -> dict[str, Any]:
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    return {**effort, **(body.chat_template_kwargs or {})}
+def _text_options(body: GenerationRequest, *, add_special_tokens: bool) -> TextOptions:
+    """`add_special_tokens`: where the request does not say."""
+    keep = None
+    if body.truncate_prompt_tokens is not None:
+        answer = max(body.answer_max_tokens() or 1, 1)
+        keep = Keep(body.truncate_prompt_tokens, body.truncation_side or "left", answer)
+    given = body.add_special_tokens
+    return TextOptions(add_special_tokens if given is None else given, keep)

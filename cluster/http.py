@@ -40,6 +40,8 @@ Handler = Callable[[Request], Awaitable[Any]]
 
 _RETRY_AFTER = {"retry-after": "1"}
 REQUEST_ID = "x-request-id"
+WARNING = "x-swell-warning"
+"""What of a request was ignored (`serve.unknown_fields: ignore`)."""
 ANTHROPIC_REQUEST_ID = "request-id"
 MAX_REQUEST_ID_CHARS = 128
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}\Z")
@@ -158,6 +160,8 @@ def guarded(handler: Handler) -> Handler:
         except Exception as error:
             response = error_response(error, request)
         response.headers[REQUEST_ID] = request_id(request)
+        if warning := getattr(request.state, "warning", None):
+            response.headers[WARNING] = warning
         if _is_anthropic(request):
             response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
         return response

@@ -75,7 +75,12 @@ class Ingress:
         self._asks: AskMaker
         self._generator: Generator
         self._offloads = Offloads()
-        self._reader = BodyReader(config.serve.max_body_bytes, self._offloads.bodies)
+        self._reader = BodyReader(
+            config.serve.max_body_bytes,
+            self._offloads.bodies,
+            config.serve.unknown_fields,
+            self._metrics.ignored,
+        )
         self._responses = ResponseRoutes(
             config.serve,
             self._model,
@@ -271,4 +276,4 @@ class Ingress:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def _openapi(self, request: Request) -> Response:
-        return json_response(openapi_document())
+        return json_response(openapi_document(self._config.serve.unknown_fields))

@@ -24,7 +24,7 @@ _COUNT: Limits = {"minimum": 1, "maximum": MAX_N}
 
 GENERATION_LIMITS: dict[str, Limits] = {
     "temperature": {"minimum": 0, "maximum": MAX_TEMPERATURE},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_p": {"minimum": 0, "maximum": 1},
     "min_p": {"minimum": 0, "maximum": 1},
     "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
     "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},

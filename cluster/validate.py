@@ -61,7 +61,7 @@ def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
 
 def check_filters(params: SamplingParams) -> None:
     _number("temperature", params.temperature, 0, MAX_TEMPERATURE)
-    _number("top_p", params.top_p, 0, 1, above_low=True)
+    _number("top_p", params.top_p, 0, 1)
     _number("min_p", params.min_p, 0, 1)
     _integer("top_k", params.top_k, -1, MAX_TOP_K)
     _number("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
@@ -100,13 +100,11 @@ def _check_count(params: SamplingParams) -> None:
         )
 
 
-def _number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
+def _number(name: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    inside = is_number and low <= value <= high  # type: ignore[operator]  # false for NaN
-    if not inside or (above_low and value == low):
-        sign = "<" if above_low else "<="
+    if not (is_number and low <= value <= high):  # type: ignore[operator]  # false for NaN
         raise BadRequest(
-            f"{name}={shown(value)} is out of range: {low:g} {sign} {name} <= {high:g}", name
+            f"{name}={shown(value)} is out of range: {low:g} <= {name} <= {high:g}", name
         )
 
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from swell.cluster.answers.base import Answer, choice_usage
-from swell.cluster.logprobs import chat_logprobs, prompt_logprobs_body
+from swell.cluster.logprobs import chat_logprobs, name_by_id, prompt_logprobs_body
 from swell.cluster.openai.base import Usage
 from swell.cluster.openai.chat import (
     CalledFunction,
@@ -41,6 +41,7 @@ class ChatAnswer(Answer):
         self._parsers: dict[int, Parser] = {}
         self._called: set[int] = set()
         """Choices with a tool call."""
+        self._echoed = body.echoed
         self._tells_more = body.return_token_ids or body.continuous_usage
         """Every output has more than text."""
         self._stream = ChatStream(self.id, self.created, model, include_usage=body.include_usage)
@@ -65,8 +66,11 @@ class ChatAnswer(Answer):
             ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
             for call in said.tool_calls
         ]
+        content = said.content if calls or said.reasoning else said.content or ""
+        if self._echoed:
+            content = self._echoed + (content or "")
         message = ChatResponseMessage(
-            content=said.content if calls or said.reasoning else said.content or "",
+            content=content,
             reasoning_content=UNSET if said.reasoning is None else said.reasoning,
             tool_calls=calls or UNSET,
         )
@@ -85,6 +89,8 @@ class ChatAnswer(Answer):
         for choice in range(choices):
             self._parsers[choice] = self._make_parser()
             yield self._stream.role(choice)
+            if self._echoed:
+                yield self._stream.chunk(self._echoed, choice, PLAIN)
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
         parser = self._parsers[choice]
@@ -128,7 +134,8 @@ class ChatAnswer(Answer):
     def _logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
         if part.logprobs is None:
             return None
-        return chat_logprobs(part.logprobs, self._body.top_logprobs or 0)
+        names = name_by_id if self._body.return_tokens_as_token_ids else None
+        return chat_logprobs(part.logprobs, self._body.top_logprobs or 0, names)
 
     def _reason(self, part: CompletionOutput, *, called: bool) -> str | None:
         """OpenAI says `tool_calls` where the model chose to call, and `stop` where it had to."""

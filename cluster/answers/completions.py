@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from swell.cluster.answers.base import Answer, choice_usage
-from swell.cluster.logprobs import completion_logprobs, prompt_logprobs_body
+from swell.cluster.logprobs import completion_logprobs, name_by_id, prompt_logprobs_body
 from swell.cluster.openai.base import Usage, usage
 from swell.cluster.openai.completions import Completion, CompletionChoice, CompletionRequest
 from swell.cluster.openai.logprobs import CompletionLogprobs
@@ -94,7 +94,11 @@ class CompletionAnswer(Answer):
             return None
         echo = output.prompt_logprobs if self._body.echo else None
         return completion_logprobs(
-            part.logprobs, self._body.logprobs, echo=echo, echoed_chars=echoed_chars
+            part.logprobs,
+            self._body.logprobs,
+            name_of=name_by_id if self._body.return_tokens_as_token_ids else None,
+            echo=echo,
+            echoed_chars=echoed_chars,
         )
 
     def _shown(self, part: CompletionOutput) -> CompletionOutput:

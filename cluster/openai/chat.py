@@ -6,12 +6,13 @@ OpenAI's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from swell.cluster.openai.base import Body, Usage
+from swell.cluster.openai.base import Body, RequestBody, Usage
+from swell.cluster.openai.ecosystem import CHAT
 from swell.cluster.openai.generation import GenerationRequest
 from swell.cluster.openai.logprobs import ChatLogprobs, PromptLogprobs
 from swell.cluster.openai.messages import (
@@ -22,6 +23,15 @@ from swell.cluster.openai.messages import (
     check_tools,
 )
 from swell.cluster.params import BadRequest, shown
+
+
+class ThinkingSwitch(RequestBody, kw_only=True):
+    type: Literal["enabled", "disabled"]
+
+
+class ReasoningSwitch(RequestBody, kw_only=True):
+    effort: str | None = None
+    enabled: bool | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -44,15 +54,25 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """A template instead of the model's, where `serve.request_chat_template` allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, as `enable_thinking`."""
+    enable_thinking: bool | None = None
+    """The variables `enable_thinking` and `thinking` of the chat template: templates read one or
+    the other."""
+    thinking: bool | ThinkingSwitch | None = None
+    """The same."""
+    reasoning: ReasoningSwitch | None = None
+    """The effort again, and whether to reason."""
+    documents: list[dict[str, Any]] | None = None
+    """For chat templates that write documents."""
 
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
-    verbosity: str | None = None
     web_search_options: Any = None
-    store: bool | None = None
+    verbosity: Any = None
+    """This and the next field change nothing in the answer."""
+    store: Any = None
 
     NOT_SERVED = {
         "functions": ([],),
@@ -60,10 +80,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
-        "verbosity": ("medium",),
         "web_search_options": (),
-        "store": (False,),
     }
+    ECOSYSTEM = CHAT
 
     def check(self) -> None:
         super().check()
@@ -85,6 +104,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         field = "response_format" if self.response_format else "structured_outputs"
         check_tools(self.tools, self.tool_choice, form_given=field if form else None)
         self._check_continuation()
+        self.template_variables()
 
     def _check_continuation(self) -> None:
         if not self.continue_final_message:
@@ -101,6 +121,56 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 f"{self.messages[-1].role!r}",
                 "continue_final_message",
             )
+
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is told beside the messages. Raises `BadRequest` where two fields
+        say different things."""
+        told: dict[str, tuple[str, Any]] = {}
+        for field, name, value in self._variables():
+            before, known = told.setdefault(name, (field, value))
+            if known != value:
+                raise BadRequest(
+                    f"{field} and {before} contradict each other: {shown(value)} and "
+                    f"{shown(known)}; send one of them",
+                    field,
+                )
+        return {name: value for name, (_, value) in told.items()}
+
+    def _variables(self) -> Iterator[tuple[str, str, Any]]:
+        """(field of the request, variable of the template, value)."""
+        for name, value in (self.chat_template_kwargs or {}).items():
+            yield f"chat_template_kwargs.{name}", name, value
+        thinking, reasoning = self.thinking, self.reasoning or ReasoningSwitch()
+        if isinstance(thinking, ThinkingSwitch):
+            thinking = thinking.type == "enabled"
+        for field, value in (
+            ("enable_thinking", self.enable_thinking),
+            ("thinking", thinking),
+            ("reasoning.enabled", reasoning.enabled),
+        ):
+            if value is not None:
+                yield field, "enable_thinking", value
+                yield field, "thinking", value
+        for field, effort in (
+            ("reasoning_effort", self.reasoning_effort),
+            ("reasoning.effort", reasoning.effort),
+        ):
+            if effort is not None:
+                yield field, "reasoning_effort", effort
+
+    @property
+    def answer_role(self) -> str:
+        """Of the message that the answer is, or goes on with."""
+        begins = self.add_generation_prompt
+        begins = not self.continue_final_message if begins is None else begins
+        return "assistant" if begins else self.messages[-1].role
+
+    @property
+    def echoed(self) -> str:
+        """What the answer begins with: with `echo`, the last message, where it is of the same
+        role."""
+        last = self.messages[-1]
+        return last.text if self.echo and last.role == self.answer_role else ""
 
     def answer_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

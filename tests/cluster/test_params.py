@@ -29,7 +29,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("temperature", 10**400, "an integer of", "<= 100"),
     ("temperature", "hot", "'hot'", "<= 100"),
     ("temperature", True, "True", "<= 100"),
-    ("top_p", 0, "0", "0 < top_p <= 1"),
+    ("top_p", -0.1, "-0.1", "0 <= top_p <= 1"),
     ("top_p", 1.5, "1.5", "<= 1"),
     ("top_p", math.nan, "nan", "<= 1"),
     ("min_p", -0.5, "-0.5", "0 <= min_p"),
