@@ -53,7 +53,7 @@ def decode(body: bytes, kind: type[Request]) -> Request:
 def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") -> Decoded[Request]:
     """The same, and what of the body was left out; `unknown` is `serve.unknown_fields`."""
     check_size(body)
-    findings = Findings()
+    findings, sent = Findings(), body
     try:
         if kind.PARTS:  # the decoder alone does not look into them
             body = Sifter(unknown, findings).sift(body, kind)
@@ -68,6 +68,7 @@ def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") ->
         raise _explain_validation(error, body, kind) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _explain_syntax(error, body) from None
+    request.keep(sent)
     request.check()
     return Decoded(request, findings)
 
