@@ -60,13 +60,15 @@ class TextMachine:
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Begin behind the text of these, at a cost that does not grow with their number."""
-        if len(token_ids) > self.TAIL_TOKENS:
+        tail = self._tail(token_ids)
+        if len(tail) < len(token_ids):
             self.go_on()
-        for token_id in self._tail(token_ids):
+        for token_id in tail:
             self.push(token_id)
         self.settle()
 
     def _tail(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Those at the end on which the text behind them depends."""
         return token_ids[max(0, len(token_ids) - self.TAIL_TOKENS) :]
 
 
@@ -119,6 +121,15 @@ class ByteLevelText(TextMachine):
 
     def flush(self) -> str:
         return self._decode(b"", True)
+
+    def _tail(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """As many as hold one character."""
+        tail, size = super()._tail(token_ids), 0
+        for place in reversed(range(len(tail))):
+            size += len(self.table[tail[place]])
+            if size >= MAX_CHARACTER_BYTES:
+                return tail[place:]
+        return tail
 
 
 class PieceTable:
@@ -239,8 +250,14 @@ class PieceText(TextMachine):
         self._started, self._strip_chars = True, 0
 
     def _tail(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Without the end of a character that was cut off."""
+        """From the last piece of text on, which ends whatever was open before it. Where there is
+        none, without the end of a character that was cut off."""
         tail = super()._tail(token_ids)
+        if self.table.shape.strip_chars <= 1:
+            for place in reversed(range(len(tail))):
+                piece = self.table.behind(tail[place])
+                if piece and isinstance(piece, str):
+                    return tail[place:]
         if len(tail) == len(token_ids):
             return tail
         first = 0
