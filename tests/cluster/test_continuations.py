@@ -235,6 +235,35 @@ def test_a_stop_string_may_begin_with_the_first_space(name: str) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_form_reaches_the_client_to_the_letter(name: str) -> None:
+    """Behind a chat's template and behind a completion's prompt, whole and streamed."""
+
+    async def run() -> None:
+        async with talking(name) as talk:
+            said = [{"role": "user", "content": "How is the sky?"}]
+            for regex, answer in ((" [a-z ]+", " is blue"), ("[a-z ]+", "is blue")):
+                _, script = talk.behind("The sky", answer)
+                form = {"structured_outputs": {"regex": regex}}
+                whole = await talk.post("/v1/chat/completions", script, messages=said, **form)
+                assert whole["choices"][0]["message"]["content"] == answer
+                parts = await talk.stream(script, messages=said, **form)
+                text = "".join(part["delta"].get("content") or "" for part in parts)
+                assert text == answer
+                whole = await talk.post(URL, script, prompt="The sky", **form)
+                assert whole["choices"][0]["text"] == answer
+            schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
+            script = talk.behind("|", '{"a": 1}')[1]
+            for field in (
+                {"response_format": schema},
+                {"response_format": {"type": "json_object"}},
+            ):
+                whole = await talk.post("/v1/chat/completions", script, messages=said, **field)
+                assert whole["choices"][0]["message"]["content"] == '{"a": 1}'
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("name", ["llama2", "llama3"])
 @pytest.mark.parametrize("cut", [1, 3, 4, 5])
 def test_a_continuation_goes_on_after_a_move(name: str, cut: int) -> None:
