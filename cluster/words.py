@@ -32,13 +32,15 @@ def bad_word_tokens(tokenizer: Any, words: list[str], *, vocab_size: int) -> lis
                 "are left out; a token that is nothing else can be named in logit_bias",
                 f"bad_words[{index}]",
             )
-        found[tuple(plain)] = None
+        forms = [plain]
         spaced = _encode(tokenizer, " " + word.lstrip(), index)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            found[tuple(spaced)] = None
+            forms.append(spaced)
         bare = _behind_line_end(tokenizer, word.lstrip(), index)
-        if bare:
-            found[tuple(bare)] = None
+        if bare:  # what ends with it is banned with it
+            forms = [form for form in forms if form[-len(bare) :] != bare]
+            forms.append(bare)
+        found |= dict.fromkeys(map(tuple, forms))
     sequences = [list(tokens) for tokens in found if max(tokens) < vocab_size]
     count = sum(map(len, sequences))
     if count > MAX_BAD_WORD_TOKENS:
