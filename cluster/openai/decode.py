@@ -19,6 +19,8 @@ Request = TypeVar("Request", bound=RequestBody)
 
 EXPLAINED_BYTES = 256 * 1024
 """Of a longer body that is not JSON only the place is told: to find more would take long."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Windows' tools write it in front of UTF-8."""
 _MAX_ERROR_CHARS = 1000
 """Of msgspec's messages, which repeat the names of unknown fields."""
 
@@ -52,6 +54,7 @@ def decode(body: bytes, kind: type[Request]) -> Request:
 
 def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") -> Decoded[Request]:
     """The same, and what of the body was left out; `unknown` is `serve.unknown_fields`."""
+    body = body.removeprefix(_BYTE_ORDER_MARK)
     check_size(body)
     findings, sent = Findings(), body
     try:
