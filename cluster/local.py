@@ -18,6 +18,7 @@ from swell.cluster.params import SamplingParams, to_core_request
 from swell.cluster.preflight import check
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
 from swell.cluster.structured import compile_grammar
+from swell.cluster.templates import TemplateOptions
 from swell.cluster.validate import validate
 from swell.cluster.words import bad_word_tokens
 from swell.configs.process import prepare_for_torch
@@ -102,15 +103,23 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        continue_final_message: bool = False,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several."""
+        """Answer one conversation, or each of several; with `continue_final_message` the answer
+        goes on with the last message."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Iterable[Any] = [messages] if one else messages
+        options = TemplateOptions(
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
         prompts = [
-            self._prompts.chat_prompt(self._prompts.chat_messages(talk)) for talk in conversations
+            self._prompts.chat_prompt(self._prompts.chat_messages(talk), options)
+            for talk in conversations
         ]
-        asked = [Asked(ids, None, Opening.BEGINNING) for ids in prompts]
+        opening = Opening.CONTINUATION if continue_final_message else Opening.BEGINNING
+        asked = [Asked(ids, None, opening) for ids in prompts]
         return self._run(asked, sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -211,10 +211,6 @@ def _bias(bias: Mapping[str, float]) -> dict[int, float]:
     if wrong:
         named = ", ".join(map(shown, wrong[:_SHOWN_KEYS]))
         more = f" and {len(wrong) - _SHOWN_KEYS} more" if len(wrong) > _SHOWN_KEYS else ""
-        raise BadRequest(
-            f"logit_bias: {named}{more} is no token id"
-            if len(wrong) == 1
-            else f"logit_bias: {named}{more} are no token ids",
-            "logit_bias",
-        )
+        what = "is no token id" if len(wrong) == 1 else "are no token ids"
+        raise BadRequest(f"logit_bias: {named}{more} {what}", "logit_bias")
     return numbers

@@ -196,6 +196,8 @@ def test_a_continued_message_is_not_glued(name: str) -> None:
             parts = await talk.stream(script, **fields)
             text = "".join(part["delta"].get("content") or "" for part in parts)
             assert text == " is blue"
+            echo = await talk.post("/v1/chat/completions", script, **fields, echo=True)
+            assert echo["choices"][0]["message"]["content"] == "The sky is blue"
             message = await talk.post("/v1/messages", script, messages=said)
             assert message["content"][0]["text"] == " is blue"
 
@@ -339,7 +341,16 @@ def test_offline_a_completion_goes_on_and_a_chat_begins(name: str) -> None:
         assert answer.prompt == "The sky"
         ids = answer.prompt_token_ids + answer.outputs[0].token_ids
         assert "The sky" + answer.outputs[0].text == tokenizer.decode(ids, skip_special_tokens=True)
-        (answer,) = llm.chat([{"role": "user", "content": "How is the sky?"}], params)
+        said = [
+            {"role": "user", "content": "How is the sky?"},
+            {"role": "assistant", "content": "The sky"},
+        ]
+        (answer,) = llm.chat(said, params, continue_final_message=True)
+        ids = answer.prompt_token_ids
+        assert tokenizer.decode(ids).endswith("The sky")
+        both = tokenizer.decode(ids + answer.outputs[0].token_ids, skip_special_tokens=True)
+        assert both.endswith("The sky" + answer.outputs[0].text)
+        (answer,) = llm.chat(said[:1], params)
         assert answer.outputs[0].text == tokenizer.decode(
             answer.outputs[0].token_ids, skip_special_tokens=True
         )

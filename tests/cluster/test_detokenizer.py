@@ -68,7 +68,7 @@ def test_a_prompt_and_its_continuation_are_the_decoding_of_both(name: str, skip:
     """But where the decoder takes back what the prompt's own bytes said: what the answer's bytes
     spoil, the prompt has shown."""
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(ids_of(name), ids_of(name))
     def law(prompt: list[int], ids: list[int]) -> None:
         before = SHARED[name].prompt_text(prompt, skip)
@@ -92,9 +92,10 @@ def test_a_prompt_and_its_continuation_are_the_decoding_of_both(name: str, skip:
 def test_a_text_may_be_cut_behind_every_token(name: str, line: str) -> None:
     """Also within a character, and far behind the beginning."""
     tokenizer, shared = TOKENIZERS[name], SHARED[name]
-    for ids in (tokenizer.encode(line).ids, tokenizer.encode(" ".join([line] * 9)).ids):
+    for copies, step in ((1, 1), (9, 23)):
+        ids = tokenizer.encode(" ".join([line] * copies)).ids
         whole = tokenizer.decode(ids)
-        for cut in range(1, len(ids)):
+        for cut in range(1, len(ids), step):
             if all(is_special(name, token_id) for token_id in ids[:cut]):
                 continue
             before = shared.prompt_text(ids[:cut])
