@@ -18,10 +18,11 @@ from swell.cluster.openai.models import TokenizeRequest
 from swell.cluster.parallel import check_children
 from swell.cluster.params import BadRequest, SamplingParams, shown
 from swell.cluster.parsers.base import ContentParser, Parser
-from swell.cluster.prompt import Keep, PromptProcessor, TextOptions
+from swell.cluster.prompt import PromptProcessor
 from swell.cluster.structured import compile_grammar
 from swell.cluster.templates import TemplateOptions
-from swell.cluster.validate import validate
+from swell.cluster.truncation import Keep, TextOptions
+from swell.cluster.validate import validate, with_vocabulary
 from swell.cluster.words import bad_word_tokens
 from swell.configs.schema import Config
 from swell.worker.sample.wire import Grammar
@@ -178,6 +179,7 @@ class AskMaker:
         wish's own is made here."""
         processor = self._prompts
         validate(params, vocab_size=processor.vocab_size)
+        params = with_vocabulary(params, sum(map(len, prompts)), processor.vocab_size)
         longest = self._defaults.max_new_tokens if params.max_tokens is None else None
         budgets = [
             processor.resolve_max_tokens(
@@ -191,11 +193,10 @@ class AskMaker:
         ]
         if params.structured_outputs is not None:
             grammar = partial(compile_grammar, params.structured_outputs, body.form_field)
-            opening = Opening.VERBATIM
         ask = Ask(
             prompts=prompts,
             prompt_texts=[None] * len(prompts),
-            opening=opening,
+            opening=opening if params.structured_outputs is None else Opening.VERBATIM,
             params=params,
             budgets=budgets,
             bad_words=bad_word_tokens(

@@ -64,7 +64,9 @@ class BodyReader:
                     parts.append(part)
                     self._check_room(size)
             request.state.body_bytes = size
-            decoded = await self._offload.run_sized(size, _decoded, parts, kind, self._unknown)
+            decoded: Decoded[Body] = await self._offload.run_sized(
+                size, _decoded, parts, kind, self._unknown
+            )
             self._on_ignored(decoded.findings.ignored)
             request.state.warning = warning_of(decoded.findings.warnings)
             return decoded.request

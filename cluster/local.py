@@ -19,7 +19,7 @@ from swell.cluster.preflight import check
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
 from swell.cluster.structured import compile_grammar
 from swell.cluster.templates import TemplateOptions
-from swell.cluster.validate import validate
+from swell.cluster.validate import validate, with_vocabulary
 from swell.cluster.words import bad_word_tokens
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load
@@ -195,6 +195,7 @@ class LLM:
     def _requests(self, external_id: str, prompt: Asked, wish: SamplingParams) -> Iterator[Child]:
         """One for each answer that is to be drawn, with its index."""
         validate(wish, vocab_size=self._prompts.vocab_size)
+        wish = with_vocabulary(wish, len(prompt.token_ids), self._prompts.vocab_size)
         max_tokens = self._prompts.resolve_max_tokens(
             len(prompt.token_ids), wish.max_tokens, min_tokens=wish.min_tokens
         )

@@ -13,6 +13,7 @@ from swell.cluster.validate import (
     MAX_TEMPERATURE,
     MAX_TOP_K,
     MIN_REPETITION_PENALTY,
+    WHOLE_VOCABULARY,
 )
 
 Limits = dict[str, float]
@@ -36,7 +37,8 @@ GENERATION_LIMITS: dict[str, Limits] = {
     "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
     "logprobs": _LOGPROBS,
     "top_logprobs": _LOGPROBS,
-    "prompt_logprobs": _LOGPROBS,
+    "prompt_logprobs": {"minimum": WHOLE_VOCABULARY, "maximum": MAX_LOGPROBS},
+    "truncate_prompt_tokens": {"minimum": -1},
     "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
     "data_parallel_rank": {"minimum": 0, "maximum": 2**31 - 1},
 }

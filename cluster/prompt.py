@@ -11,15 +11,24 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 
-from swell.cluster.openai.generation import WINDOW
-from swell.cluster.openai.messages import ChatMessage, check_messages
+from swell.cluster.openai.decode import decode
+from swell.cluster.openai.messages import ChatMessage
+from swell.cluster.openai.models import TokenizeRequest
 from swell.cluster.params import BadRequest, shown
 from swell.cluster.templates import ChatTemplate, TemplateOptions
+from swell.cluster.truncation import (
+    MAX_TRUNCATED_BYTES,
+    PLAIN_TEXT,
+    TEMPLATE_TEXT,
+    Keep,
+    TextOptions,
+    kept,
+)
 from swell.cluster.validate import check_token_ids
 from swell.configs.schema import ConfigError
 
@@ -38,35 +47,8 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
 )
 
-MAX_TRUNCATED_BYTES = 1024 * 1024
-"""Of a text of which `truncate_prompt_tokens` keeps a part: all of it is tokenized, which takes a
-second."""
-
 Prompt = str | list[int]
 PLAIN_CHAT = TemplateOptions()
-
-
-class Keep(NamedTuple):
-    """What is kept of a longer prompt."""
-
-    tokens: int
-    """`WINDOW`: as many as fit."""
-    side: Literal["left", "right"]
-    """That is cut off."""
-    beside: int
-    """Tokens of the answer, which must fit too."""
-
-
-class TextOptions(NamedTuple):
-    """How a text becomes tokens."""
-
-    add_special_tokens: bool
-    keep: Keep | None = None
-
-
-PLAIN_TEXT = TextOptions(add_special_tokens=True)
-TEMPLATE_TEXT = TextOptions(add_special_tokens=False)
-"""A chat template writes special tokens itself."""
 
 
 def encode_fast(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> Any:
@@ -207,7 +189,7 @@ class PromptProcessor:
                     )
                 )
             else:
-                ids.append(self.check_ids(self._kept(one, options.keep), field=field))
+                ids.append(self.check_ids(kept(one, options.keep, self.max_model_len), field=field))
         return ids
 
     def split(self, prompt: str | Sequence[Any]) -> list[Prompt]:
@@ -272,20 +254,7 @@ class PromptProcessor:
             ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
             ids = encode_fast(self._backend, text, add_special_tokens=add_special_tokens).ids
-        return self.check_ids(self._kept(ids, keep), field=field)
-
-    def _kept(self, token_ids: list[int], keep: Keep | None) -> list[int]:
-        if keep is None:
-            return token_ids
-        count = self.max_model_len - keep.beside if keep.tokens == WINDOW else keep.tokens
-        if not 1 <= count < self.max_model_len:
-            raise BadRequest(
-                f"truncate_prompt_tokens={keep.tokens} leaves {max(count, 0)} tokens of the prompt "
-                f"beside {keep.beside} of the answer; it must leave at least one, and fewer than "
-                f"max_model_len={self.max_model_len}",
-                "truncate_prompt_tokens",
-            )
-        return token_ids[:count] if keep.side == "right" else token_ids[-count:]
+        return self.check_ids(kept(ids, keep, self.max_model_len), field=field)
 
     def _check_pieces(self, backend: Tokenizer, text: str, field: str) -> None:
         """Refuse a text that is far too long before all of it is tokenized. A text has fewer tokens
@@ -302,14 +271,12 @@ class PromptProcessor:
     def chat_messages(
         self, messages: Sequence[Mapping[str, Any] | ChatMessage]
     ) -> list[ChatMessage]:
-        """Messages of Python callers, checked as those of HTTP are."""
+        """Messages of Python callers, read as those of HTTP are."""
         try:
-            plain = [msgspec.to_builtins(message) for message in messages]
-            typed = msgspec.convert(plain, list[ChatMessage])
-        except (msgspec.ValidationError, TypeError) as error:
+            body = msgspec.json.encode({"messages": messages})
+        except (TypeError, ValueError, RecursionError) as error:
             raise BadRequest(f"messages: {error}", "messages") from None
-        check_messages(typed)
-        return typed
+        return decode(body, TokenizeRequest).messages or []
 
     def chat_prompt(
         self,

@@ -100,11 +100,16 @@ class ChatTemplate:
         self, role: str, messages: Sequence[ChatMessage], options: TemplateOptions, text: str
     ) -> None:
         """A template may leave out, without a word, what has a role that it does not know: then the
-        text is the same without these messages."""
-        others = [message for message in messages if message.role != role]
+        text is the same whatever these messages say."""
+        others = [
+            msgspec.structs.replace(message, content=message.text + "?")
+            if message.role == role
+            else message
+            for message in messages
+        ]
         try:
-            leaves_out = not others or self._rendered(others, options) == text
-        except BadRequest:  # it needs these messages, so it knows them
+            leaves_out = self._rendered(others, options) == text
+        except BadRequest:  # it looks at what they say
             return
         if leaves_out:
             index = next(i for i, message in enumerate(messages) if message.role == role)

@@ -22,7 +22,7 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """field -> values that change nothing."""
     ECOSYSTEM: ClassVar[Ecosystem] = Ecosystem()
     """Fields of other servers, beside those of the struct."""
-    PARTS: ClassVar[Mapping[str, Mapping[str | None, type[Any]]]] = {}
+    PARTS: ClassVar[Mapping[str, Mapping[str | None, type[msgspec.Struct]]]] = {}
     """Of fields that are typed after the body: the structs of their objects, by `type`."""
 
     def check(self) -> None:

@@ -205,7 +205,7 @@ FORMS: Mapping[str, type[InputItem]] = {
 }
 
 
-ITEMS: Mapping[str | None, type[InputItem]] = {**FORMS, None: InputMessage}
+ITEMS: Mapping[str | None, type[InputItem]] = {None: InputMessage} | dict(FORMS)
 """By `type`; what has none is a message."""
 
 

@@ -76,14 +76,16 @@ class ChatMessage(HistoryPart, kw_only=True):
     NOT_SERVED = {"audio": ()}
 
     def check_at(self, path: str) -> None:
-        self.refuse_unsupported(path + ".")
-        if not _ROLE.match(self.role):
+        if self.audio is not None:
+            self.refuse_unsupported(path + ".")
+        if self.role not in ROLES and not _ROLE.match(self.role):
             raise BadRequest(
                 f"{path}.role={shown(self.role)} must be one of {', '.join(ROLES)}, or a role of "
                 "the chat template's: 1 to 64 letters, digits, '_', '-' or '.'",
                 f"{path}.role",
             )
-        self._check_calls(path)
+        if self.tool_calls or self.function_call is not None:
+            self._check_calls(path)
         if self.tool_call_id == "":
             raise BadRequest(
                 f"{path}.tool_call_id='' must be the id of a call; it is empty",

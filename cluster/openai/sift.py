@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -25,13 +25,14 @@ from swell.cluster.params import BadRequest
 
 UnknownFields = Literal["refuse", "ignore"]
 """`serve.unknown_fields`"""
-Kinds = Mapping[str | None, type[Any]]
+Kinds = Mapping[str | None, type[msgspec.Struct]]
 """What may stand at a place: by the object's `type`, None for all others."""
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_OBJECTS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _LABELS = frozenset(IGNORED_FIELDS)
 _NULL = b"null"
+_OPEN_OBJECT, _OPEN_LIST, _QUOTE = b'{["'
 
 
 class Findings(msgspec.Struct):
@@ -45,8 +46,9 @@ class Findings(msgspec.Struct):
 
 class _Shape(NamedTuple):
     names: frozenset[str]
-    parts: Mapping[str, Kinds]
+    parts: tuple[tuple[str, Kinds], ...]
     """Fields that hold objects of ours, or lists of them."""
+    is_history: bool
 
 
 class Sifter:
@@ -60,91 +62,95 @@ class Sifter:
         """The body without what may be left out. Raises `BadRequest` for a field of another server
         that asks for what is not here, and what the JSON reader raises."""
         fields = _OBJECT.decode(body)
-        shape = _shape(kind)
-        unknown = [name for name in fields if name not in shape.names]
-        for name in unknown:
-            self._translate(name, fields, kind)
-        return self._rewritten(fields, kind, "")
+        names = _shape(kind).names
+        changed = False
+        for name in [name for name in fields if name not in names]:
+            changed |= self._translate(name, fields, kind)
+        changed |= self._leave_out(fields, _shape(kind), "")
+        return _written(fields) if changed else body
 
     def _translate(
         self, name: str, fields: dict[str, msgspec.Raw], kind: type[RequestBody]
-    ) -> None:
-        """One field that the kind has not, as its table says."""
+    ) -> bool:
+        """One field that the kind has not, as its table says; whether that knows it."""
         table = kind.ECOSYSTEM
         if name in table.taken:
             del fields[name]
         elif name in table.means:
             target, raw = table.means[name], fields.pop(name)
-            if bytes(raw) == _NULL:
-                return
-            if bytes(fields.get(target, _NULL)) != _NULL:
-                raise BadRequest(f"{name} and {target} mean the same; send one of them", name)
-            fields[target] = raw
+            if bytes(raw) != _NULL:
+                if bytes(fields.get(target, _NULL)) != _NULL:
+                    raise BadRequest(f"{name} and {target} mean the same; send one of them", name)
+                fields[target] = raw
         elif name in table.neutral:
             check_neutral(name, msgspec.json.decode(fields.pop(name)), table.neutral[name])
+        else:
+            return False
+        return True
 
-    def _value(self, raw: msgspec.Raw, kinds: Kinds, path: str) -> Any:
-        head = bytes(memoryview(raw)[:1])
-        if head == b"{":
-            return self._object(raw, kinds, path)
-        if head != b"[":
+    def _value(self, raw: Any, kinds: Kinds, path: str) -> Any:
+        """The same value, itself where nothing of it is left out."""
+        head = memoryview(raw)[0]
+        if head == _OPEN_OBJECT:
+            fields = _OBJECT.decode(raw)
+            return _written(fields) if self._object(fields, kinds, path) else raw
+        if head != _OPEN_LIST:
             return raw
-        items = _LIST.decode(raw)
-        kept = [
-            self._object(item, kinds, f"{path}[{index}]")
-            if bytes(memoryview(item)[:1]) == b"{"
-            else item
-            for index, item in enumerate(items)
-        ]
-        if all(new is old for new, old in zip(kept, items, strict=True)):
+        try:
+            items = _OBJECTS.decode(raw)
+        except msgspec.ValidationError:  # a list of something else
             return raw
-        return b"[" + b",".join(kept) + b"]"
+        changed = False
+        for fields in items:
+            changed |= self._object(fields, kinds, path)
+        return b"[" + b",".join(map(_written, items)) + b"]" if changed else raw
 
-    def _object(self, raw: msgspec.Raw, kinds: Kinds, path: str) -> Any:
-        """The same object, itself where nothing of it is left out."""
-        fields = _OBJECT.decode(raw)
-        kind = kinds.get(_type_of(fields), kinds.get(None))
-        if kind is None:
-            return raw
-        before = dict(fields)
-        rewritten = self._rewritten(fields, kind, path)
-        unchanged = len(before) == len(fields) and all(
-            fields[name] is value for name, value in before.items()
-        )
-        return raw if unchanged else rewritten
+    def _object(self, fields: dict[str, Any], kinds: Kinds, path: str) -> bool:
+        """Whether `fields` have changed."""
+        kind = kinds.get(None)
+        if kind is None or len(kinds) > 1:
+            kind = kinds.get(_type_of(fields), kind)
+        return kind is not None and self._leave_out(fields, _shape(kind), path)
 
-    def _rewritten(self, fields: dict[str, Any], kind: type[Any], path: str) -> bytes:
-        """`fields` are changed in place; their text."""
-        shape = _shape(kind)
-        for name in [name for name in fields if name not in shape.names]:
-            where = f"{path}.{name}" if path else name
-            if issubclass(kind, HistoryPart):
-                self._findings.ignored[name if name in _LABELS else "other"] += 1
-            elif self._unknown == "ignore":
-                self._findings.warnings.append(where)
-            else:
-                continue
-            del fields[name]
-        for name, kinds in shape.parts.items():
-            if name in fields:
-                where = f"{path}.{name}" if path else name
-                fields[name] = self._value(fields[name], kinds, where)
-        return b"{" + b",".join(b"%b:%b" % (_key(name), raw) for name, raw in fields.items()) + b"}"
+    def _leave_out(self, fields: dict[str, Any], shape: _Shape, path: str) -> bool:
+        """Whether `fields` have changed."""
+        changed = False
+        if not shape.names.issuperset(fields):
+            for name in [name for name in fields if name not in shape.names]:
+                if shape.is_history:
+                    self._findings.ignored[name if name in _LABELS else "other"] += 1
+                elif self._unknown == "ignore":
+                    self._findings.warnings.append(f"{path}{name}")
+                else:
+                    continue
+                del fields[name]
+                changed = True
+        for name, kinds in shape.parts:
+            raw = fields.get(name)
+            if raw is not None:
+                fields[name] = self._value(raw, kinds, f"{path}{name}.")
+                changed |= fields[name] is not raw
+        return changed
 
 
+def _written(fields: dict[str, Any]) -> bytes:
+    return b"{" + b",".join([b"%b:%b" % (_key(name), raw) for name, raw in fields.items()]) + b"}"
+
+
+@lru_cache(maxsize=1024)
 def _key(name: str) -> bytes:
     return msgspec.json.encode(name)
 
 
 def _type_of(fields: Mapping[str, msgspec.Raw]) -> str | None:
     raw = fields.get("type")
-    if raw is None or bytes(memoryview(raw)[:1]) != b'"':
+    if raw is None or memoryview(raw)[0] != _QUOTE:
         return None
     return str(msgspec.json.decode(raw))
 
 
 @cache
-def _shape(kind: type[Any]) -> _Shape:
+def _shape(kind: type[msgspec.Struct]) -> _Shape:
     info = msgspec.inspect.type_info(kind)
     assert isinstance(info, msgspec.inspect.StructType), "bodies are structs"
     names = {field.encode_name for field in info.fields}
@@ -156,10 +162,11 @@ def _shape(kind: type[Any]) -> _Shape:
             parts[field.encode_name] = kinds
     if issubclass(kind, RequestBody):
         parts |= kind.PARTS
-    return _Shape(frozenset(names), parts)
+    is_history = issubclass(kind, HistoryPart)
+    return _Shape(frozenset(names), tuple(parts.items()), is_history)
 
 
-def _kinds(type_: msgspec.inspect.Type) -> dict[str | None, type[Any]]:
+def _kinds(type_: msgspec.inspect.Type) -> dict[str | None, type[msgspec.Struct]]:
     """Structs of a field's type, alone or in a list."""
     match type_:
         case msgspec.inspect.StructType():

@@ -351,7 +351,7 @@ def test_a_role_of_the_templates_own_is_written() -> None:
 @pytest.mark.parametrize(("text", "param"), [(SILENT, "messages[1].role"), (LOUD, "messages")])
 def test_a_role_that_the_template_has_not_is_refused(text: str, param: str) -> None:
     request, _ = chat(CRITIC, USER)
-    with pytest.raises(BadRequest, match="critic|no such role") as caught:
+    with pytest.raises(BadRequest, match=r"critic|no such role") as caught:
         template(text).render(request.messages, TemplateOptions())
     assert caught.value.param == param
 

@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("allowed_token_ids", "1", "'1'", "list"),
     ("logprobs", MAX_LOGPROBS + 1, "21", "20"),
     ("logprobs", True, "True", "integer"),
-    ("prompt_logprobs", -1, "-1", "between 0 and 20"),
+    ("prompt_logprobs", -2, "-2", "between -1 and 20"),
     ("n", 0, "0", str(MAX_N)),
     ("n", MAX_N + 1, str(MAX_N + 1), str(MAX_N)),
     ("best_of", MAX_N + 1, str(MAX_N + 1), str(MAX_N)),
