@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
 from msgspec import UNSET
@@ -17,19 +17,14 @@ from swell.cluster.sse import DONE, PLAIN, CompletionStream, Rest
 
 
 class CompletionAnswer(Answer):
-    """`text_of` writes prompt tokens as text, for `echo`."""
+    """With `echo` every choice begins with the text of its prompt."""
 
-    def __init__(
-        self, id: str, model: str, body: CompletionRequest, text_of: Callable[[list[int]], str]
-    ) -> None:
+    def __init__(self, id: str, model: str, body: CompletionRequest) -> None:
         super().__init__(id, model, n=body.n or 1)
         self._body = body
-        self._text_of = text_of
         self._stream = CompletionStream(
             self.id, self.created, model, include_usage=body.include_usage
         )
-        self._prompts: dict[int, str] = {}
-        """The text of each prompt that is told, written once for all its answers."""
         self._echoed_chars: dict[int, int] = {}
         """Of each choice of a stream that has begun."""
         self._tells_more = (
@@ -56,7 +51,7 @@ class CompletionAnswer(Answer):
     ) -> CompletionChoice:
         body = self._body
         part = self._shown(part)
-        prompt = self._prompt(index, output)
+        prompt = self._echo(output)
         told = None if body.prompt_logprobs is None else output.prompt_logprobs
         return CompletionChoice(
             index=index,
@@ -74,7 +69,7 @@ class CompletionAnswer(Answer):
         body, prompt = self._body, ""
         part = self._shown(part)
         if choice not in self._echoed_chars:
-            prompt = self._prompt(choice, output)
+            prompt = self._echo(output)
             self._echoed_chars[choice] = len(prompt)
         rest = PLAIN
         if part.finish_reason is not None or self._tells_more:
@@ -87,14 +82,9 @@ class CompletionAnswer(Answer):
             )
         return [self._stream.chunk(prompt + part.text, choice, rest)]
 
-    def _prompt(self, choice: int, output: RequestOutput) -> str:
-        """What the answer of this number begins with."""
-        if not self._body.echo:
-            return ""
-        place = choice // self.n
-        if place not in self._prompts:
-            self._prompts[place] = self._text_of(output.prompt_token_ids)
-        return self._prompts[place]
+    def _echo(self, output: RequestOutput) -> str:
+        """What every answer to a prompt begins with."""
+        return (output.prompt or "") if self._body.echo else ""
 
     def _logprobs(
         self, output: RequestOutput, part: CompletionOutput, echoed_chars: int

@@ -21,6 +21,7 @@ from swell.cluster.openai.messages import (
     ToolDefinition,
     check_messages,
     check_tools,
+    keep_tools,
 )
 from swell.cluster.params import BadRequest, shown
 
@@ -85,6 +86,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "web_search_options": (),
     }
     ECOSYSTEM = CHAT
+
+    def keep(self, body: bytes) -> None:
+        keep_tools(self.tools, body)
 
     def check(self) -> None:
         super().check()

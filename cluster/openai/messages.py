@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -202,13 +203,40 @@ class FunctionDefinition(HistoryPart, kw_only=True):
     """Hold the schema also where the model itself chooses to call."""
 
 
-class ToolDefinition(HistoryPart, kw_only=True):
+class ToolDefinition(HistoryPart, kw_only=True, dict=True):
     type: str
     function: FunctionDefinition | None = None
     custom: Any = None
     cache_control: Any = None
 
     NOT_SERVED = {"custom": ()}
+
+    @cached_property
+    def as_sent(self) -> dict[str, Any]:
+        """What the chat template is shown: the tool as its client wrote it (`keep_tools`), or, of
+        another API, what is known of it."""
+        assert self.function is not None, "tools were checked"
+        known = {
+            name: getattr(self.function, name) for name in ("name", "description", "parameters")
+        }
+        function = {name: value for name, value in known.items() if value is not None}
+        return {"type": self.type, "function": function}
+
+
+class _SentTools(msgspec.Struct):
+    tools: list[dict[str, Any]] | None = None
+
+
+_SENT_TOOLS = msgspec.json.Decoder(_SentTools)
+
+
+def keep_tools(tools: list[ToolDefinition] | None, body: bytes) -> None:
+    """Keep the tools of a body as it was sent: with fields that are not typed, and in their
+    order."""
+    if tools:
+        for tool, sent in zip(tools, _SENT_TOOLS.decode(body).tools or (), strict=True):
+            sent.pop("cache_control", None)
+            tool.as_sent = sent
 
 
 class FunctionName(RequestBody, kw_only=True):

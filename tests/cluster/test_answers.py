@@ -42,12 +42,16 @@ def chat_answer(**fields: Any) -> ChatAnswer:
 def completion_answer(**fields: Any) -> CompletionAnswer:
     body = {"model": "m", "prompt": "x", **fields}
     request = decode(json.dumps(body).encode(), CompletionRequest)
-    return CompletionAnswer("id", "m", request, lambda ids: f"<{len(ids)}>")
+    return CompletionAnswer("id", "m", request)
 
 
 def output(prompt: int, part: CompletionOutput) -> RequestOutput:
     return RequestOutput(
-        request_id="r", prompt_token_ids=[1] * (prompt + 1), outputs=[part], finished=False
+        request_id="r",
+        prompt_token_ids=[1] * (prompt + 1),
+        prompt=f"<{prompt + 1}>",
+        outputs=[part],
+        finished=False,
     )
 
 
