@@ -43,6 +43,8 @@ _RETRY_AFTER = {"retry-after": "1"}
 REQUEST_ID = "x-request-id"
 ANTHROPIC_REQUEST_ID = "request-id"
 MAX_REQUEST_ID_CHARS = 128
+EVENTS = "swell.events"
+"""Key of the request's state: its answer is a stream of events, each in a chunk of its own."""
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}\Z")
 
 
@@ -314,6 +316,7 @@ class EventStream:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})[EVENTS] = True
         writing = asyncio.ensure_future(self._write(send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
