@@ -213,7 +213,7 @@ class WithoutTrailingSlash:
 
 def require_json(request: Request) -> None:
     """Raises HTTPError 415 unless the request says that it sends JSON. A page of another site
-    cannot say so without asking first, which we never allow."""
+    cannot say so without asking first, which `serve.cors_origins` alone allows."""
     sent = request.headers.get("content-type", "")
     kind = sent.split(";")[0].strip().lower()
     if kind != "application/json":
