@@ -182,8 +182,13 @@ def test_anthropic_calls_have_ids_of_their_kind_and_come_back_as_the_formats(
     assert re.fullmatch(wanted, told.tool_call_id or "")
 
 
-@given(st.text(min_size=1))
+@given(st.text(min_size=1) | st.sampled_from(["functions.f:0", "x_61", "toolu_1", "a1B2c3D4e"]))
 def test_an_id_comes_back_as_it_was(id: str) -> None:
     shown = ids.tool_use_id(id)
-    assert shown.startswith("toolu_")
+    assert re.fullmatch("toolu_[a-zA-Z0-9_-]+", shown)
     assert ids.call_id(shown) == id
+
+
+@pytest.mark.parametrize("id", ["toolu_01A09q90qw90lq917835lq9", "toolu_", "x", "toolu_x_nothex"])
+def test_ids_of_other_makers_are_taken(id: str) -> None:
+    assert ids.call_id(id) == (id.removeprefix("toolu_") or id)
