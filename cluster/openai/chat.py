@@ -208,8 +208,12 @@ class ChatResponseMessage(Body, kw_only=True):
     role: str = "assistant"
     content: str | None = None
     refusal: str | None = None
-    reasoning_content: str | UnsetType = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, under vLLM's newer name; a stream has `reasoning_content` alone, for there are
+    clients that take both for two texts."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    """Absent without calls, as OpenAI has it."""
 
 
 class ChatChoice(Body, kw_only=True):
@@ -218,7 +222,7 @@ class ChatChoice(Body, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Body, kw_only=True):
@@ -228,8 +232,11 @@ class ChatCompletion(Body, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    service_tier: str | None = None
+    """This and the next are always null: there is one tier, and a seed is enough."""
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class FunctionDelta(Body, kw_only=True):
@@ -263,7 +270,8 @@ class ChatChunkChoice(Body, kw_only=True):
 
 
 class ChatChunk(Body, kw_only=True):
-    """One event of a chat stream; `usage` as in `CompletionChunk`."""
+    """One event of a chat stream; `usage` as in `CompletionChunk`. The first one has the prompt's
+    ids where `return_token_ids` asks for them."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -271,3 +279,4 @@ class ChatChunk(Body, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
