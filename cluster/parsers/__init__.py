@@ -55,21 +55,26 @@ def _load(table: Mapping[str, str], what: str, name: str) -> Any:
     return getattr(import_module(module), kind)
 
 
-_OTHER_TOOL_CALLS = ("<function=", "<arg_key>")
-"""Qwen3-Coder and GLM write other things than JSON between `<tool_call>` and `</tool_call>`."""
+_TOOL_MARKS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
+    ("mistral", ("[TOOL_CALLS]",)),
+    (None, ("<tool_call>", "<arg_key>")),
+    (None, ("<tool_call>", "<function=")),
+    ("hermes", ("<tool_call>",)),
+    ("llama3", ("<|start_header_id|>", '"parameters"')),
+    ("llama3", ("<|python_tag|>",)),
+)
+"""A tool format and what the text of its chat templates holds. The first of which all is there
+counts: where two share a marker, the one that asks for more stands first."""
 
 _OPEN_THINK = re.compile(r"<think>(?!(?:\\n|\s)*</think>)")
 
 
 def detect_tools(chat_template: str) -> str | None:
     """The tool format that a chat template speaks of, or None: a guess from its text."""
-    if "[TOOL_CALLS]" in chat_template:
-        return "mistral"
-    if "<tool_call>" in chat_template:
-        known = not any(mark in chat_template for mark in _OTHER_TOOL_CALLS)
-        return "hermes" if known else None
-    llama = "<|start_header_id|>" in chat_template and '"parameters"' in chat_template
-    return "llama3" if llama or "<|python_tag|>" in chat_template else None
+    for name, marks in _TOOL_MARKS:
+        if all(mark in chat_template for mark in marks):
+            return name
+    return None
 
 
 def detect_reasoning(chat_template: str) -> str | None:
