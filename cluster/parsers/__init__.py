@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from swell.cluster.parsers.base import Chain, ContentParser, Parser
+from swell.cluster.parsers.base import ContentParser, Parser
 from swell.cluster.parsers.parts import Tool
 from swell.cluster.parsers.tools import ToolParser
 
@@ -20,6 +20,8 @@ PARSERS = {
 REASONING = {
     "think": "swell.cluster.parsers.reasoning:ThinkParser",
     "think-open": "swell.cluster.parsers.reasoning:OpenThinkParser",
+    "mistral": "swell.cluster.parsers.reasoning:MistralThinkParser",
+    "gemma4": "swell.cluster.parsers.reasoning:GemmaThinkParser",
 }
 
 
@@ -28,18 +30,23 @@ def make_parser(
     reasoning: str | None,
     make_id: Callable[[], str] | None = None,
     shown: Sequence[Tool] = (),
+    prompt: str = "",
 ) -> Parser:
     """The parser of one answer: reasoning is read first, tool calls in its content.
 
     `tools` and `reasoning` are names of `PARSERS` and `REASONING`; None: that is not looked for.
     `make_id` gives the ids of calls; by default random ones in the form of the format. `shown`: the
-    tools that the model was shown. ValueError for an unknown name.
+    tools that the model was shown. `prompt`: the end of the prompt's text, which may have opened
+    reasoning. ValueError for an unknown name.
     """
-    inner = ContentParser() if tools is None else tool_format(tools)(make_id, shown)
+
+    def make_inner() -> Parser:
+        return ContentParser() if tools is None else tool_format(tools)(make_id, shown)
+
     if reasoning is None:
-        return inner
-    outer: Parser = _load(REASONING, "reasoning parser", reasoning)()
-    return outer if tools is None else Chain(outer, inner)
+        return make_inner()
+    parser: Parser = _load(REASONING, "reasoning parser", reasoning)(make_inner, prompt)
+    return parser
 
 
 def tool_format(name: str) -> type[ToolParser]:

@@ -14,15 +14,26 @@ from swell.cluster.parsers.parts import Arguments, Content, Part, Reasoning, Too
 Names = tuple[str | None, str | None]
 """Of a tool format and of a reasoning format."""
 
-ALL = [*itertools.product([None, *PARSERS], [None, *REASONING])]
+ALL: list[Names] = [
+    *itertools.product([None, *PARSERS], [None, "think"]),
+    *itertools.product([None, "hermes"], [name for name in REASONING if name != "think"]),
+    ("mistral", "mistral"),
+]
+"""Each format alone, each tool format with reasoning, each reasoning with calls."""
 
 MARKERS = {
     "hermes": ["<tool_call>", "</tool_call>"],
     "llama3": ["<|python_tag|>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
+}
+
+TAGS = {
     "think": ["<think>", "</think>"],
     "think-open": ["<think>", "</think>"],
+    "mistral": ["[THINK]", "[/THINK]"],
+    "gemma4": ["<|channel>thought\n", "<channel|>"],
 }
+"""The markers of reasoning formats."""
 
 CALLS = {
     "hermes": [
@@ -41,8 +52,13 @@ CALLS = {
         '[TOOL_CALLS]g-2[CALL_ID]aB3dE6gH9[ARGS]"{\\"a\\": 1}"',
         '[TOOL_CALLS]h{"a": [1.5]}',
     ],
+}
+
+THOUGHTS = {
     "think": ["<think>\nso it is 4.\n</think>\n\n"],
     "think-open": ["so it is 4.\n</think>\n\n"],
+    "mistral": ["[THINK]so it is 4.\n[/THINK]"],
+    "gemma4": ["<|channel>thought\nso it is 4.<channel|>"],
 }
 
 _COMMON = [
@@ -60,12 +76,22 @@ _COMMON = [
 ]
 
 
+def markers(names: Names) -> list[str]:
+    tools, reasoning = names
+    return (MARKERS[tools] if tools else []) + (TAGS[reasoning] if reasoning else [])
+
+
+def whole(names: Names) -> list[str]:
+    """Thoughts and calls, each complete."""
+    tools, reasoning = names
+    return (THOUGHTS[reasoning] if reasoning else []) + (CALLS[tools] if tools else [])
+
+
 def fragments(names: Names) -> list[str]:
     found = list(_COMMON)
-    for name in filter(None, names):
-        found += [marker[:size] for marker in MARKERS[name] for size in (3, len(marker) - 1)]
-        found += MARKERS[name] * 3 + CALLS[name] * 2
-        found += [call[: len(call) // 2] for call in CALLS[name]]
+    found += [marker[:size] for marker in markers(names) for size in (3, len(marker) - 1)]
+    found += markers(names) * 3 + whole(names) * 2
+    found += [one[: len(one) // 2] for one in whole(names)]
     return found
 
 

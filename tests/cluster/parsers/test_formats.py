@@ -27,7 +27,7 @@ from swell.cluster.parsers.parts import (
     WholeCall,
     collect,
 )
-from tests.cluster.parsers.answers import MARKERS, Names, dumped, parser, read
+from tests.cluster.parsers.answers import MARKERS, Names, dumped, markers, parser, read
 
 LLAMA, HERMES, MISTRAL = ("llama3", None), ("hermes", None), ("mistral", None)
 
@@ -272,10 +272,9 @@ def test_special_tokens_are_kept_where_a_marker_is_one() -> None:
     for tools in (None, *PARSERS):
         for reasoning in (None, *REASONING):
             parser = make_parser(tools, reasoning)
-            assert parser.keeps_special_tokens == (tools in ("llama3", "mistral"))
-            assert set(parser.markers) == {
-                marker for name in (tools, reasoning) if name for marker in MARKERS[name]
-            }
+            kept = tools in ("llama3", "mistral") or reasoning in ("mistral", "gemma4")
+            assert parser.keeps_special_tokens == kept
+            assert set(parser.markers) == set(markers((tools, reasoning)))
 
 
 QWEN3_END = (
