@@ -15,6 +15,11 @@ PARSERS = {
     "hermes": "swell.cluster.parsers.hermes:HermesParser",
     "llama3": "swell.cluster.parsers.llama3:Llama3Parser",
     "mistral": "swell.cluster.parsers.mistral:MistralParser",
+    "pythonic": "swell.cluster.parsers.pythonic:PythonicParser",
+    "harmony": "swell.cluster.parsers.harmony:HarmonyParser",
+    "functiongemma": "swell.cluster.parsers.gemma:FunctionGemmaParser",
+    "gemma4": "swell.cluster.parsers.gemma:Gemma4Parser",
+    "phi4": "swell.cluster.parsers.phi4:Phi4Parser",
 }
 
 REASONING = {
@@ -22,7 +27,9 @@ REASONING = {
     "think-open": "swell.cluster.parsers.reasoning:OpenThinkParser",
     "mistral": "swell.cluster.parsers.reasoning:MistralThinkParser",
     "gemma4": "swell.cluster.parsers.reasoning:GemmaThinkParser",
+    "harmony": PARSERS["harmony"],
 }
+"""A format that is in both tables reads reasoning and calls, whichever of them is looked for."""
 
 
 def make_parser(
@@ -39,6 +46,9 @@ def make_parser(
     tools that the model was shown. `prompt`: the end of the prompt's text, which may have opened
     reasoning. ValueError for an unknown name.
     """
+    for name in (tools, reasoning):
+        if name in PARSERS and PARSERS[name] == REASONING.get(name):
+            return tool_format(name)(make_id, shown, prompt)
 
     def make_inner() -> Parser:
         return ContentParser() if tools is None else tool_format(tools)(make_id, shown)
@@ -63,34 +73,59 @@ def _load(table: Mapping[str, str], what: str, name: str) -> Any:
 
 
 _TOOL_MARKS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "to=functions.")),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("gemma4", ("<|tool_call>",)),
+    ("functiongemma", ("<start_function_call>",)),
+    ("phi4", ("<|tool_call|>",)),
+    ("phi4", ("functools[",)),
+    ("pythonic", ("[func_name1(",)),
     (None, ("<tool_call>", "<arg_key>")),
     (None, ("<tool_call>", "<function=")),
     ("hermes", ("<tool_call>",)),
     ("llama3", ("<|start_header_id|>", '"parameters"')),
+    ("llama3", ("<|header_start|>", '"parameters"')),
     ("llama3", ("<|python_tag|>",)),
+    ("pythonic", ("<|python_start|>",)),
 )
 """A tool format and what the text of its chat templates holds. The first of which all is there
 counts: where two share a marker, the one that asks for more stands first."""
 
-_OPEN_THINK = re.compile(r"<think>(?!(?:\\n|\s)*</think>)")
+_REASONING_MARKS = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("gemma4", ("<|channel>", "<channel|>")),
+    ("mistral", ("[THINK]",)),
+    ("think", ("<think>",)),
+    ("think", ("</think>",)),
+)
+"""As `_TOOL_MARKS`."""
+
+_CLOSED_THINK = re.compile(r"<think>(?:\\n|\s)*</think>")
 
 
 def detect_tools(chat_template: str) -> str | None:
     """The tool format that a chat template speaks of, or None: a guess from its text."""
-    for name, marks in _TOOL_MARKS:
-        if all(mark in chat_template for mark in marks):
-            return name
-    return None
+    return _first_of(_TOOL_MARKS, chat_template)
 
 
 def detect_reasoning(chat_template: str) -> str | None:
     """The reasoning format that a chat template speaks of, or None: a guess from its text.
 
     A template whose generation prompt ends with an open `<think>` makes the answer begin inside.
-    One that does so only on request, or not on request, is taken for one that does.
+    One that opens it on request, and closes it otherwise, leaves that to each prompt.
     """
-    if "<think>" not in chat_template and "</think>" not in chat_template:
-        return None
+    name = _first_of(_REASONING_MARKS, chat_template)
+    if name != "think":
+        return name
     _, found, generation_prompt = chat_template.rpartition("add_generation_prompt")
-    return "think-open" if found and _OPEN_THINK.search(generation_prompt) else "think"
+    open_ones = _CLOSED_THINK.sub("", generation_prompt) if found else ""
+    return "think-open" if "<think>" in open_ones and "</think>" not in open_ones else "think"
+
+
+def _first_of(
+    table: Sequence[tuple[str | None, tuple[str, ...]]], chat_template: str
+) -> str | None:
+    for name, marks in table:
+        if all(mark in chat_template for mark in marks):
+            return name
+    return None

@@ -51,9 +51,9 @@ def json_calls(tools: Sequence[Tool], key: str) -> list[str]:
     return _calls(tools, heads, literal("}"))
 
 
-def named_calls(tools: Sequence[Tool], args: str) -> list[str]:
-    """Rules of `call`: the name, the mark `args`, and the arguments."""
-    return _calls(tools, [f"{literal(tool.name)} {args}" for tool in tools], "")
+def named_calls(tools: Sequence[Tool], args: str, before: str = "") -> list[str]:
+    """Rules of `call`: the text `before`, the name, the mark `args`, and the arguments."""
+    return _calls(tools, [f"{literal(before + tool.name)} {args}" for tool in tools], "")
 
 
 def _calls(tools: Sequence[Tool], heads: list[str], tail: str) -> list[str]:
@@ -62,12 +62,14 @@ def _calls(tools: Sequence[Tool], heads: list[str], tail: str) -> list[str]:
     calls = [
         f"call_{index}: {head} args_{index} {tail}".rstrip() for index, head in enumerate(heads)
     ]
-    args = [f"args_{index}: {inline_json(_schema(tool))}" for index, tool in enumerate(tools)]
+    args = [
+        f"args_{index}: {inline_json(arguments_schema(tool))}" for index, tool in enumerate(tools)
+    ]
     choice = " | ".join(f"call_{index}" for index in range(len(tools)))
     return [f"call: {choice}", *calls, *args]
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
+def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Arguments are always an object, whatever else the schema leaves open."""
     schema: dict[str, Any] = tool.parameters or NO_ARGUMENTS
     kind = schema.get("type", "object")

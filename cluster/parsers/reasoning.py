@@ -37,9 +37,7 @@ class ThinkParser(StateParser):
     padding = "\n"
     """Characters that belong to a tag beside them."""
 
-    def __init__(
-        self, make_inner: Callable[[], Parser] = ContentParser, prompt: str = ""
-    ) -> None:
+    def __init__(self, make_inner: Callable[[], Parser] = ContentParser, prompt: str = "") -> None:
         """`make_inner` makes what reads the content. `prompt`: the end of the prompt's text."""
         super().__init__(self._before)
         self._make_inner = make_inner
@@ -146,9 +144,7 @@ class OpenThinkParser(ThinkParser):
     A model that writes the tag once more is forgiven.
     """
 
-    def __init__(
-        self, make_inner: Callable[[], Parser] = ContentParser, prompt: str = ""
-    ) -> None:
+    def __init__(self, make_inner: Callable[[], Parser] = ContentParser, prompt: str = "") -> None:
         super().__init__(make_inner, prompt)
         if prompt.rstrip().endswith(self.close):
             self._state = self._content

@@ -23,6 +23,8 @@ from swell.cluster.parsers.json_stream import CallReader, end_of
 from swell.cluster.parsers.parts import Arguments, Content, Part, Tool, ToolCall
 
 SPACE = re.compile(r"[ \t\r\n]*")
+MAX_NAME_CHARS = 256
+"""A longer name is none. OpenAI's API allows 64."""
 
 
 def random_call_id() -> str:

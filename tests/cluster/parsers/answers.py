@@ -14,17 +14,28 @@ from swell.cluster.parsers.parts import Arguments, Content, Part, Reasoning, Too
 Names = tuple[str | None, str | None]
 """Of a tool format and of a reasoning format."""
 
+_TOOLS = [name for name in PARSERS if name != "harmony"]
+_THOUGHTS = [name for name in REASONING if name not in ("think", "harmony")]
+
 ALL: list[Names] = [
-    *itertools.product([None, *PARSERS], [None, "think"]),
-    *itertools.product([None, "hermes"], [name for name in REASONING if name != "think"]),
-    ("mistral", "mistral"),
+    *itertools.product([None, *_TOOLS], [None, "think"]),
+    *itertools.product([None, "hermes"], _THOUGHTS),
+    *[("mistral", "mistral"), ("harmony", None), ("harmony", "harmony")],
 ]
 """Each format alone, each tool format with reasoning, each reasoning with calls."""
 
 MARKERS = {
     "hermes": ["<tool_call>", "</tool_call>"],
-    "llama3": ["<|python_tag|>"],
+    "llama3": ["<|python_tag|>", "<|python_start|>", "<|python_end|>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
+    "pythonic": ["<|python_start|>", "<|python_end|>"],
+    "harmony": [
+        *["<|channel|>", "<|start|>", "<|message|>", "<|constrain|>"],
+        *["<|end|>", "<|call|>", "<|return|>"],
+    ],
+    "functiongemma": ["<start_function_call>", "<end_function_call>", "<escape>"],
+    "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>'],
+    "phi4": ["<|tool_call|>", "<|/tool_call|>"],
 }
 
 TAGS = {
@@ -32,6 +43,7 @@ TAGS = {
     "think-open": ["<think>", "</think>"],
     "mistral": ["[THINK]", "[/THINK]"],
     "gemma4": ["<|channel>thought\n", "<channel|>"],
+    "harmony": MARKERS["harmony"],
 }
 """The markers of reasoning formats."""
 
@@ -44,6 +56,9 @@ CALLS = {
         '{"name": "f", "parameters": {"a": "<|python_tag|>{}; \\\\"}}',
         '<|python_tag|>{"type": "function", "name": "g", "arguments": {"b": [{}, null]}}',
         '{"parameters": {}, "name": "\\u0066"}',
+        'So {"name": "f", "parameters": {"a": "{"}}',
+        '<|python_tag|>search.call(query="x")',
+        '<function=f>{"a": 1}</function>',
     ],
     "mistral": [
         '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "[TOOL_CALLS]"}}, '
@@ -52,6 +67,28 @@ CALLS = {
         '[TOOL_CALLS]g-2[CALL_ID]aB3dE6gH9[ARGS]"{\\"a\\": 1}"',
         '[TOOL_CALLS]h{"a": [1.5]}',
     ],
+    "pythonic": [
+        "[f(a=1, b='x]\\'\\n', c={'k': [True, None]}), g()]",
+        "<|python_start|>[f(a=.5, b=word)]<|python_end|>",
+        '```tool_code\nf(a="""x"y""")\n```',
+    ],
+    "harmony": [
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "<|channel|>final<|message|>It is.<|end|><|start|>assistant to=functions.g"
+        "<|channel|>commentary json<|message|>{}",
+    ],
+    "functiongemma": [
+        "<start_function_call>call:f{a:1,b:<escape>x{}<escape>}<end_function_call>",
+        "<start_function_call>call:g{}<end_function_call>",
+    ],
+    "gemma4": [
+        '<|tool_call>call:f{a:{b:[<|"|>x<|"|>,true]},<|"|>k<|"|>:word}<tool_call|>',
+        "<|tool_call>call:g{}<tool_call|>",
+    ],
+    "phi4": [
+        '<|tool_call|>[{"name": "f", "arguments": {"a": "]"}}]<|/tool_call|>',
+        'functools[{"name": "f", "arguments": {}}, {"arguments": {}, "name": "g"}]',
+    ],
 }
 
 THOUGHTS = {
@@ -59,6 +96,10 @@ THOUGHTS = {
     "think-open": ["so it is 4.\n</think>\n\n"],
     "mistral": ["[THINK]so it is 4.\n[/THINK]"],
     "gemma4": ["<|channel>thought\nso it is 4.<channel|>"],
+    "harmony": [
+        "<|channel|>analysis<|message|>so it is 4.<|end|><|start|>assistant"
+        "<|channel|>final<|message|>It is 4.<|return|>"
+    ],
 }
 
 _COMMON = [
