@@ -99,12 +99,8 @@ class HarmonyParser(ToolParser):
         shown, marker, at = self._matcher.push(text, at)
         if shown:
             self._begin_text("", shown + (marker or "") + self._matcher.flush())
-        elif marker == MESSAGE:
-            self._begin_message("")
-        elif marker in ENDS:
-            self._begin_between()
         elif marker:
-            self._begin_header("".join(self._lead) + marker)
+            self._on_marker(marker)
         return at
 
     def _in_header(self, text: str, at: int) -> int:
@@ -117,26 +113,29 @@ class HarmonyParser(ToolParser):
         if shown:
             rest = shown + (marker or "") + self._matcher.flush()
             self._begin_text("".join(self._held), rest)
-        elif marker == MESSAGE:
-            self._begin_message("".join(self._held))
-        elif marker == START:
-            self._begin_header(START)
-        elif marker in ENDS:
-            self._begin_between()
-        elif marker:
+        elif marker in (CHANNEL, CONSTRAIN, TO):
             self._hold_header(marker)
+        elif marker:
+            self._on_marker(marker)
         return at
 
     def _in_message(self, text: str, at: int) -> int:
         shown, marker, at = self._matcher.push(text, at)
         self._parts.append(self._make_part(shown))
-        if marker in ENDS:
-            self._begin_between()
-        elif marker:
-            self._begin_header(marker)
+        if marker:
+            self._on_marker(marker)
         return at
 
     # ---------------------------------------------------------------------------------- moves
+
+    def _on_marker(self, marker: str) -> None:
+        """Where it stands outside of a header; `MESSAGE` ends one that is held."""
+        if marker == MESSAGE:
+            self._begin_message("".join(self._held))
+        elif marker in ENDS:
+            self._begin_between()
+        else:
+            self._begin_header("".join(self._lead) + marker)
 
     def _begin_between(self) -> None:
         self._held.clear()

@@ -79,12 +79,13 @@ def _continuations(names: Names) -> list[str]:
     """Wherever a parser may hold text, one of these makes a call or a tag of it."""
     ends = [*_CALL_ENDS, *(f": {end}" for end in _CALL_ENDS), ", " * bool(names[0])]
     for key in ("name", "arguments", "parameters", "type", "id", "x"):
-        whole = [f'{{"{key}": {end}' for end in _CALL_ENDS]
-        ends += [one[at:] for one in whole for at in range(len(key) + 3)]
+        calls = [f'{{"{key}": {end}' for end in _CALL_ENDS]
+        ends += [one[at:] for one in calls for at in range(len(key) + 3)]
         ends += [f', "{key}": {end}' for end in _CALL_ENDS]
     ends += ["n", "e9", "9", "\\ude00", "x", "g[ARGS]{}", "[ARGS]{}"]
     ends += ["9" * size + "[ARGS]{}" for size in range(10)]
-    found = [end + tail for end in _ENDS for tail in ends]
+    found = [one[at:] for one in whole(names) for at in range(len(one))]
+    found += [end + tail for end in _ENDS for tail in ends]
     for marker in markers(names):
         tails = ['{"name": "g", "arguments": {}}', "g[ARGS]{}", "{}", "9" * 9 + "[ARGS]{}"]
         found += [marker[at:] + tail for at in range(len(marker)) for tail in tails]
