@@ -9,17 +9,25 @@ from typing import Any
 
 from swell.cluster.parsers.base import ContentParser, Parser
 from swell.cluster.parsers.parts import Tool
+from swell.cluster.parsers.reasoning import ThinkParser
 from swell.cluster.parsers.tools import ToolParser
 
 PARSERS = {
+    "deepseek_v3": "swell.cluster.parsers.deepseek_v3:DeepSeekV3Parser",
+    "deepseek_v31": "swell.cluster.parsers.deepseek_v3:DeepSeekV31Parser",
+    "deepseek_v32": "swell.cluster.parsers.deepseek_v32:DeepSeekV32Parser",
+    "glm": "swell.cluster.parsers.glm:GlmParser",
     "hermes": "swell.cluster.parsers.hermes:HermesParser",
+    "kimi_k2": "swell.cluster.parsers.kimi_k2:KimiK2Parser",
     "llama3": "swell.cluster.parsers.llama3:Llama3Parser",
+    "minimax_m2": "swell.cluster.parsers.minimax_m2:MiniMaxM2Parser",
     "mistral": "swell.cluster.parsers.mistral:MistralParser",
     "pythonic": "swell.cluster.parsers.pythonic:PythonicParser",
     "harmony": "swell.cluster.parsers.harmony:HarmonyParser",
     "functiongemma": "swell.cluster.parsers.gemma:FunctionGemmaParser",
     "gemma4": "swell.cluster.parsers.gemma:Gemma4Parser",
     "phi4": "swell.cluster.parsers.phi4:Phi4Parser",
+    "qwen3_coder": "swell.cluster.parsers.qwen3_coder:Qwen3CoderParser",
 }
 
 REASONING = {
@@ -38,25 +46,36 @@ def make_parser(
     make_id: Callable[[], str] | None = None,
     shown: Sequence[Tool] = (),
     prompt: str = "",
+    within: Callable[[ToolParser], Parser] | None = None,
 ) -> Parser:
     """The parser of one answer: reasoning is read first, tool calls in its content.
 
     `tools` and `reasoning` are names of `PARSERS` and `REASONING`; None: that is not looked for.
     `make_id` gives the ids of calls; by default random ones in the form of the format. `shown`: the
     tools that the model was shown. `prompt`: the end of the prompt's text, which may have opened
-    reasoning. ValueError for an unknown name.
+    reasoning. `within`: makes what reads content of the parser of calls. ValueError for an unknown
+    name.
     """
     for name in (tools, reasoning):
         if name in PARSERS and PARSERS[name] == REASONING.get(name):
             return tool_format(name)(make_id, shown, prompt)
 
     def make_inner() -> Parser:
-        return ContentParser() if tools is None else tool_format(tools)(make_id, shown)
+        if tools is None:
+            return ContentParser()
+        calls = tool_format(tools)(make_id, shown)
+        return calls if within is None else within(calls)
 
     if reasoning is None:
         return make_inner()
     parser: Parser = _load(REASONING, "reasoning parser", reasoning)(make_inner, prompt)
     return parser
+
+
+def reasoning_format(name: str) -> type[ThinkParser]:
+    """The class of a reasoning format. ValueError for unknown names."""
+    kind: type[ThinkParser] = _load(REASONING, "reasoning parser", name)
+    return kind
 
 
 def tool_format(name: str) -> type[ToolParser]:
@@ -72,7 +91,7 @@ def _load(table: Mapping[str, str], what: str, name: str) -> Any:
     return getattr(import_module(module), kind)
 
 
-_TOOL_MARKS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
+_TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("harmony", ("<|channel|>", "to=functions.")),
     ("mistral", ("[TOOL_CALLS]",)),
     ("gemma4", ("<|tool_call>",)),
@@ -80,8 +99,13 @@ _TOOL_MARKS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
     ("phi4", ("<|tool_call|>",)),
     ("phi4", ("functools[",)),
     ("pythonic", ("[func_name1(",)),
-    (None, ("<tool_call>", "<arg_key>")),
-    (None, ("<tool_call>", "<function=")),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    ("deepseek_v32", ("｜DSML｜",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("glm", ("<tool_call>", "<arg_key>")),
+    ("qwen3_coder", ("<tool_call>", "<function=")),
     ("hermes", ("<tool_call>",)),
     ("llama3", ("<|start_header_id|>", '"parameters"')),
     ("llama3", ("<|header_start|>", '"parameters"')),

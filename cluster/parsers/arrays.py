@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from swell.cluster.parsers.json_stream import CallReader, end_of
+from swell.cluster.parsers.calls import end_of
+from swell.cluster.parsers.json_stream import CallReader
 from swell.cluster.parsers.tools import SPACE, ToolParser
 
 

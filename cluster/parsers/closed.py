@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swell.cluster.parsers.base import Matcher
-from swell.cluster.parsers.json_stream import end_of
+from swell.cluster.parsers.calls import end_of
 from swell.cluster.parsers.parts import Part
 from swell.cluster.parsers.tools import SPACE, ToolParser
 

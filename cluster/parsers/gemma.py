@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 
 from swell.cluster.parsers import grammar
+from swell.cluster.parsers.calls import MAX_NAME_CHARS, end_of
 from swell.cluster.parsers.closed import ClosedCallParser
 from swell.cluster.parsers.grammar import CallGrammar
-from swell.cluster.parsers.json_stream import end_of
 from swell.cluster.parsers.notation import FUNCTION_GEMMA, GEMMA4, NotedCall
 from swell.cluster.parsers.notation_grammar import gemma_calls
 from swell.cluster.parsers.parts import Tool
-from swell.cluster.parsers.tools import MAX_NAME_CHARS, SPACE
+from swell.cluster.parsers.tools import SPACE
 
 _PREFIX = "call:"
 _NAME = re.compile(r"[-.\w]*")

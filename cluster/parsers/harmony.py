@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from swell.cluster.parsers import grammar
 from swell.cluster.parsers.base import Matcher
+from swell.cluster.parsers.calls import end_of
 from swell.cluster.parsers.grammar import CallGrammar
-from swell.cluster.parsers.json_stream import end_of
 from swell.cluster.parsers.parts import Arguments, Content, Part, Reasoning, Tool
 from swell.cluster.parsers.tools import SPACE, ToolParser
 
@@ -41,6 +41,12 @@ class HarmonyParser(ToolParser):
     markers = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
     openers = (START, CHANNEL)
     keeps_special_tokens = True
+
+    open = f"{CHANNEL}analysis{MESSAGE}"
+    close = f"<|end|>{START}assistant"
+    padding = ""
+    content = f"{CHANNEL}final{MESSAGE}"
+    """How reasoning and content begin and end behind the prompt, as a grammar writes them."""
 
     def __init__(
         self,
@@ -62,17 +68,19 @@ class HarmonyParser(ToolParser):
             self._take()
 
     @classmethod
+    def begun_by(cls, prompt: str) -> bool:
+        return prompt.endswith(cls.open)
+
+    @classmethod
     def calls(
         cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
     ) -> CallGrammar:
         """One call at most: the model ends its answer behind a call."""
         constrain, message = (grammar.mark(text, special) for text in (CONSTRAIN, MESSAGE))
         return CallGrammar(
-            marker=CHANNEL,
+            marker=f"{CHANNEL}commentary to={_NAMESPACE}",
             body="call",
-            rules=grammar.named_calls(
-                tools, f'" " {constrain} "json" {message}', "commentary to=" + _NAMESPACE
-            ),
+            rules=grammar.named_calls(tools, f'" " {constrain} "json" {message}'),
         )
 
     def flush(self) -> list[Part]:

@@ -21,12 +21,14 @@ from collections.abc import Callable, Container, Mapping, Sequence
 
 from swell.cluster.parsers import grammar
 from swell.cluster.parsers.base import Matcher
+from swell.cluster.parsers.calls import MAX_NAME_CHARS, end_of
 from swell.cluster.parsers.closed import ClosedCallParser
 from swell.cluster.parsers.grammar import CallGrammar
-from swell.cluster.parsers.json_stream import BareArguments, CallReader, end_of
-from swell.cluster.parsers.notation import PYTHON, NotedCall, escaped
+from swell.cluster.parsers.json_stream import BareArguments, CallReader
+from swell.cluster.parsers.notation import PYTHON, NotedCall
 from swell.cluster.parsers.parts import Arguments, Part, Tool
-from swell.cluster.parsers.tools import MAX_NAME_CHARS, SPACE
+from swell.cluster.parsers.tools import SPACE
+from swell.cluster.parsers.values import escaped
 
 PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -157,11 +159,11 @@ class Llama3Parser(ClosedCallParser):
         """What is held is Python code if it is no call."""
         return self._tag == PYTHON_TAG and bool(self._code_tool)
 
-    def _give_up(self) -> None:
+    def _give_up(self, unread: str = "") -> None:
         if self._is_code():
             self._begin_code()
         else:
-            super()._give_up()
+            super()._give_up(unread)
 
     def _begin_code(self) -> None:
         code = "".join(self._held).partition(PYTHON_TAG)[2]

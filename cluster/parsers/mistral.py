@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 
 from swell.cluster.parsers import grammar
 from swell.cluster.parsers.arrays import ArrayParser
+from swell.cluster.parsers.calls import MAX_NAME_CHARS
 from swell.cluster.parsers.grammar import CallGrammar
 from swell.cluster.parsers.json_stream import BareArguments
 from swell.cluster.parsers.parts import Tool
-from swell.cluster.parsers.tools import MAX_NAME_CHARS, SPACE
+from swell.cluster.parsers.tools import SPACE
 
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 CALL_ID_CHARS = 9

@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from swell.cluster.parsers.base import Matcher
-from swell.cluster.parsers.json_stream import CallReader, Value, end_of
+from swell.cluster.parsers.calls import Call, end_of
+from swell.cluster.parsers.json_stream import Value
+from swell.cluster.parsers.values import escaped
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(r"[-+.$\w]*")
@@ -36,11 +38,6 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
 _ESCAPES |= {"\\": "\\", "/": "/", "'": "'", '"': '"', "\n": ""}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-
-
-def escaped(text: str) -> str:
-    """As it stands in a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class QuotedString(Value):
@@ -251,7 +248,7 @@ FUNCTION_GEMMA = Notation(":", "}", '"', "<escape>", {"[": "]"}, _PYTHON_WORDS)
 GEMMA4 = Notation(":", "}", '"', '<|"|>', {"[": "]"}, _PYTHON_WORDS)
 
 
-class NotedCall(CallReader):
+class NotedCall(Call):
     """A call from behind the bracket that opens its arguments.
 
     `known` where the first argument's value begins, or the arguments end without any.
@@ -259,8 +256,6 @@ class NotedCall(CallReader):
 
     def __init__(self, name: str, notation: Notation) -> None:
         self.name = name
-        self.known = False
-        self.ended = False
         self._notation = notation
         self._out = ["{"]
         self._open = [(notation.close, notation.assign)]
@@ -358,10 +353,10 @@ class NotedCall(CallReader):
         self._mark, self._after, self._state = "", after, self._in_mark
 
     def _in_mark(self, text: str, at: int) -> int:
-        self._mark += text[at]
-        if not self._notation.mark.startswith(self._mark):
-            self.ended = True
+        if not self._notation.mark.startswith(self._mark + text[at]):
+            self.ended, self.unread = True, self._mark
             return at
+        self._mark += text[at]
         if self._mark == self._notation.mark:
             self._begin_value(MarkedString(self._mark), self._after)
         return at + 1

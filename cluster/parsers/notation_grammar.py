@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swell.cluster.parsers.grammar import arguments_schema, literal, mark
+from swell.cluster.parsers.grammar import literal, mark, parameters_of
 from swell.cluster.parsers.parts import Tool
 from swell.cluster.structured import inline_json
 
@@ -52,7 +52,7 @@ class _Arguments:
         self.tool = tool
         self.rules: list[str] = []
         self._prefix = f"args_{index}"
-        self._root = arguments_schema(tool)
+        self._root = parameters_of(tool)
         self.all = self.members(self._root, f"parameters of tool {tool.name!r}", 0)
 
     def value(self, schema: dict[str, Any], where: str, depth: int) -> str:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from swell.cluster.parsers.calls import MAX_NAME_CHARS, end_of
 from swell.cluster.parsers.closed import ClosedCallParser
 from swell.cluster.parsers.grammar import CallGrammar
-from swell.cluster.parsers.json_stream import end_of
 from swell.cluster.parsers.notation import PYTHON, NotedCall
 from swell.cluster.parsers.notation_grammar import python_calls
 from swell.cluster.parsers.parts import Tool
-from swell.cluster.parsers.tools import MAX_NAME_CHARS, SPACE
+from swell.cluster.parsers.tools import SPACE
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 TOOL_CODE, FENCE = "```tool_code", "```"

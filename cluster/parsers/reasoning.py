@@ -11,7 +11,7 @@ before `</think>`, its last newlines are reasoning. Mistral's tags have no newli
 `<think>` counts only where the answer begins, and only the first `</think>` behind it: an answer
 may speak of the tags. A `</think>` without `<think>` is text: what precedes it was shown as content
 already. It ends reasoning where the prompt has opened it, or where the format says that the answer
-begins inside.
+begins inside; a model that writes the tag there once more is forgiven.
 
 A tool call ends reasoning that is not closed, from its marker on. What only looks like a call, and
 a call without a marker, stay reasoning: a model may think about calls. Newlines directly before the
@@ -36,6 +36,8 @@ class ThinkParser(StateParser):
     open, close = "<think>", "</think>"
     padding = "\n"
     """Characters that belong to a tag beside them."""
+    content = ""
+    """A marker before what is neither reasoning nor a call."""
 
     def __init__(self, make_inner: Callable[[], Parser] = ContentParser, prompt: str = "") -> None:
         """`make_inner` makes what reads the content. `prompt`: the end of the prompt's text."""
@@ -50,8 +52,12 @@ class ThinkParser(StateParser):
         """Whitespace before what may be `<think>`."""
         self._padding: list[str] = []
         """Before what may be `</think>` or a call."""
-        if prompt.rstrip().endswith(self.open.rstrip()):
-            self._state = self._after_open
+        self._begun = self.begun_by(prompt)
+
+    @classmethod
+    def begun_by(cls, prompt: str) -> bool:
+        """An answer behind this prompt begins inside."""
+        return prompt.rstrip().endswith(cls.open.rstrip())
 
     def flush(self) -> list[Part]:
         if self._state in (self._before, self._opening):
@@ -84,7 +90,7 @@ class ThinkParser(StateParser):
 
     def _begin_unmarked(self, text: str) -> None:
         """The answer begins with `text` instead of `<think>`."""
-        self._state = self._content
+        self._state = self._after_open if self._begun else self._content
         self._read(text)
 
     def _after_open(self, text: str, at: int) -> int:
@@ -139,19 +145,11 @@ class ThinkParser(StateParser):
 
 
 class OpenThinkParser(ThinkParser):
-    """The answer begins inside (DeepSeek-R1), unless the prompt ends with `</think>`.
+    """The answer begins inside (DeepSeek-R1), unless the prompt ends with `</think>`."""
 
-    A model that writes the tag once more is forgiven.
-    """
-
-    def __init__(self, make_inner: Callable[[], Parser] = ContentParser, prompt: str = "") -> None:
-        super().__init__(make_inner, prompt)
-        if prompt.rstrip().endswith(self.close):
-            self._state = self._content
-
-    def _begin_unmarked(self, text: str) -> None:
-        self._state = self._after_open
-        self._read(text)
+    @classmethod
+    def begun_by(cls, prompt: str) -> bool:
+        return not prompt.rstrip().endswith(cls.close)
 
 
 class MistralThinkParser(ThinkParser):

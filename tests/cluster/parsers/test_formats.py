@@ -27,7 +27,7 @@ from swell.cluster.parsers.parts import (
     WholeCall,
     collect,
 )
-from tests.cluster.parsers.answers import MARKERS, Names, dumped, markers, parser, read
+from tests.cluster.parsers.answers import CALLS, MARKERS, Names, dumped, markers, parser, read
 
 LLAMA, HERMES, MISTRAL = ("llama3", None), ("hermes", None), ("mistral", None)
 
@@ -123,7 +123,7 @@ EXACT: list[tuple[Names, str, list[Part]]] = [
         call(0, "f", "{}"),
     ),
     (LLAMA, '{"name": "Bob", "age": 3}', [Content('{"name": "Bob", "age": 3}')]),
-    (LLAMA, ';{"name": "f", "parameters": {}}', [Content(';{"name": "f", "parameters": {}}')]),
+    (LLAMA, ';{"name": "f", "parameters": {}}', [Content(";"), *call(0, "f", "{}")]),
     (LLAMA, "<|python_tag|>print(1)", [Content("<|python_tag|>print(1)")]),
     (LLAMA, 'I call {"name": "f"}', [Content('I call {"name": "f"}')]),
     (
@@ -224,13 +224,20 @@ def rendered(name: str, content: str, calls: list[tuple[str, str]]) -> str:
             return f"{content}<|python_tag|>" + "; ".join(objects).replace(
                 "arguments", "parameters"
             )
+        case "phi4":
+            return f"{content}functools[" + ", ".join(objects) + "]"
         case "mistral":
             return f"{content}[TOOL_CALLS] [" + ", ".join(objects) + "]"
     return content + "".join(f"[TOOL_CALLS]{one}[ARGS]{text}" for one, text in calls)
 
 
 @settings(max_examples=250, deadline=None)
-@given(st.sampled_from([*PARSERS, "mistral v11"]), _TEXT, _CALLS, st.booleans())
+@given(
+    st.sampled_from(["hermes", "llama3", "mistral", "mistral v11", "phi4"]),
+    _TEXT,
+    _CALLS,
+    st.booleans(),
+)
 def test_what_a_template_renders_is_read_back(
     name: str, content: str, asked: list[tuple[str, dict[str, Any]]], compact: bool
 ) -> None:
@@ -252,8 +259,8 @@ def test_what_a_template_renders_is_read_back(
 
 
 def test_unknown_names_are_told_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"tool parser 'pythonic' is unknown.*hermes, llama3, mis"):
-        make_parser("pythonic", None)
+    with pytest.raises(ValueError, match=r"tool parser 'xlam' is unknown.*hermes, llama3, mis"):
+        make_parser("xlam", None)
     with pytest.raises(ValueError, match=r"reasoning parser 'r1' is unknown.*think, think-open"):
         make_parser(None, "r1")
 
@@ -264,17 +271,22 @@ def test_call_ids_are_unique_and_of_their_formats_form(name: str) -> None:
     ids = {tool_format(name).random_id() for _ in range(100)}
     assert len(ids) == 100 and all(re.fullmatch(form, one) for one in ids)
     parser = make_parser(name, None)
-    parts = parser.push(rendered(name, "", [("f", "{}")])) + parser.flush()
+    parts = parser.push(CALLS[name][0]) + parser.flush()
     assert re.fullmatch(form, collect(parts).tool_calls[0].id)
+
+
+KEPT = ("llama3", "mistral", "harmony", "functiongemma", "gemma4")
 
 
 def test_special_tokens_are_kept_where_a_marker_is_one() -> None:
     for tools in (None, *PARSERS):
         for reasoning in (None, *REASONING):
             parser = make_parser(tools, reasoning)
-            kept = tools in ("llama3", "mistral") or reasoning in ("mistral", "gemma4")
-            assert parser.keeps_special_tokens == kept
-            assert set(parser.markers) == set(markers((tools, reasoning)))
+            one = {"harmony"} & {tools, reasoning}
+            names = ("harmony", "harmony") if one else (tools, reasoning)
+            kept = tools in KEPT or reasoning in ("mistral", "gemma4", "harmony")
+            assert parser.keeps_special_tokens == kept, (tools, reasoning)
+            assert set(parser.markers) == set(markers(names))
 
 
 QWEN3_END = (
