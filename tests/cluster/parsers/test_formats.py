@@ -259,7 +259,7 @@ def test_what_a_template_renders_is_read_back(
 
 
 def test_unknown_names_are_told_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"tool parser 'xlam' is unknown.*hermes, llama3, mis"):
+    with pytest.raises(ValueError, match=r"tool parser 'xlam' is unknown.*hermes, .*mistral, "):
         make_parser("xlam", None)
     with pytest.raises(ValueError, match=r"reasoning parser 'r1' is unknown.*think, think-open"):
         make_parser(None, "r1")
@@ -270,6 +270,8 @@ def test_call_ids_are_unique_and_of_their_formats_form(name: str) -> None:
     form = "[0-9A-Za-z]{9}" if name == "mistral" else "call_[0-9a-f]{24}"
     ids = {tool_format(name).random_id() for _ in range(100)}
     assert len(ids) == 100 and all(re.fullmatch(form, one) for one in ids)
+    if name == "kimi_k2":
+        return  # the model gives the ids
     parser = make_parser(name, None)
     parts = parser.push(CALLS[name][0]) + parser.flush()
     assert re.fullmatch(form, collect(parts).tool_calls[0].id)
@@ -308,7 +310,14 @@ R1_END = "{% if add_generation_prompt %}{{'<｜Assistant｜><think>\\n'}}{% endi
         ),
         ("{{ content.split('</think>')[-1] }}" + R1_END, None, "think-open"),
         ("{{ '<think>' + reasoning + '</think>' }}", None, "think"),
-        ("<tool_call>\\n<function=f>\\n<parameter=a>", None, None),
+        ("<tool_call>\\n<function=f>\\n<parameter=a>", "qwen3_coder", None),
+        ("{{- '<|start|>assistant<|channel|>final<|message|>' }}", None, "harmony"),
+        ("Use exact format: [func_name1(param1=value1), func_name2(...)]", "pythonic", None),
+        ("{{- '<|header_start|>' }}{{- '\"parameters\": ' }}", "llama3", None),
+        ("<start_function_call>call:name{key:<escape>value<escape>}", "functiongemma", None),
+        ("'<|tool_call>call:' '<|channel>thought\\n<channel|>'", "gemma4", "gemma4"),
+        ("all function calls in a list formatted as functools[{...}]", "phi4", None),
+        ("add_generation_prompt {{ '<think>' if thinking else '</think>' }}", None, "think"),
         ("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral", None),
         ("{{- '<|python_tag|>' + name }}", "llama3", None),
         ("{{- '<|start_header_id|>' }}{{- '\"parameters\": ' }}", "llama3", None),
