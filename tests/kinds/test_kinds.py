@@ -1,0 +1,58 @@
+"""The kinds are what they say: their tokenizers keep text, their templates write conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swell.cluster.prompt import end_token_ids, load_tokenizer
+from tests.kinds import KINDS, kind
+
+TEXT = "The sky is blue,\n    return x\t你好 😀 {}"
+QUESTION = [{"role": "user", "content": "How is the sky?"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Looks.",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+        },
+    }
+]
+CALL = {
+    "id": "aB3dE6gH9",
+    "type": "function",
+    "function": {"name": "look", "arguments": {"at": "sky"}},
+}
+AFTER_CALL: list[dict[str, Any]] = [
+    *QUESTION,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "aB3dE6gH9", "content": "7"},
+]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_folder_is_read_as_any_models(name: str) -> None:
+    one = kind(name)
+    read = load_tokenizer(str(one.folder()))
+    ids = read.encode(TEXT)
+    assert read.decode(ids, skip_special_tokens=True) == TEXT
+    assert max(ids) < one.vocab_size
+    assert set(one.end_ids) <= set(end_token_ids(str(one.folder()), read))
+    asked = read.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    assert asked == one.tokenizer.apply_chat_template(
+        QUESTION, tokenize=False, add_generation_prompt=True
+    )
+    assert "How is the sky?" in asked
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if kind(name).tools])
+def test_a_template_shows_tools_and_calls(name: str) -> None:
+    shown = kind(name).tokenizer.apply_chat_template(
+        AFTER_CALL, tools=TOOLS, tokenize=False, add_generation_prompt=True
+    )
+    before, _, behind = shown.partition("How is the sky?")
+    assert "look" in before + behind
+    assert "sky" in behind and "7" in behind
