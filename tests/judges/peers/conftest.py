@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from tests.judges.house import MODEL, House
+
+Post = Callable[..., httpx.Response]
+
+
+@pytest.fixture(scope="package")
+def client(house: House) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{house.url}/v1", api_key="k", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="package")
+def claude(house: House) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=house.url, api_key="k", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="package")
+def post(house: House) -> Post:
+    """Sends a body to a path, with the model's name and temperature 0 unless it says others."""
+
+    def post(path: str, /, **body: Any) -> httpx.Response:
+        plain = {} if "tokenize" in path else {"temperature": 0}
+        return house.client.post(path, json={"model": MODEL, **plain, **body})
+
+    return post
