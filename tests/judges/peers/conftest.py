@@ -8,9 +8,17 @@ import httpx
 import openai
 import pytest
 
-from tests.judges.house import MODEL, House
+from tests.judges.house import MODEL, House, open_house
 
+MAX_MODEL_LEN = 2048
 Post = Callable[..., httpx.Response]
+
+
+@pytest.fixture(scope="package")
+def house() -> Iterator[House]:
+    """With room for tools and forms."""
+    with open_house(**{"model.max_model_len": MAX_MODEL_LEN}) as house:
+        yield house
 
 
 @pytest.fixture(scope="package")
