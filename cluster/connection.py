@@ -21,8 +21,10 @@ from typing import Any
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from swell.cluster.cors import CorsRules
+from swell.cluster.half_close import HalfClosed
 from swell.cluster.openai.base import error_body
 from swell.configs.schema import ServeConfig
 
@@ -51,6 +53,8 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     connections: int
     head_timeout_s: float
     transfer_timeout_s: float
+    cors: CorsRules = CorsRules()
+    """Which pages may read why they were refused."""
 
     def within_descriptors(self) -> ConnectionLimits:
         """These, or with as many connections as this process may have file descriptors for: beyond
@@ -66,7 +70,10 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     @staticmethod
     def of(config: ServeConfig) -> ConnectionLimits:
         return ConnectionLimits(
-            config.max_connections, config.head_timeout_s, config.transfer_timeout_s
+            config.max_connections,
+            config.head_timeout_s,
+            config.transfer_timeout_s,
+            CorsRules.of(config),
         )
 
 
@@ -104,6 +111,9 @@ class LimitedConnection(HttpToolsProtocol):
         """The parser reads a head that was read."""
         self._closing = False
         """What still comes is not read."""
+        self._answering: RequestResponseCycle | None = None
+        """The request that the application has; `cycle` is the newest one."""
+        self._half_closed: HalfClosed | None = None
         self._deadline_s = 0.0
         self._alarm: asyncio.TimerHandle | None = None
         self._write_alarm: asyncio.TimerHandle | None = None
@@ -131,7 +141,40 @@ class LimitedConnection(HttpToolsProtocol):
             if alarm is not None:
                 alarm.cancel()
         self._alarm = self._write_alarm = None
+        if self._half_closed is not None:
+            self._half_closed.stop()
+        if self._answering is not None and self._answering is not self.cycle:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. False: the connection ends; what has come whole is answered
+        before."""
+        answering = self._answering
+        if self._closing or answering is None:
+            return False
+        if answering.response_complete or answering.more_body:
+            return False
+        if self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()
+        newest = self.pipeline[0][0] if self.pipeline else answering
+        newest.keep_alive = False
+        self._expect_nothing()
+        if self._half_closed is None:
+            self._half_closed = HalfClosed(self.loop, self.transport, self._may_probe)
+        return True
+
+    def _may_probe(self) -> bool:
+        """Whether an interim answer may stand where the connection's answers are."""
+        answering = self._answering
+        assert answering is not None
+        return answering.scope["http_version"] != "1.0" and not answering.response_started
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -331,9 +374,11 @@ class LimitedConnection(HttpToolsProtocol):
         head = (
             f"HTTP/1.1 {refusal.status} {http.HTTPStatus(refusal.status).phrase}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-            "connection: close\r\n\r\n"
+            "connection: close\r\n"
         )
-        self.transport.write(head.encode() + body)
+        cors = self.limits.cors.headers_at(getattr(self, "url", None), self.headers)
+        lines = [b"%b: %b\r\n" % pair for pair in cors]
+        self.transport.write(b"".join([head.encode(), *lines, b"\r\n", body]))
         self._linger()
 
     def _linger(self) -> None:

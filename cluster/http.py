@@ -23,11 +23,12 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swell.cluster.admission import TooManyWaiting
 from swell.cluster.anthropic import errors as anthropic
 from swell.cluster.deadline import Deadline, RequestTimedOut
+from swell.cluster.encodings import ACCEPTED, UnknownEncoding, unpacker
 from swell.cluster.openai.base import error_body
 from swell.cluster.params import BadRequest, shown
 from swell.cluster.routing.router import NoEngine
@@ -195,6 +196,19 @@ def _methods_at(request: Request) -> list[str]:
     return sorted(methods)
 
 
+class WithoutTrailingSlash:
+    """ASGI middleware: a path with a slash at its end is the one without. A redirect would be
+    followed without the body, or not at all, by many clients."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and len(scope["path"]) > 1:
+            scope = {**scope, "path": scope["path"].removesuffix("/")}
+        await self._app(scope, receive, send)
+
+
 def require_json(request: Request) -> None:
     """Raises HTTPError 415 unless the request says that it sends JSON. A page of another site
     cannot say so without asking first, which we never allow."""
@@ -209,24 +223,32 @@ def require_json(request: Request) -> None:
 async def read_json_parts(
     request: Request, limit_bytes: int, limit_name: str = "serve.max_body_bytes"
 ) -> AsyncGenerator[bytes]:
-    """The body of a JSON request as it comes. Raises HTTPError before more than the limit came."""
+    """The body of a JSON request as it comes, unpacked. Raises HTTPError before more than the limit
+    came, or was unpacked, and BadRequest where it cannot be unpacked."""
     require_json(request)
+    try:
+        unpack = unpacker(request)
+    except UnknownEncoding as error:
+        raise HTTPError(415, str(error), headers={"accept-encoding": ACCEPTED}) from None
+    too_long = HTTPError(
+        413, f"the body has more than {limit_name}={limit_bytes} bytes", "request_too_large"
+    )
     told = request.headers.get("content-length", "")
-    size = 0
-    too_long = told.isascii() and told.isdigit() and (len(told) > 18 or int(told) > limit_bytes)
-    if not too_long:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit_bytes:
-                too_long = True
-                break
-            yield part
-    if too_long:
-        raise HTTPError(
-            413,
-            f"the body has more than {limit_name}={limit_bytes} bytes",
-            "request_too_large",
-        )
+    if told.isascii() and told.isdigit() and (len(told) > 18 or int(told) > limit_bytes):
+        raise too_long
+    size = came = 0
+    async for part in request.stream():
+        came += len(part)
+        for piece in unpack.pieces(part):
+            size += len(piece)
+            if max(size, came) > limit_bytes:
+                raise too_long
+            yield piece
+            if piece is not part:
+                await asyncio.sleep(0)
+        if came > limit_bytes:
+            raise too_long
+    unpack.end()
 
 
 async def read_short_body(request: Request, limit_bytes: int) -> bytes:

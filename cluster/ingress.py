@@ -25,6 +25,7 @@ from swell.cluster.anthropic.responses import TokenCount
 from swell.cluster.asks import AskMaker
 from swell.cluster.async_llm import AsyncLLM
 from swell.cluster.bodies import BodyReader, body_bytes
+from swell.cluster.cors import Cors, CorsRules
 from swell.cluster.deadline import HEADER as TIMEOUT
 from swell.cluster.deadline import deadline_of
 from swell.cluster.detokenizer import Detokenizer
@@ -32,6 +33,7 @@ from swell.cluster.generation import Generator
 from swell.cluster.generation_config import read_generation_config
 from swell.cluster.http import (
     HTTPError,
+    WithoutTrailingSlash,
     json_response,
     no_such_route,
     request_id,
@@ -52,6 +54,7 @@ from swell.cluster.params import BadRequest
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer, read_template
 from swell.cluster.responses import ResponseRoutes
 from swell.cluster.routing.router import NoEngine
+from swell.cluster.server_info import ServerRoutes
 from swell.configs.schema import Config
 from swell.coordinator.metrics import ViewCollector
 
@@ -90,8 +93,13 @@ class Ingress:
         self.app = Starlette(
             routes=self._routes(),
             exception_handlers={404: no_such_route, 405: no_such_route},
-            middleware=[Middleware(PacedStart)],
+            middleware=[
+                Middleware(Cors, CorsRules.of(config.serve)),
+                Middleware(WithoutTrailingSlash),
+                Middleware(PacedStart),
+            ],
         )
+        self.app.router.redirect_slashes = False
 
     async def start(self) -> None:
         """Load the tokenizer, listen to the cluster, and learn who is here: a replica that takes
@@ -129,6 +137,9 @@ class Ingress:
 
     def _routes(self) -> list[Route]:
         admin = AdminRoutes(self._config.serve, self._rules, self._manager, lambda: self.llm)
+        server = ServerRoutes(
+            self._config, self._users, lambda: self.llm, lambda: self._prompts.max_model_len
+        )
         return [
             route("/health", self._health, "GET"),
             route("/ready", self._ready, "GET"),
@@ -143,6 +154,7 @@ class Ingress:
             route("/v1/messages/count_tokens", self._count_tokens, "POST"),
             route("/tokenize", self._tokenize, "POST"),
             route("/detokenize", self._detokenize, "POST"),
+            *server.routes(),
             *admin.routes(),
         ]
 
@@ -218,7 +230,8 @@ class Ingress:
         return json_response(self._card())
 
     def _card(self) -> api.ModelCard:
-        return api.ModelCard(id=self._model, created=0, max_model_len=self._prompts.max_model_len)
+        name, longest = self._model, self._prompts.max_model_len
+        return api.ModelCard(id=name, created=0, root=name, max_model_len=longest)
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._body(request, api.TokenizeRequest)

@@ -43,7 +43,8 @@ _ERRORS = {
     408: "The request did not come in time (`serve.head_timeout_s`, `serve.transfer_timeout_s`), "
     "or its answer was not complete in the time of the header `x-request-timeout-s`.",
     413: "The body is longer than `serve.max_body_bytes`.",
-    415: "The content type is not application/json.",
+    415: "The content type is not application/json, or the content encoding none of gzip and "
+    "deflate.",
     429: "More requests wait than `serve.max_waiting_requests`, or more of their tokens than "
     "`serve.max_waiting_tokens`; the header `retry-after` says when to come back.",
     500: "An engine failed and the request could not be moved.",
@@ -99,6 +100,13 @@ OPERATIONS = (
     Operation("get", "/health", "Whether the process is up.", admin.Health),
     Operation("get", "/ready", "Whether an engine can answer.", admin.Readiness, errors=(503,)),
     Operation("get", "/metrics", "Metrics for Prometheus.", "text/plain"),
+    Operation("get", "/ping", "As `/health`.", admin.Health),
+    Operation("post", "/ping", "As `/health`.", admin.Health),
+    Operation("get", "/version", "The server's version.", admin.Version),
+    Operation("get", "/load", "How many requests are in the engines.", admin.ServerLoad),
+    Operation(
+        "get", "/server_info", "How the model is served.", admin.ServerInfo, errors=_KEY_ERRORS
+    ),
     Operation("get", "/openapi.json", "This document.", _JSON),
     Operation("get", "/v1/models", "The models served.", models.ModelList, errors=_KEY_ERRORS),
     Operation(
@@ -286,7 +294,8 @@ def openapi_document() -> dict[str, Any]:
         "info": {
             "title": "Swell",
             "version": importlib.metadata.version("swell"),
-            "description": "Large language models on a cluster that may change meanwhile.",
+            "description": "Large language models on a cluster that may change meanwhile. A path "
+            "with a slash at its end is the one without; bodies may come as gzip or deflate.",
         },
         "paths": paths,
         "components": {

@@ -18,7 +18,7 @@ PER_TURN = 2
 """Some milliseconds of work, were each of them to submit a prompt of a few thousand tokens."""
 ARRIVED_S = "swell.arrived_s"
 """Key of the ASGI scope: when the request came, on the clock of the event loop."""
-AT_ONCE = ("/health", "/ready", "/metrics", "/admin/")
+AT_ONCE = ("/health", "/ping", "/ready", "/metrics", "/load", "/admin/")
 
 
 class PacedStart:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +23,8 @@ NonNegative = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@,]+/?\Z", re.IGNORECASE)
+"""Of a page: scheme, name and port."""
 MAX_DRAIN_S = 4 * 3600.0
 """Longest time that may be asked for a drain."""
 
@@ -143,6 +146,10 @@ class ServeConfig(Section, frozen=True):
     allowed_origins: list[str] = []
     """Origins whose pages may use the admin API, as `https://ops.example`; `*` allows all. Pages of
     the server itself and of loopback addresses may always."""
+    cors_origins: list[str] = []
+    """Origins whose pages may call all routes but the admin API's from a browser, and read the
+    answers, as `https://app.example`; `*` allows all. None by default: a page could use a server on
+    the loopback address of whoever looks at it."""
     chat_template: str | None = None
     """A file with a chat template, used instead of the model's."""
     request_chat_template: bool = False
@@ -278,7 +285,13 @@ def _one_line(error: Exception) -> str:
 
 
 def _check(config: Config) -> None:
-    """The rules between keys."""
+    """The rules between keys, and those that a type cannot say."""
+    for origin in config.serve.cors_origins:
+        if origin != "*" and not _ORIGIN.match(origin):
+            raise ConfigError(
+                f"serve.cors_origins: {origin!r} is no origin; write scheme, name and port alone, "
+                "as 'https://app.example' or 'http://localhost:3000', or '*' for all"
+            )
     cluster, parallel = config.cluster, config.parallel
     if cluster.min_engines > cluster.max_engines:
         raise ConfigError(

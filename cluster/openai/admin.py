@@ -129,3 +129,38 @@ class IdleEngine(Body, kw_only=True):
 
 class IdleReport(Body, kw_only=True):
     engines: list[IdleEngine]
+
+
+class Version(Body, kw_only=True):
+    version: str
+
+
+class ServerLoad(Body, kw_only=True):
+    """`server_load`: requests that run or wait in all engines, by their last reports."""
+
+    server_load: int
+
+
+class EngineLoad(Body, kw_only=True):
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    kv_usage: float
+    """Share of the KV blocks in use, 0 .. 1."""
+
+
+class ServerInfo(Body, kw_only=True):
+    """What a user may know of the server: no path, no host, no key. Operators have
+    `/admin/cluster`."""
+
+    version: str
+    served_model_name: str
+    context_length: int
+    dtype: str
+    dp_size: int
+    """Engines that are here now."""
+    tp_size: int
+    pp_size: int
+    max_running_requests: int
+    """Of each engine."""
+    internal_states: list[EngineLoad]

@@ -19,6 +19,8 @@ Request = TypeVar("Request", bound=RequestBody)
 
 EXPLAINED_BYTES = 256 * 1024
 """Of a longer body that is not JSON only the place is told: to find more would take long."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Windows' tools write it in front of UTF-8."""
 _MAX_ERROR_CHARS = 1000
 """Of msgspec's messages, which repeat the names of unknown fields."""
 
@@ -38,6 +40,7 @@ _WORDS = {
 
 def decode(body: bytes, kind: type[Request]) -> Request:
     """Read and check one request body. Raises `BadRequest` and nothing else."""
+    body = body.removeprefix(_BYTE_ORDER_MARK)
     check_size(body)
     try:
         request: Request = _decoder(kind).decode(body)

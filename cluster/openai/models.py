@@ -14,6 +14,9 @@ class ModelCard(Body, kw_only=True):
     object: str = "model"
     created: int
     owned_by: str = "swell"
+    root: str
+    """Its own name: there are no adapters, and the folder is the operator's business."""
+    parent: str | None = None
     max_model_len: int
 
 

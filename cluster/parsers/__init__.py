@@ -12,9 +12,16 @@ from swell.cluster.parsers.parts import Tool
 from swell.cluster.parsers.tools import ToolParser
 
 PARSERS = {
+    "deepseek_v3": "swell.cluster.parsers.deepseek_v3:DeepSeekV3Parser",
+    "deepseek_v31": "swell.cluster.parsers.deepseek_v3:DeepSeekV31Parser",
+    "deepseek_v32": "swell.cluster.parsers.deepseek_v32:DeepSeekV32Parser",
+    "glm45": "swell.cluster.parsers.glm45:Glm45Parser",
     "hermes": "swell.cluster.parsers.hermes:HermesParser",
+    "kimi_k2": "swell.cluster.parsers.kimi_k2:KimiK2Parser",
     "llama3": "swell.cluster.parsers.llama3:Llama3Parser",
+    "minimax_m2": "swell.cluster.parsers.minimax_m2:MiniMaxM2Parser",
     "mistral": "swell.cluster.parsers.mistral:MistralParser",
+    "qwen3_coder": "swell.cluster.parsers.qwen3_coder:Qwen3CoderParser",
 }
 
 REASONING = {
@@ -55,21 +62,31 @@ def _load(table: Mapping[str, str], what: str, name: str) -> Any:
     return getattr(import_module(module), kind)
 
 
-_OTHER_TOOL_CALLS = ("<function=", "<arg_key>")
-"""Qwen3-Coder and GLM write other things than JSON between `<tool_call>` and `</tool_call>`."""
+_TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    ("deepseek_v32", ("｜DSML｜",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("qwen3_coder", ("<tool_call>", "<function=")),
+    ("hermes", ("<tool_call>",)),
+    ("llama3", ("<|start_header_id|>", '"parameters"')),
+    ("llama3", ("<|python_tag|>",)),
+)
+"""A tool format and what the text of its chat templates holds. The first of which all is there
+counts: where two share a marker, the one that asks for more stands first."""
 
 _OPEN_THINK = re.compile(r"<think>(?!(?:\\n|\s)*</think>)")
 
 
 def detect_tools(chat_template: str) -> str | None:
     """The tool format that a chat template speaks of, or None: a guess from its text."""
-    if "[TOOL_CALLS]" in chat_template:
-        return "mistral"
-    if "<tool_call>" in chat_template:
-        known = not any(mark in chat_template for mark in _OTHER_TOOL_CALLS)
-        return "hermes" if known else None
-    llama = "<|start_header_id|>" in chat_template and '"parameters"' in chat_template
-    return "llama3" if llama or "<|python_tag|>" in chat_template else None
+    for name, marks in _TOOL_MARKS:
+        if all(mark in chat_template for mark in marks):
+            return name
+    return None
 
 
 def detect_reasoning(chat_template: str) -> str | None:

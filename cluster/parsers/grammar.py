@@ -28,6 +28,9 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True):
     more: str = ""
     rules: list[str]
     """What `body` and `more` refer to."""
+    others: tuple[str, ...] = ()
+    """Texts that the parser also takes for the beginning of calls, though no model should write
+    them without the marker: text may hold none of them."""
     bare: str = ""
     """Calls may do without the marker where the answer begins; they begin with this character, so
     that text does not."""
@@ -35,6 +38,20 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True):
 
 def literal(text: str) -> str:
     return json.dumps(text)
+
+
+def pattern_of(text: str) -> str:
+    """The expression that matches the text alone, as it stands between `/`."""
+    return re.escape(text).replace("/", r"\/").replace("\n", r"n")
+
+
+def spelled(text: str, special: Mapping[str, int]) -> str:
+    """A text as this tokenizer writes it, which may hold special tokens."""
+    if not text:
+        return ""
+    marks = "|".join(re.escape(one) for one in sorted(special, key=len, reverse=True))
+    pieces = re.split(f"({marks})", text) if marks else [text]
+    return " ".join(mark(piece, special) for piece in pieces if piece)
 
 
 def mark(marker: str, special: Mapping[str, int]) -> str:
@@ -48,26 +65,27 @@ def json_calls(tools: Sequence[Tool], key: str) -> list[str]:
         literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ')
         for tool in tools
     ]
-    return _calls(tools, heads, literal("}"))
+    return framed_calls(tools, heads, literal("}"))
 
 
 def named_calls(tools: Sequence[Tool], args: str) -> list[str]:
     """Rules of `call`: the name, the mark `args`, and the arguments."""
-    return _calls(tools, [f"{literal(tool.name)} {args}" for tool in tools], "")
+    return framed_calls(tools, [f"{literal(tool.name)} {args}" for tool in tools], "")
 
 
-def _calls(tools: Sequence[Tool], heads: list[str], tail: str) -> list[str]:
+def framed_calls(tools: Sequence[Tool], heads: Sequence[str], tail: str) -> list[str]:
+    """Rules of `call`: the head of its tool, the arguments as JSON, the tail."""
     if not tools:
         raise ValueError("a grammar of calls needs at least one tool")
     calls = [
         f"call_{index}: {head} args_{index} {tail}".rstrip() for index, head in enumerate(heads)
     ]
-    args = [f"args_{index}: {inline_json(_schema(tool))}" for index, tool in enumerate(tools)]
+    args = [f"args_{index}: {inline_json(parameters_of(tool))}" for index, tool in enumerate(tools)]
     choice = " | ".join(f"call_{index}" for index in range(len(tools)))
     return [f"call: {choice}", *calls, *args]
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
+def parameters_of(tool: Tool) -> dict[str, Any]:
     """Arguments are always an object, whatever else the schema leaves open."""
     schema: dict[str, Any] = tool.parameters or NO_ARGUMENTS
     kind = schema.get("type", "object")
@@ -86,7 +104,8 @@ def answer(calls: CallGrammar, *, special: Mapping[str, int], required: bool) ->
     """
     marker, bare = calls.marker, calls.bare
     start = mark(marker, special)
-    holds_marker = f"/(?s:.*){re.escape(marker)}(?s:.*)/"
+    begins = "|".join(map(pattern_of, (marker, *calls.others)))
+    holds_marker = f"/(?s:.*)({begins})(?s:.*)/"
     text = rf"/[ \t\r\n]*[^ \t\r\n{bare}](?s:.*)/" if bare else "/(?s:.+)/"
     behind = f"{calls.body} {calls.more}"
     if required:
@@ -99,5 +118,7 @@ def answer(calls: CallGrammar, *, special: Mapping[str, int], required: bool) ->
             lines.append(f"start: TEXT? ({start} {behind})?")
         else:
             # A lazy lexeme ends with the first marker; TEXT alone would swallow its beginning.
-            lines += [f"start: TEXT? | lead {behind}", f"lead[lazy]: /(?s:.*)/ {start}"]
+            others = "|".join(map(pattern_of, calls.others))
+            lead = f"/(?s:.*)/ & ~/(?s:.*)({others})(?s:.*)/" if others else "/(?s:.*)/"
+            lines += [f"start: TEXT? | lead {behind}", f"LEAD: {lead}", f"lead[lazy]: LEAD {start}"]
     return "\n".join(line.rstrip() for line in [*lines, *calls.rules]) + "\n"

@@ -14,6 +14,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from swell.cluster.parsers.calls import Call, MarkedCall
+from swell.cluster.parsers.calls import end_of as end_of
+from swell.cluster.parsers.values import TypedText
+
 REPLACEMENT = "\ufffd"
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -21,13 +25,6 @@ _IN_STRING = re.compile(r'[^"\\]*')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _HEX = frozenset("0123456789abcdefABCDEF")
-
-
-def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where a run that matches `pattern`, possibly empty, ends."""
-    found = pattern.match(text, at)
-    assert found is not None, f"{pattern.pattern} must match the empty text"
-    return found.end()
 
 
 class Value:
@@ -181,7 +178,33 @@ class StringValue(Value):
             self._pieces.append(REPLACEMENT)
 
 
-class CallReader:
+class StringArguments(StringValue):
+    """Arguments that a model has put into a string: the object that it holds. A string that holds
+    something else stays a string, so that the arguments are JSON; an empty one means no arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._typed = TypedText(frozenset(("object", "string")))
+        self._cut = False
+        self._ended = False
+
+    def take(self) -> str:
+        text = self._typed.push(super().take())
+        if self._ended or not (self.done or self._cut):
+            return text
+        self._ended = True
+        if self._cut:
+            return text + self._typed.flush()
+        end = self._typed.end()
+        return text + end if text or end != '""' else "{}"
+
+    def flush(self) -> None:
+        super().flush()
+        self._cut = not self.done
+
+
+class CallReader(Call):
     """One call, `{"name": ..., "arguments": ...}`, from its brace on.
 
     `known` as soon as it has a name and its arguments begin, which are an object, or a string
@@ -198,31 +221,19 @@ class CallReader:
         other_keys: tuple[str, ...] | None = None,
         fence: str = "",
     ) -> None:
-        self.name = ""
-        self.known = False
-        self.ended = False
-        """It is whole, or cannot go on at the character where `push` stopped."""
         self._argument_keys = argument_keys
         self._other_keys = other_keys
         self._fence = fence
-        self._state: Callable[[str, int], int] = self._at_brace
+        self._state = self._at_brace
         self._after_value: Callable[[str], None] = self._end_key
         self._value: Value = StringValue()
         self._key = ""
         self._arguments: Value | None = None
 
-    def push(self, text: str, at: int) -> int:
-        """Read from `text[at:]` to the end of the call or of the text; where reading stopped."""
-        while at < len(text) and not self.ended:
-            at = self._state(text, at)
-        return at
-
     def take(self) -> str:
-        """The arguments' text since the last call; only once the call is known."""
         return "" if self._arguments is None else self._arguments.take()
 
     def flush(self) -> None:
-        """Nothing follows."""
         if self._arguments is not None:
             self._arguments.flush()
 
@@ -271,6 +282,7 @@ class CallReader:
             return self._begin_if(char == '"', StringValue(), self._end_name, at)
         value: Value = StringValue() if char == '"' else RawValue(self._fence)
         if self._key in self._argument_keys and self._arguments is None:
+            value = StringArguments() if char == '"' else value
             if char in '{"':
                 self._arguments = value
                 self.known = bool(self.name)
@@ -337,11 +349,50 @@ class CallReader:
 class BareArguments(CallReader):
     """The arguments of a call whose name is known already, without an object around them."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
+    def __init__(self, name: str, fence: str = "") -> None:
+        super().__init__(fence=fence)
         self.name = name
         self._key = self._argument_keys[0]
         self._state = self._before_value
 
     def _end_other(self, _: str) -> None:
         self.ended = True
+
+
+class FramedArguments(MarkedCall):
+    """A call whose arguments stand as JSON between texts that its format fixes. A format reads the
+    head, up to `_begin_arguments`."""
+
+    ends: tuple[str, ...]
+    """What follows the arguments."""
+    fence = ""
+    """First characters of those, at which arguments that a model forgot to close end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arguments: BareArguments | None = None
+
+    def _begin_arguments(self, _: str) -> None:
+        self._arguments = BareArguments(self.name, self.fence)
+        self._state = self._in_arguments
+
+    def _in_arguments(self, text: str, at: int) -> int:
+        arguments = self._arguments
+        assert arguments is not None
+        at = arguments.push(text, at)
+        self.known = arguments.known
+        if arguments.ended and not self.known:
+            self._break("")
+        elif arguments.ended:
+            self._expect(dict.fromkeys(self.ends, self._end))
+        return at
+
+    def _end(self, _: str) -> None:
+        self.ended = True
+
+    def take(self) -> str:
+        return "" if self._arguments is None else self._arguments.take()
+
+    def flush(self) -> None:
+        if self._arguments is not None:
+            self._arguments.flush()

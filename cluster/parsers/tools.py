@@ -18,8 +18,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 from swell.cluster.parsers.base import Matcher, StateParser
+from swell.cluster.parsers.calls import Call, end_of
 from swell.cluster.parsers.grammar import CallGrammar
-from swell.cluster.parsers.json_stream import CallReader, end_of
 from swell.cluster.parsers.parts import Arguments, Content, Part, Tool, ToolCall
 
 SPACE = re.compile(r"[ \t\r\n]*")
@@ -46,7 +46,7 @@ class ToolParser(StateParser):
         self._lead: list[str] = []
         self._held: list[str] = []
         """A call that is not announced: content if it turns out to be none."""
-        self._call: CallReader | None = None
+        self._call: Call | None = None
         self._announced = False
         self._num_calls = 0
         self._call_id = ""
@@ -118,10 +118,12 @@ class ToolParser(StateParser):
             self._held.append(text[at:end])
         if call.ended:
             self._call = None
-            if self._announced:
-                self._on_call_end()
+            if not self._announced:
+                self._give_up(call.unread)
+            elif call.unread:
+                self._read_again(call.unread, [])
             else:
-                self._give_up()
+                self._on_call_end()
         return end
 
     # ---------------------------------------------------------------------------------- moves
@@ -137,21 +139,29 @@ class ToolParser(StateParser):
         self._lead.clear()
         self._state = state
 
-    def _give_up(self) -> None:
-        """What is held is no call. The character where it broke is read as content's first."""
-        self._show("".join(self._held))
-        self._held.clear()
-        self._state = self._content
+    def _give_up(self, unread: str = "") -> None:
+        """What is held is no call, and may have ended with the beginning of one: `unread`. Where it
+        broke content begins."""
+        self._read_again(unread, self._held)
 
-    def _begin_call(self, call: CallReader) -> None:
+    def _read_again(self, unread: str, held: list[str]) -> None:
+        """What is held ends with `unread`, where content begins."""
+        text = "".join(held)
+        held.clear()
+        if text := text[: len(text) - len(unread)]:
+            self._show(text)
+        self._state = self._content
+        self._read(unread)
+
+    def _begin_call(self, call: Call) -> None:
         self._call, self._announced = call, False
         self._state = self._in_call
 
-    def _forward(self, call: CallReader) -> None:
+    def _forward(self, call: Call) -> None:
         if not self._announced:
             self._announced = True
             self._held.clear()
-            call_id, self._call_id = self._call_id or self._make_id(), ""
+            call_id, self._call_id = call.id or self._call_id or self._make_id(), ""
             self._parts.append(ToolCall(self._num_calls, call_id, call.name))
             self._num_calls += 1
         self._parts.append(Arguments(self._num_calls - 1, call.take()))

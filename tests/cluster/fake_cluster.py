@@ -248,7 +248,7 @@ class FakeManager:
         self.refusal: str | None = None
 
     def __getattr__(self, name: str) -> Any:
-        async def remote() -> Any:
+        async def remote(*_: Any) -> Any:
             self.asked.append(name)
             waits = name == "waiting_for"
             return ("engine 0: reads weights", False) if waits else Change(2, self.refusal)

@@ -4,30 +4,116 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
 from swell.cluster.parsers import PARSERS, REASONING, make_parser
 from swell.cluster.parsers.base import Parser
-from swell.cluster.parsers.parts import Arguments, Content, Part, Reasoning, ToolCall, merge
+from swell.cluster.parsers.parts import Arguments, Content, Part, Reasoning, Tool, ToolCall, merge
 
 Names = tuple[str | None, str | None]
 """Of a tool format and of a reasoning format."""
 
 ALL = [*itertools.product([None, *PARSERS], [None, *REASONING])]
 
+_DSML = "｜DSML｜"
+_DEEPSEEK = [
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
+    *("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+]
+
 MARKERS = {
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "deepseek_v32": [f"<{_DSML}function_calls>", f"</{_DSML}function_calls>", _DSML],
+    "glm45": [
+        *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ],
     "hermes": ["<tool_call>", "</tool_call>"],
+    "kimi_k2": [
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+        *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ],
     "llama3": ["<|python_tag|>"],
+    "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>", "<function="],
     "think": ["<think>", "</think>"],
     "think-open": ["<think>", "</think>"],
 }
 
+SHOWN = [
+    Tool(
+        "f",
+        parameters={
+            "type": "object",
+            "properties": {"a": {"type": "string"}, "n": {"type": ["integer", "null"]}},
+        },
+    )
+]
+"""The tools that a model was shown. Of others nothing is known."""
+
+
+def elements(
+    values: dict[str, str], begin: str = "<parameter={}>\n", end: str = "\n</parameter>\n"
+) -> str:
+    return "".join(f"{begin.format(key)}{value}{end}" for key, value in values.items())
+
+
+def _qwen(name: str, values: dict[str, str]) -> str:
+    return f"<tool_call>\n<function={name}>\n{elements(values)}</function>\n</tool_call>"
+
+
+def _glm(name: str, values: dict[str, str], line: str = "\n") -> str:
+    body = elements(values, f"<arg_key>{{}}</arg_key>{line}<arg_value>", f"</arg_value>{line}")
+    return f"<tool_call>{name}{line}{body}</tool_call>"
+
+
+def _minimax(*calls: tuple[str, dict[str, str]]) -> str:
+    invokes = [
+        f'<invoke name="{name}">\n{elements(values, _MINIMAX, "</parameter>" + chr(10))}</invoke>\n'
+        for name, values in calls
+    ]
+    return f"<minimax:tool_call>\n{''.join(invokes)}</minimax:tool_call>"
+
+
+_MINIMAX = '<parameter name="{}">'
+
+_VALUES = {"a": "<tool_call> } é \\ 😀\n\n", "n": "12"}
+
 CALLS = {
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        '{"a": "```"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n'
+        "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        '<｜tool▁call▁begin｜>g<｜tool▁sep｜>{"b": "<｜tool▁sep｜>"}<｜tool▁call▁end｜>',
+    ],
+    "deepseek_v31": [
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "}"}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ],
+    "deepseek_v32": [
+        f'<{_DSML}function_calls>\n<{_DSML}invoke name="f">\n'
+        f'<{_DSML}parameter name="a" string="true">x < y</{_DSML}parameter>\n'
+        f'<{_DSML}parameter name="b" string="false">[1, "</"]</{_DSML}parameter>\n'
+        f'</{_DSML}invoke>\n<{_DSML}invoke name="g">\n</{_DSML}invoke>\n'
+        f"</{_DSML}function_calls>",
+    ],
+    "glm45": [
+        _glm("f", _VALUES),
+        _glm("g", {"b": '{"c": "</arg_value>"}', "d": "text"}, ""),
+        "<tool_call>g</tool_call>",
+    ],
     "hermes": [
         '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call> } é \\" 😀"}}\n</tool_call>',
         '<tool_call>{"id": [1, "]"], "arguments": "{\\"b\\": \\"\\ud83d\\ude00\\"}", "name": "g"}',
+    ],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        '{"a": "<|tool_call_end|>"}<|tool_call_end|><|tool_call_begin|>g:1 '
+        "<|tool_call_argument_begin|>{} <|tool_call_end|><|tool_calls_section_end|>",
+        '<|tool_call_begin|>f<|tool_call_argument_begin|>{"a": [1<|tool_call_end|>',
     ],
     "llama3": [
         '{"name": "f", "parameters": {"a": "<|python_tag|>{}; \\\\"}}',
@@ -40,6 +126,15 @@ CALLS = {
         '[TOOL_CALLS]f[ARGS]{"a": "]"}',
         '[TOOL_CALLS]g-2[CALL_ID]aB3dE6gH9[ARGS]"{\\"a\\": 1}"',
         '[TOOL_CALLS]h{"a": [1.5]}',
+    ],
+    "minimax_m2": [
+        _minimax(("f", _VALUES), ("g", {"b": "[]"})),
+        '<minimax:tool_call><invoke name="g"><parameter name="b">x</invoke></parameter></invoke>',
+    ],
+    "qwen3_coder": [
+        _qwen("f", _VALUES),
+        _qwen("g", {"b": "True", "c": '{"d": "</parameter>"}', "e": "nullx"}),
+        "<function=f>\n<parameter=a>\nx\n<parameter=n>\n1.5x\n</function>\n</tool_call>",
     ],
     "think": ["<think>\nso it is 4.\n</think>\n\n"],
     "think-open": ["so it is 4.\n</think>\n\n"],
@@ -73,15 +168,15 @@ def texts(names: Names, max_pieces: int = 8) -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from(fragments(names)), max_size=max_pieces).map("".join)
 
 
-def parser(names: Names) -> Parser:
+def parser(names: Names, shown: Sequence[Tool] | None = None) -> Parser:
     """With ids that tell only how many there were before."""
     count = itertools.count()
-    return make_parser(*names, lambda: f"id{next(count)}")
+    return make_parser(*names, lambda: f"id{next(count)}", SHOWN if shown is None else shown)
 
 
-def read(names: Names, pieces: list[str]) -> list[Part]:
+def read(names: Names, pieces: list[str], shown: Sequence[Tool] | None = None) -> list[Part]:
     """The fewest parts of an answer that comes in `pieces`."""
-    one = parser(names)
+    one = parser(names, shown)
     return merge([part for piece in pieces for part in one.push(piece)] + one.flush())
 
 

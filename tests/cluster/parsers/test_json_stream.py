@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.parsers.json_stream import CallReader, RawValue, StringValue, Value
+from swell.cluster.parsers.json_check import JsonChecker
+from swell.cluster.parsers.json_stream import (
+    CallReader,
+    RawValue,
+    StringArguments,
+    StringValue,
+    Value,
+)
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
@@ -53,6 +61,65 @@ def test_surrogates_pair_up_or_are_replaced(units: list[int]) -> None:
     assert taken(StringValue(), text)[0] == "".join(
         "\ufffd" if 0xD800 <= ord(char) < 0xE000 else char for char in pairs
     )
+
+
+@pytest.mark.parametrize(
+    ("held", "arguments"),
+    [
+        # The first five are vLLM's tests of its parser for Hermes.
+        ('{"param": "max_connections"}', '{"param": "max_connections"}'),
+        ("hello", '"hello"'),
+        ("{hello world}", '"{hello world}"'),
+        ("[oops", '"[oops"'),
+        ('{"a": 1} tail text', '"{\\"a\\": 1} tail text"'),
+        ("[1]", '"[1]"'),
+        (' {"é": "\\n"}\n', '{"é": "\\n"}'),
+        ("é\n\x01", '"é\\n\\u0001"'),
+        ("", "{}"),
+    ],
+)
+def test_arguments_in_a_string_are_json_text(held: str, arguments: str) -> None:
+    """The object that the string holds; a string that holds none stays one."""
+    text = json.dumps(held)
+    assert taken(StringArguments(), text + "}x") == (arguments, len(text))
+    whole = StringArguments()
+    whole.push(text, 0)
+    assert whole.take() == arguments
+
+
+@settings(max_examples=300, deadline=None)
+@given(_JSON, st.booleans(), st.integers(0, 200), st.text(max_size=3))
+def test_a_text_may_become_json_as_long_as_json_says(
+    value: Any, ascii_only: bool, cut: int, tail: str
+) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=1 if ascii_only else None)
+    whole = JsonChecker()
+    for char in text:
+        assert not whole.broken
+        whole.push(char)
+    assert whole.whole
+    text = text[:cut] + tail
+    checker = JsonChecker()
+    checker.push(text)
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        assert not checker.whole
+    else:
+        assert checker.whole and not checker.broken
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["-", "01", "1.", "1.e", "1e+", "+1", ".5", "tru", "truex", "True]", '"\t"', '"\\x"', '"\\u00g',
+     "[1,]", "{,", '{"a" 1', '{"a":1,}', "[True]", "[]]", "{}x", "1 2", "NaN", "nul", "é"],
+)  # fmt: skip
+def test_what_is_no_json(text: str) -> None:
+    checker = JsonChecker()
+    checker.push(text)
+    assert not checker.whole
+    cut = text in ("-", "1.", "1e+", "tru", "nul")
+    assert checker.broken != cut
 
 
 def test_an_escape_that_json_does_not_know_is_text() -> None:

@@ -84,7 +84,9 @@ def _continuations(names: Names) -> list[str]:
         ends += [f', "{key}": {end}' for end in _CALL_ENDS]
     ends += ["n", "e9", "9", "\\ude00", "x", "g[ARGS]{}", "[ARGS]{}"]
     ends += ["9" * size + "[ARGS]{}" for size in range(10)]
-    found = [end + tail for end in _ENDS for tail in ends]
+    calls = [call for name in filter(None, names) for call in CALLS[name]]
+    found = [call[at:] for call in calls for at in range(len(call))]
+    found += [end + tail for end in _ENDS for tail in ends]
     for marker in [marker for name in filter(None, names) for marker in MARKERS[name]]:
         tails = ['{"name": "g", "arguments": {}}', "g[ARGS]{}", "{}", "9" * 9 + "[ARGS]{}"]
         found += [marker[at:] + tail for at in range(len(marker)) for tail in tails]
@@ -219,6 +221,20 @@ _ADVERSARIES = [
     '{"parameters":[',
     '{"name":"',
     '{"type":"',
+    "<tool_call>f<arg_key>k</arg_key><arg_value>",
+    "<tool_call>\n<function=f>\n<parameter=a>\n",
+    "<tool_call>\n<function=g>\n<parameter=b>\n[",
+    "<function=f>",
+    "<parameter=a>\n",
+    "\n</param",
+    "</arg_value><arg_key>",
+    "<|tool_calls_section_begin|><|tool_call_begin|>f:0",
+    '<|tool_call_argument_begin|>{"a": ',
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>g\n```json\n{",
+    '<minimax:tool_call><invoke name="f"><parameter name="a">',
+    '<｜DSML｜function_calls><｜DSML｜invoke name="f">',
+    '<｜DSML｜parameter name="a" string="false">{',
 ]
 
 
@@ -227,7 +243,8 @@ _ADVERSARIES = [
 def test_work_grows_with_the_length_of_the_answer_alone(names: Names, unit: str) -> None:
     """A character costs so many steps at most, in one piece and alone, and no step copies text
     that is already held: what is held lies in lists."""
-    for opening in ("", "[TOOL_CALLS]", '<tool_call>{"arguments":{"a":"', '{"type":"'):
+    begun = [call[: len(call) * 2 // 3] for name in filter(None, names) for call in CALLS[name][:1]]
+    for opening in ("", "[TOOL_CALLS]", '<tool_call>{"arguments":{"a":"', '{"type":"', *begun):
         text = opening + unit * (1000 // len(unit))
         assert _events(names, list(text)) < MAX_STEPS_PER_CHAR * len(text) + 100
         assert _events(names, [text]) < MAX_STEPS_PER_CHAR * len(text) + 100

@@ -1,0 +1,52 @@
+"""A packed body is the same however it is cut into parts, and is unpacked no further than asked."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swell.cluster.encodings import PIECE_BYTES, Zipped
+from swell.cluster.params import BadRequest
+
+
+def raw(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-15)
+    return packer.compress(data) + packer.flush()
+
+
+PACKERS = {"gzip": gzip.compress, "zlib": zlib.compress, "raw": raw}
+CUTS = st.lists(st.integers(0, 400), max_size=6)
+
+
+def unpacked(name: str, packed: bytes, cuts: list[int]) -> bytes:
+    reader = Zipped("gzip" if name == "gzip" else "deflate")
+    places = [0, *sorted(min(cut, len(packed)) for cut in cuts), len(packed)]
+    parts = [packed[start:end] for start, end in pairwise(places)]
+    data = b"".join(piece for part in parts for piece in reader.pieces(part))
+    reader.end()
+    return data
+
+
+@pytest.mark.parametrize("name", PACKERS)
+@given(st.binary(max_size=300) | st.integers(0, 3 * PIECE_BYTES).map(bytes), CUTS)
+def test_every_split_gives_the_body(name: str, data: bytes, cuts: list[int]) -> None:
+    assert unpacked(name, PACKERS[name](data), cuts) == data
+
+
+@pytest.mark.parametrize("name", PACKERS)
+@given(st.binary(max_size=100), CUTS, st.integers(1, 100))
+def test_what_is_cut_off_is_missed(name: str, data: bytes, cuts: list[int], missing: int) -> None:
+    packed = PACKERS[name](data)
+    with pytest.raises(BadRequest):
+        unpacked(name, packed[: max(0, len(packed) - missing)], cuts)
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_nothing_is_unpacked_that_is_not_asked_for(name: str) -> None:
+    pieces = Zipped("gzip" if name == "gzip" else "deflate").pieces(PACKERS[name](bytes(10**8)))
+    assert [len(next(pieces)) for _ in range(3)] == [PIECE_BYTES] * 3
