@@ -84,11 +84,13 @@ def test_an_output_type(model: Any, answer: Any) -> None:
 
 
 def test_a_tool_is_called_and_answered(model: Any, answer: Any, prefer: Any) -> None:
-    """The call is forced in the first turn. Then nano may call again: a bias makes it speak."""
-    body = {"logit_bias": prefer("A")}
+    """The call is forced in the first turn. Then nano may call again: biases make it say AAA, and
+    end as soon as `min_tokens` lets it."""
+    speak = dict.fromkeys(prefer("A"), 50)
+    body = {"logit_bias": prefer("<|end|>") | speak, "min_tokens": 3}
     result = answer(agent(model, tools=[look], tool_choice="required", extra_body=body), ASK)
     assert items(result) == [*CALLED, "MessageOutputItem"]
-    assert result.new_items[1].output == "a tree" and result.final_output.startswith("A")
+    assert result.new_items[1].output == "a tree" and result.final_output == "AAA"
 
 
 @pytest.mark.parametrize("choice", ["required", "look"])
