@@ -38,7 +38,7 @@ def post(house: House) -> Post:
     """Sends a body to a path, with the model's name and temperature 0 unless it says others."""
 
     def post(path: str, /, **body: Any) -> httpx.Response:
-        plain = {} if "tokenize" in path else {"temperature": 0}
+        plain = {} if "token" in path else {"temperature": 0}
         return house.client.post(path, json={"model": MODEL, **plain, **body})
 
     return post

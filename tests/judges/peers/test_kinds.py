@@ -36,7 +36,7 @@ class Served:
         return self.kind.tokenizer
 
     def post(self, path: str, **body: Any) -> Any:
-        plain = {} if "tokenize" in path else {"temperature": 0}
+        plain = {} if "token" in path else {"temperature": 0}
         return self.house.client.post(path, json={**plain, **body, "model": self.kind.name})
 
     def chat(self, **body: Any) -> Any:

@@ -200,10 +200,16 @@ def test_requests_that_are_none(post: Post, more: dict[str, Any]) -> None:
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_an_unknown_model(claude: anthropic.Anthropic) -> None:
-    """Ray test_anthropic_http.py"""
-    with pytest.raises(anthropic.NotFoundError):
-        claude.messages.create(model="another", **PLAIN)
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+def test_errors_have_anthropics_form(post: Post, path: str) -> None:
+    """Ray test_anthropic_http.py::test_missing_model_error_envelope, test_validation_error_..."""
+    body = PLAIN if path == MESSAGES else {"messages": UPPER}
+    answer = post(path, **body, model="missing-model")
+    assert answer.status_code == 404 and answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "not_found_error"
+    assert "missing-model" in answer.json()["error"]["message"]
+    answer = post(path, messages=3)
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

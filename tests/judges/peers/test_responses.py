@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.judges.house import MODEL, House
+from tests.judges.house import MODEL
 from tests.judges.peers.asks import FORM, RESPONSES, ok, refused
 from tests.judges.peers.conftest import Post
 
@@ -276,9 +276,15 @@ def test_cancel_of_what_is_no_background(client: openai.OpenAI) -> None:
         client.responses.cancel(done.id)
 
 
-def test_chat_after_all(house: House) -> None:
-    """Ray test_responses.py: the same words, the same answer, over both APIs"""
-    house.answers()
+def test_a_stream_has_no_sentinel(post: Post) -> None:
+    """Ray test_responses.py::test_responses_endpoint_streaming"""
+    answer = post(RESPONSES, input="upper: abc", stream=True)
+    frames = [frame for frame in answer.text.split("\n\n") if frame.strip()]
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert frames[0].startswith("event: response.created")
+    assert frames[-1].startswith("event: response.completed") and "[DONE]" not in answer.text
+    numbers = [json.loads(frame.split("data: ", 1)[1])["sequence_number"] for frame in frames]
+    assert numbers == list(range(len(frames)))
 
 
 @pytest.mark.parametrize(
