@@ -21,6 +21,12 @@ SHORT = ("llama2", "qwen3", "mistral_v7")
 CHOSEN = KINDS if "SWELL_JUDGES" in os.environ else SHORT
 LITERALS = ["<think>x</think>", "<tool_call>", "[TOOL_CALLS]", "plain"]
 ASK = [{"role": "user", "content": "The weather?"}]
+REASONING_ENDS = {
+    "think": "</think>",
+    "think-open": "</think>",
+    "mistral": "[/THINK]",
+    "harmony": "<|end|>",
+}
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 
@@ -39,14 +45,23 @@ class Served:
         plain = {} if "token" in path else {"temperature": 0}
         return self.house.client.post(path, json={**plain, **body, "model": self.kind.name})
 
+    @property
+    def brief(self) -> dict[str, Any]:
+        """Makes a random model end its reasoning as soon as it has begun."""
+        if self.kind.reasoning is None:
+            return {}
+        end = self.tokenizer.convert_tokens_to_ids(REASONING_ENDS[self.kind.reasoning])
+        return {"logit_bias": {str(end): 100}}
+
     def chat(self, **body: Any) -> Any:
-        (choice,) = ok(self.post(CHAT, messages=ASK, **body))["choices"]
+        (choice,) = ok(self.post(CHAT, messages=ASK, **self.brief, **body))["choices"]
         return choice["message"]
 
     def calls(self, stream: bool, **body: Any) -> Any:
         if self.kind.tools is None:
             pytest.skip("its template shows no tools")
-        body = {"messages": ASK, "max_tokens": 400, "tools": [WEATHER, SEARCH], **body}
+        body = {"tools": [WEATHER, SEARCH], "max_tokens": 400, **self.brief, **body}
+        body |= {"messages": ASK}
         return calls_of(self.post(CHAT, **body, stream=stream), stream)
 
 
@@ -185,7 +200,7 @@ def test_a_message_goes_on(served: Served) -> None:
     talk = [*ASK, {"role": "assistant", "content": "The sky"}]
     form = {"structured_outputs": {"choice": [" is blue"]}}
     body = {"messages": talk, "continue_final_message": True, "add_generation_prompt": False}
-    (choice,) = ok(served.post(CHAT, **body, **form, max_tokens=20))["choices"]
+    (choice,) = ok(served.post(CHAT, **body, **form, **served.brief, max_tokens=20))["choices"]
     assert choice["message"]["content"] == " is blue"
 
 
