@@ -78,7 +78,7 @@ def test_a_validation_error_goes_back_and_is_answered(client: Client) -> None:
     assert isinstance(client.ask("create", Chosen, max_retries=2), Chosen)
     first, second = client.requests
     key = "messages" if "messages" in first else "input"
-    assert len(second[key]) >= len(first[key]) + 2
+    assert len(second[key]) > len(first[key])
     assert "this name is taken" in json.dumps(second[key])
 
 
