@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -12,6 +13,14 @@ from tests.judges.house import MODEL, House, open_house
 
 MAX_MODEL_LEN = 2048
 Post = Callable[..., httpx.Response]
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A thousand requests are nothing for `make test-fast`."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="package")
