@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from tests.judges.house import House, open_house
-from tests.judges.peers.asks import CHAT, COMPLETIONS, FORM, SEARCH, WEATHER, events, ok
+from tests.judges.peers.asks import CHAT, COMPLETIONS, FORM, RESPONSES, SEARCH, WEATHER, events, ok
 from tests.judges.peers.test_tools import calls_of
 from tests.kinds import KINDS, Kind, kind
 
@@ -136,6 +136,21 @@ def test_a_forced_call(served: Served, named: bool, stream: bool) -> None:
     ]
     jsonschema.validate(json.loads(function["arguments"]), schema)
     assert not named or function["name"] == "search"
+
+
+def test_a_forced_call_over_responses(served: Served) -> None:
+    """vLLM responses/test_function_call.py::test_function_tool_use, and back"""
+    if served.kind.tools is None:
+        pytest.skip("its template shows no tools")
+    tool = {"type": "function", **SEARCH["function"]}  # type: ignore[dict-item]
+    more = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    answer = ok(served.post(RESPONSES, input=ASK, **more, **served.brief, max_output_tokens=200))
+    call = answer["output"][-1]
+    assert call["type"] == "function_call" and call["name"] == "search"
+    jsonschema.validate(json.loads(call["arguments"]), tool["parameters"])
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "20"}
+    talk = [*ASK, *answer["output"], result]
+    ok(served.post(RESPONSES, input=talk, tools=[tool], max_output_tokens=4))
 
 
 def test_a_streamed_call_is_the_whole_one(served: Served) -> None:
