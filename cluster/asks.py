@@ -29,6 +29,9 @@ from swell.worker.sample.wire import Grammar
 TAIL_TOKENS = 16
 """At the end of a prompt, where a template may have opened the answer's reasoning."""
 
+NO_REASONING = {"enable_thinking": False, "thinking": False}
+"""Variables of chat templates; a template reads one of them."""
+
 CompileGrammar = Callable[[], Grammar]
 
 
@@ -98,7 +101,10 @@ class AskMaker:
         count = len(self._prompts.split(body.prompt))
         check_children(count, params, self._max_children)
         prompts = self._prompts.completion_prompts(body.prompt)
-        return self._ask(body, params, prompts, "prompt")
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = partial(compile_grammar, params.structured_outputs, body.form_field)
+        return self._ask(body, params, prompts, "prompt"), grammar
 
     def _chat(self, body: ChatCompletionRequest) -> tuple[Ask, CompileGrammar | None]:
         form = self._formats.of(body)
@@ -114,9 +120,10 @@ class AskMaker:
         prompt = self._prompts.chat_prompt(body.messages, options)
         if form.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        ask, grammar = self._ask(body, params, [prompt], "messages", form.grammar)
+        ask = self._ask(body, params, [prompt], "messages")
         tail = self._prompts.text(prompt[-TAIL_TOKENS:])
-        return msgspec.structs.replace(ask, make_parser=partial(form.make_parser, tail)), grammar
+        answer = form.of(tail)
+        return msgspec.structs.replace(ask, make_parser=answer.make_parser), answer.grammar
 
     def _tokens(self, body: TokenizeRequest) -> list[int]:
         if body.messages is None:
@@ -136,10 +143,8 @@ class AskMaker:
         params: SamplingParams,
         prompts: list[list[int]],
         field: str,
-        grammar: CompileGrammar | None = None,
-    ) -> tuple[Ask, CompileGrammar | None]:
-        """The ask without its grammar, and what compiles that: `grammar` is that of tool calls, the
-        wish's own is made here."""
+    ) -> Ask:
+        """The ask without its grammar."""
         processor = self._prompts
         validate(params, vocab_size=processor.vocab_size)
         longest = self._defaults.max_new_tokens if params.max_tokens is None else None
@@ -153,9 +158,7 @@ class AskMaker:
             )
             for prompt in prompts
         ]
-        if params.structured_outputs is not None:
-            grammar = partial(compile_grammar, params.structured_outputs, body.form_field)
-        ask = Ask(
+        return Ask(
             prompts=prompts,
             params=params,
             budgets=budgets,
@@ -168,7 +171,6 @@ class AskMaker:
             cache_salt=body.cache_salt,
             data_parallel_rank=body.data_parallel_rank,
         )
-        return ask, grammar
 
     def _params(self, body: GenerationRequest) -> SamplingParams:
         return body.sampling_params(self._defaults.sampling)
@@ -202,4 +204,5 @@ def _default_true(body: ChatCompletionRequest) -> bool:
 
 def _variables(body: ChatCompletionRequest) -> dict[str, Any]:
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    return {**effort, **(body.chat_template_kwargs or {})}
+    off = NO_REASONING if body.reasoning_effort == "none" else {}
+    return {**off, **effort, **(body.chat_template_kwargs or {})}

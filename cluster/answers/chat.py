@@ -22,7 +22,7 @@ from swell.cluster.openai.chat import (
     ToolCallDelta,
 )
 from swell.cluster.openai.logprobs import ChatLogprobs
-from swell.cluster.openai.messages import NamedToolChoice
+from swell.cluster.openai.messages import call_rules
 from swell.cluster.outputs import CompletionOutput, RequestOutput
 from swell.cluster.parsers import parts
 from swell.cluster.parsers.base import Parser
@@ -132,7 +132,7 @@ class ChatAnswer(Answer):
 
     def _reason(self, part: CompletionOutput, *, called: bool) -> str | None:
         """OpenAI says `tool_calls` where the model chose to call, and `stop` where it had to."""
-        chose = called and not isinstance(self._body.tool_choice, NamedToolChoice)
+        chose = called and not call_rules(self._body.tool_choice).single
         return "tool_calls" if chose and part.finish_reason == "stop" else part.finish_reason
 
     def closing(self, usage: Usage) -> Iterable[bytes]:

@@ -18,6 +18,7 @@ from swell.cluster.anthropic.requests import (
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
+    Thinking,
     Tool,
     ToolChoice,
 )
@@ -45,6 +46,7 @@ def chat_request(body: MessagesRequest) -> ChatCompletionRequest:
         parallel_tool_calls=False if single else None,
         continue_final_message=_continues(messages),
         chat_template_kwargs=template_variables(body),
+        thinking_token_budget=_budget(body.thinking),
         response_format=None
         if form is None
         else ResponseFormat(
@@ -109,6 +111,12 @@ def _tool_choice(choice: ToolChoice) -> chat.ToolChoice:
             return "required"
     assert choice.name is not None, "the choice was checked"
     return chat.NamedToolChoice(type="function", function=chat.FunctionName(name=choice.name))
+
+
+def _budget(thinking: Thinking | None) -> int | None:
+    if thinking is None:
+        return None
+    return 0 if thinking.type == "disabled" else thinking.budget_tokens
 
 
 def _continues(messages: list[chat.ChatMessage]) -> bool:

@@ -35,7 +35,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
     reasoning_effort: str | None = None
-    """Handed to the chat template; what it means is the model's."""
+    """Handed to the chat template; what it means is the model's. `none`: no reasoning."""
+    thinking_token_budget: int | None = None
+    """The most tokens of reasoning; then its end is forced. -1: no limit."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -81,9 +83,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 f"{shown(self.logprobs)}",
                 "top_logprobs",
             )
-        form = self.form()
-        field = "response_format" if self.response_format else "structured_outputs"
-        check_tools(self.tools, self.tool_choice, form_given=field if form else None)
+        check_tools(self.tools, self.tool_choice)
+        budget = self.thinking_token_budget
+        if budget is not None and not -1 <= budget < 2**31:
+            raise BadRequest(
+                f"thinking_token_budget={shown(budget)} must be between 0 and {2**31 - 1}, or -1 "
+                "for no limit",
+                "thinking_token_budget",
+            )
         self._check_continuation()
 
     def _check_continuation(self) -> None:

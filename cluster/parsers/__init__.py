@@ -9,13 +9,14 @@ from typing import Any
 
 from swell.cluster.parsers.base import Chain, ContentParser, Parser
 from swell.cluster.parsers.parts import Tool
+from swell.cluster.parsers.reasoning import ThinkParser
 from swell.cluster.parsers.tools import ToolParser
 
 PARSERS = {
     "deepseek_v3": "swell.cluster.parsers.deepseek_v3:DeepSeekV3Parser",
     "deepseek_v31": "swell.cluster.parsers.deepseek_v3:DeepSeekV31Parser",
     "deepseek_v32": "swell.cluster.parsers.deepseek_v32:DeepSeekV32Parser",
-    "glm45": "swell.cluster.parsers.glm45:Glm45Parser",
+    "glm": "swell.cluster.parsers.glm:GlmParser",
     "hermes": "swell.cluster.parsers.hermes:HermesParser",
     "kimi_k2": "swell.cluster.parsers.kimi_k2:KimiK2Parser",
     "llama3": "swell.cluster.parsers.llama3:Llama3Parser",
@@ -35,18 +36,29 @@ def make_parser(
     reasoning: str | None,
     make_id: Callable[[], str] | None = None,
     shown: Sequence[Tool] = (),
+    within: Callable[[ToolParser], Parser] | None = None,
 ) -> Parser:
     """The parser of one answer: reasoning is read first, tool calls in its content.
 
     `tools` and `reasoning` are names of `PARSERS` and `REASONING`; None: that is not looked for.
     `make_id` gives the ids of calls; by default random ones in the form of the format. `shown`: the
-    tools that the model was shown. ValueError for an unknown name.
+    tools that the model was shown. `within`: makes what reads content of the parser of calls.
+    ValueError for an unknown name.
     """
-    inner = ContentParser() if tools is None else tool_format(tools)(make_id, shown)
+    inner: Parser = ContentParser()
+    if tools is not None:
+        calls = tool_format(tools)(make_id, shown)
+        inner = calls if within is None else within(calls)
     if reasoning is None:
         return inner
     outer: Parser = _load(REASONING, "reasoning parser", reasoning)()
     return outer if tools is None else Chain(outer, inner)
+
+
+def reasoning_format(name: str) -> type[ThinkParser]:
+    """The class of a reasoning format. ValueError for unknown names."""
+    kind: type[ThinkParser] = _load(REASONING, "reasoning parser", name)
+    return kind
 
 
 def tool_format(name: str) -> type[ToolParser]:
@@ -69,7 +81,7 @@ _TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("deepseek_v32", ("｜DSML｜",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
-    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("glm", ("<tool_call>", "<arg_key>")),
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("hermes", ("<tool_call>",)),
     ("llama3", ("<|start_header_id|>", '"parameters"')),

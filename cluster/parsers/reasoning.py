@@ -28,6 +28,11 @@ _NEWLINES = re.compile(r"\n*")
 class ThinkParser(StateParser):
     """The model writes `<think>` itself, or answers without reasoning (Qwen3)."""
 
+    open, close = OPEN, CLOSE
+    padding = "\n"
+    """Characters that belong to a tag beside them."""
+    content = ""
+    """A marker before what is neither reasoning nor a call."""
     markers = (OPEN, CLOSE)
 
     def __init__(self) -> None:

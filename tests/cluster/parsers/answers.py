@@ -27,7 +27,7 @@ MARKERS = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
     "deepseek_v32": [f"<{_DSML}function_calls>", f"</{_DSML}function_calls>", _DSML],
-    "glm45": [
+    "glm": [
         *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ],
     "hermes": ["<tool_call>", "</tool_call>"],
@@ -100,7 +100,7 @@ CALLS = {
         f'</{_DSML}invoke>\n<{_DSML}invoke name="g">\n</{_DSML}invoke>\n'
         f"</{_DSML}function_calls>",
     ],
-    "glm45": [
+    "glm": [
         _glm("f", _VALUES),
         _glm("g", {"b": '{"c": "</arg_value>"}', "d": "text"}, ""),
         "<tool_call>g</tool_call>",
