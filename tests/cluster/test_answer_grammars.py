@@ -189,9 +189,7 @@ def test_a_budget_of_reasoning_holds(name: str):
 @pytest.mark.parametrize("name", THINKING)
 def test_effort_none_is_no_reasoning(name: str):
     for seed in range(3):
-        body = request(
-            response_format=FORM, reasoning_effort="none", chat_template_kwargs={"thinking": True}
-        )
+        body = request(response_format=FORM, reasoning_effort="none")
         answer = walk(name, body, seed, likes=("<think>",))
         assert answer.message.reasoning is None
         check_form(answer.message.content, {})
