@@ -20,8 +20,13 @@ FORM = {"type": "json_schema", "json_schema": {"name": "form", "schema": SCHEMA}
 NAMED = {"type": "function", "function": {"name": "wait"}}
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 THINKING = [name for name in KINDS if kind(name).reasoning in ("think", "think-open")]
-OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>", "<|channel|>")
 OPENERS += ("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>")
+    "<｜tool▁calls▁begin｜>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call|>",
+    "<|channel|>",
+)
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
