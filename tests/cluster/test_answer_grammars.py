@@ -22,11 +22,6 @@ STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in
 THINKING = [name for name in KINDS if kind(name).reasoning in ("think", "think-open")]
 OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>", "<|channel|>")
 OPENERS += ("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>")
-    "<｜tool▁calls▁begin｜>",
-    "<|tool_calls_section_begin|>",
-    "<|tool_call|>",
-    "<|channel|>",
-)
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
