@@ -7,11 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llguidance import regex_to_lark
-
 from swell.cluster.parsers import grammar
 from swell.cluster.parsers.json_check import KINDS, JsonChecker
 from swell.cluster.parsers.values import STRING, resolve, schema_kinds
+from swell.cluster.structured import lark_expression
 
 ANNOTATIONS = frozenset(
     (
@@ -171,11 +170,19 @@ def _bodies(schema: dict[str, Any]) -> tuple[list[str], bool]:
         bodies.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
     if pattern := schema.get("pattern"):
         bodies.append(f"/{searched(pattern)}/")
-        nullable = nullable and re.search(pattern, "") is not None
+        nullable = nullable and _finds_nothing(pattern)
     if pattern := _FORMATS.get(schema.get("format", "")):
         bodies.append(f"/{pattern}/")
         nullable = False
     return bodies or ["/(?s:.*)/"], nullable
+
+
+def _finds_nothing(pattern: str) -> bool:
+    """It is found in an empty text; one that Python does not know is taken for one that is not."""
+    try:
+        return re.search(pattern, "") is not None
+    except re.error:
+        return False
 
 
 def searched(pattern: str) -> str:
@@ -188,7 +195,7 @@ def searched(pattern: str) -> str:
     inner = {found[1] for found in _INNER_ANCHOR.finditer(body) if found[1]}
     if inner & {"^", "$"} or ("|" in inner and (not head or ends) and _top_level_choice(body)):
         raise ValueError(f"has the pattern {pattern!r}: ^ and $ may only stand around all of it")
-    return f"{head}({regex_to_lark(body, 'dw')}){'' if ends else '(?s:.*)'}"
+    return f"{head}({lark_expression(body)}){'' if ends else '(?s:.*)'}"
 
 
 def _top_level_choice(body: str) -> bool:
