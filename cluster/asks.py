@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 
+from swell.cluster.detokenizer import Detokenizer, Opening
 from swell.cluster.formats import ModelFormats
 from swell.cluster.generation_config import GenerationDefaults
 from swell.cluster.offload import Offloads
@@ -21,16 +21,14 @@ from swell.cluster.parsers.base import ContentParser, Parser
 from swell.cluster.prompt import PromptProcessor
 from swell.cluster.structured import compile_grammar
 from swell.cluster.templates import TemplateOptions
-from swell.cluster.validate import validate
+from swell.cluster.truncation import Keep, TextOptions
+from swell.cluster.validate import validate, with_vocabulary
 from swell.cluster.words import bad_word_tokens
 from swell.configs.schema import Config
 from swell.worker.sample.wire import Grammar
 
 TAIL_TOKENS = 16
 """At the end of a prompt, where a template may have opened the answer's reasoning."""
-
-NO_REASONING = {"enable_thinking": False, "thinking": False}
-"""Variables of chat templates; a template reads one of them."""
 
 CompileGrammar = Callable[[], Grammar]
 
@@ -39,6 +37,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One request in our own terms."""
 
     prompts: list[list[int]]
+    prompt_texts: list[str | None]
+    """Of each prompt, its text where an answer may begin with it."""
+    opening: Opening
     params: SamplingParams
     """Checked."""
     budgets: list[int]
@@ -64,9 +65,11 @@ class AskMaker:
         config: Config,
         defaults: GenerationDefaults,
         offloads: Offloads | None = None,
+        detokenizer: Detokenizer | None = None,
     ) -> None:
         """`defaults`: the model's, for requests that do not say."""
         self._prompts = prompts
+        self._detokenizer = detokenizer or Detokenizer(prompts.tokenizer)
         self._defaults = defaults
         self._offloads = offloads or Offloads()
         self._max_children = config.serve.max_children
@@ -100,11 +103,26 @@ class AskMaker:
         params = self._params(body)
         count = len(self._prompts.split(body.prompt))
         check_children(count, params, self._max_children)
-        prompts = self._prompts.completion_prompts(body.prompt)
+        prompts = self._prompts.completion_prompts(
+            body.prompt, _text_options(body, add_special_tokens=True)
+        )
         grammar = None
         if params.structured_outputs is not None:
             grammar = partial(compile_grammar, params.structured_outputs, body.form_field)
-        return self._ask(body, params, prompts, "prompt"), grammar
+        ask = self._ask(body, params, prompts, "prompt", Opening.CONTINUATION)
+        if body.echo:
+            ask = msgspec.structs.replace(ask, prompt_texts=self._echoed(body, ask))
+        return ask, grammar
+
+    def _echoed(self, body: CompletionRequest, ask: Ask) -> list[str | None]:
+        """Texts as they were sent, and else the texts of the tokens that are read."""
+        skip, whole = ask.params.skip_special_tokens, body.truncate_prompt_tokens is None
+        return [
+            sent
+            if isinstance(sent, str) and whole
+            else self._detokenizer.prompt_text(token_ids, skip)
+            for sent, token_ids in zip(self._prompts.split(body.prompt), ask.prompts, strict=True)
+        ]
 
     def _chat(self, body: ChatCompletionRequest) -> tuple[Ask, CompileGrammar | None]:
         form = self._formats.of(body)
@@ -113,14 +131,19 @@ class AskMaker:
             add_generation_prompt=_default_true(body),
             continue_final_message=bool(body.continue_final_message),
             template=self._template(body.chat_template),
-            variables=_variables(body),
+            documents=body.documents or (),
+            variables=body.template_variables(),
         )
         params = self._params(body)
         check_children(1, params, self._max_children)
-        prompt = self._prompts.chat_prompt(body.messages, options)
+        prompt = self._prompts.chat_prompt(
+            body.messages, options, _text_options(body, add_special_tokens=False)
+        )
         if form.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        ask = self._ask(body, params, [prompt], "messages")
+        continues = options.continue_final_message
+        opening = Opening.CONTINUATION if continues else Opening.BEGINNING
+        ask = self._ask(body, params, [prompt], "messages", opening)
         tail = self._prompts.text(prompt[-TAIL_TOKENS:])
         answer = form.of(tail)
         return msgspec.structs.replace(ask, make_parser=answer.make_parser), answer.grammar
@@ -128,14 +151,17 @@ class AskMaker:
     def _tokens(self, body: TokenizeRequest) -> list[int]:
         if body.messages is None:
             assert body.prompt is not None, "the body was checked"
-            return self._prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+            add = body.add_special_tokens is not False
+            return self._prompts.encode(body.prompt, add_special_tokens=add)
         options = TemplateOptions(
             tools=body.tools or [],
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
+            template=self._template(body.chat_template),
             variables=body.chat_template_kwargs or {},
         )
-        return self._prompts.chat_prompt(body.messages, options)
+        own = TextOptions(add_special_tokens=bool(body.add_special_tokens))
+        return self._prompts.chat_prompt(body.messages, options, own)
 
     def _ask(
         self,
@@ -143,10 +169,12 @@ class AskMaker:
         params: SamplingParams,
         prompts: list[list[int]],
         field: str,
+        opening: Opening,
     ) -> Ask:
         """The ask without its grammar."""
         processor = self._prompts
         validate(params, vocab_size=processor.vocab_size)
+        params = with_vocabulary(params, sum(map(len, prompts)), processor.vocab_size)
         longest = self._defaults.max_new_tokens if params.max_tokens is None else None
         budgets = [
             processor.resolve_max_tokens(
@@ -160,6 +188,8 @@ class AskMaker:
         ]
         return Ask(
             prompts=prompts,
+            prompt_texts=[None] * len(prompts),
+            opening=opening if params.structured_outputs is None else Opening.VERBATIM,
             params=params,
             budgets=budgets,
             bad_words=bad_word_tokens(
@@ -202,7 +232,11 @@ def _default_true(body: ChatCompletionRequest) -> bool:
     return not body.continue_final_message if asked is None else asked
 
 
-def _variables(body: ChatCompletionRequest) -> dict[str, Any]:
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    off = NO_REASONING if body.reasoning_effort == "none" else {}
-    return {**off, **effort, **(body.chat_template_kwargs or {})}
+def _text_options(body: GenerationRequest, *, add_special_tokens: bool) -> TextOptions:
+    """`add_special_tokens`: where the request does not say."""
+    keep = None
+    if body.truncate_prompt_tokens is not None:
+        answer = max(body.answer_max_tokens() or 1, 1)
+        keep = Keep(body.truncate_prompt_tokens, body.truncation_side or "left", answer)
+    given = body.add_special_tokens
+    return TextOptions(add_special_tokens if given is None else given, keep)

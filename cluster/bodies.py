@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -10,7 +11,8 @@ from starlette.requests import Request
 from swell.cluster.http import HTTPError, read_json_parts
 from swell.cluster.offload import Offload
 from swell.cluster.openai.base import RequestBody
-from swell.cluster.openai.decode import decode
+from swell.cluster.openai.decode import Decoded, read
+from swell.cluster.openai.sift import UnknownFields
 
 Body = TypeVar("Body", bound=RequestBody)
 
@@ -18,13 +20,31 @@ HELD_BODIES = 16
 """So many bodies of the largest size may be held at once, by all requests together. Beyond that
 a client that sends more than an equal share is refused: a few that hold much, and send slowly,
 keep out no other client. All together never hold twice as much."""
+MAX_WARNED = 16
+"""Fields that the header of a warning names."""
+MAX_WARNED_CHARS = 64
+"""Of each name."""
 _RETRY = {"retry-after": "1"}
+
+
+def _no_count(ignored: Mapping[str, int]) -> None:
+    pass
 
 
 class BodyReader:
     """Reads the bodies of one ingress. Bytes count from their arrival until they are decoded."""
 
-    def __init__(self, max_body_bytes: int, offload: Offload) -> None:
+    def __init__(
+        self,
+        max_body_bytes: int,
+        offload: Offload,
+        unknown: UnknownFields = "refuse",
+        on_ignored: Callable[[Mapping[str, int]], None] = _no_count,
+    ) -> None:
+        """`unknown` is `serve.unknown_fields`; `on_ignored` counts fields of a history that were
+        ignored, by label."""
+        self._unknown = unknown
+        self._on_ignored = on_ignored
         self._max_body_bytes = max_body_bytes
         self._max_held_bytes = max_body_bytes * HELD_BODIES
         self._offload = offload
@@ -44,7 +64,12 @@ class BodyReader:
                     parts.append(part)
                     self._check_room(size)
             request.state.body_bytes = size
-            return await self._offload.run_sized(size, _decoded, parts, kind)
+            decoded: Decoded[Body] = await self._offload.run_sized(
+                size, _decoded, parts, kind, self._unknown
+            )
+            self._on_ignored(decoded.findings.ignored)
+            request.state.warning = warning_of(decoded.findings.warnings)
+            return decoded.request
         finally:
             self._readers -= 1
             self.held_bytes -= size
@@ -68,5 +93,15 @@ def body_bytes(request: Request) -> int:
     return int(getattr(request.state, "body_bytes", 0))
 
 
-def _decoded(parts: list[bytes], kind: type[Body]) -> Body:
-    return decode(b"".join(parts), kind)
+def warning_of(paths: list[str]) -> str | None:
+    """The header that names fields which were left out; visible ASCII, and no longer than headers
+    may be."""
+    if not paths:
+        return None
+    named = ", ".join(ascii(path)[1:-1][:MAX_WARNED_CHARS] for path in paths[:MAX_WARNED])
+    more = f" and {len(paths) - MAX_WARNED} more" if len(paths) > MAX_WARNED else ""
+    return f"unknown fields were ignored: {named}{more}"
+
+
+def _decoded(parts: list[bytes], kind: type[Body], unknown: UnknownFields) -> Decoded[Body]:
+    return read(b"".join(parts), kind, unknown)

@@ -22,7 +22,6 @@ from swell.cluster.parsers.base import Parser
 from swell.cluster.parsers.formed import CallsOnly, FormOrCalls
 from swell.cluster.parsers.grammar import ReasoningGrammar, answer
 from swell.cluster.parsers.parts import Tool
-from swell.cluster.parsers.reasoning import OPEN
 from swell.cluster.structured import compile_grammar, compile_lark, form_of
 from swell.configs.schema import ConfigError, ServeConfig
 from swell.worker.sample.wire import Grammar
@@ -53,7 +52,11 @@ class ModelFormats:
 
     def __init__(self, tokenizer: Any, chat_template: str, config: ServeConfig) -> None:
         self._tools = _chosen(config.tool_parser, detect_tools(chat_template))
-        self._reasoning = _chosen(config.reasoning_parser, detect_reasoning(chat_template))
+        guessed = detect_reasoning(chat_template)
+        self._reasoning = _chosen(config.reasoning_parser, guessed)
+        if self._reasoning == guessed == "think-open":
+            # This template says in each prompt whether the answer begins inside.
+            self._reasoning = "think"
         self._added = added_tokens(tokenizer)
         self._special = special_tokens(tokenizer)
         try:
@@ -86,14 +89,14 @@ class ModelFormats:
         reasoning = self._before(body, form, prompt)
         held = calls is not None or form is not None
         name = self._tools if tools else None
-        kind = reasoning_in(prompt) if self._reasoning else None
+        kind = self._reasoning
         if held and reasoning is None:
             kind = None
         within = FormOrCalls if calls and form else None
         shown = [_tool(tool) for tool in tools]
 
         def make() -> Parser:
-            parser = make_parser(name, kind, shown=shown, within=within)
+            parser = make_parser(name, kind, shown=shown, prompt=prompt, within=within)
             return CallsOnly(parser) if calls and calls.required else parser
 
         limited = reasoning is not None and reasoning.budget is not None
@@ -107,7 +110,7 @@ class ModelFormats:
         if self._reasoning is None:
             return None
         kind = reasoning_format(self._reasoning)
-        begun = reasoning_in(prompt) == "think-open"
+        begun = kind.begun_by(prompt)
         if not begun and (body.continue_final_message or prompt.rstrip().endswith(kind.close)):
             return None
         own = form.grammar if form else None
@@ -177,11 +180,6 @@ def _budget(body: ChatCompletionRequest) -> int | None:
     if body.thinking_token_budget is None and body.reasoning_effort == "none":
         return 0
     return None if body.thinking_token_budget == -1 else body.thinking_token_budget
-
-
-def reasoning_in(prompt: str) -> str:
-    """The form of reasoning behind a prompt: a template may open it, and may be asked not to."""
-    return "think-open" if prompt.rstrip().endswith(OPEN) else "think"
 
 
 def special_tokens(tokenizer: Any) -> frozenset[str]:

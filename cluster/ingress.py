@@ -78,7 +78,12 @@ class Ingress:
         self._asks: AskMaker
         self._generator: Generator
         self._offloads = Offloads()
-        self._reader = BodyReader(config.serve.max_body_bytes, self._offloads.bodies)
+        self._reader = BodyReader(
+            config.serve.max_body_bytes,
+            self._offloads.bodies,
+            config.serve.unknown_fields,
+            self._metrics.ignored,
+        )
         self._responses = ResponseRoutes(
             config.serve,
             self._model,
@@ -115,9 +120,10 @@ class Ingress:
             read_template(config.serve.chat_template),
         )
         defaults = await asyncio.to_thread(read_generation_config, config.model)
-        self._asks = AskMaker(self._prompts, config, defaults, self._offloads)
+        detokenizer = await asyncio.to_thread(Detokenizer, tokenizer)
+        self._asks = AskMaker(self._prompts, config, defaults, self._offloads, detokenizer)
         self.llm = AsyncLLM(
-            Detokenizer(tokenizer),
+            detokenizer,
             config,
             self._connect,
             self._metrics,
@@ -164,7 +170,7 @@ class Ingress:
         body = await self._generation_body(request, CompletionRequest)
         ask = await while_awaited(request, self._asks.completion(body, body_bytes(request)))
         id = f"cmpl-{request_id(request)}"
-        answer = CompletionAnswer(id, self._model, body, self._prompts.text)
+        answer = CompletionAnswer(id, self._model, body)
         return await self._generator.answer(request, ask, answer)
 
     async def _chat(self, request: Request) -> Any:
@@ -283,4 +289,4 @@ class Ingress:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def _openapi(self, request: Request) -> Response:
-        return json_response(openapi_document())
+        return json_response(openapi_document(self._config.serve.unknown_fields))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from swell.cluster.openai.logprobs import (
     ChatLogprobs,
     ChatTokenLogprob,
@@ -11,8 +13,10 @@ from swell.cluster.openai.logprobs import (
     TopLogprob,
 )
 from swell.cluster.outputs import Logprob, LogprobTable
-from swell.cluster.token_texts import TokenTexts
+from swell.cluster.token_texts import Texts
 
+NameOf = Callable[[int], str]
+"""What a token is called: its text, unless something else is asked for."""
 LEAST = -9999.0
 """Told instead of anything below: JSON has no infinity."""
 
@@ -22,10 +26,16 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LEAST else LEAST
 
 
+def name_by_id(token_id: int) -> str:
+    """As vLLM's `return_tokens_as_token_ids` has it: also for what is no text alone."""
+    return f"token_id:{token_id}"
+
+
 def completion_logprobs(
     answer: LogprobTable,
     top: int,
     *,
+    name_of: NameOf | None = None,
     echo: LogprobTable | None = None,
     echoed_chars: int = 0,
 ) -> CompletionLogprobs:
@@ -37,24 +47,31 @@ def completion_logprobs(
     """
     told = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     if echo is not None:
-        _append(told, echo, top, 0)
-    _append(told, answer, top, echoed_chars)
+        _append(told, echo, top, 0, name_of)
+    _append(told, answer, top, echoed_chars, name_of)
     return told
 
 
-def chat_logprobs(answer: LogprobTable, top: int) -> ChatLogprobs:
+def chat_logprobs(answer: LogprobTable, top: int, name_of: NameOf | None = None) -> ChatLogprobs:
     """Of a chat answer, or of one delta of it, with the `top` most likely tokens for each."""
-    texts = answer.texts
+    columns = zip(answer.token_ids, answer.logprobs, strict=True)
     return ChatLogprobs(
         content=[
-            ChatTokenLogprob(
-                token=texts.text(token_ids[0]),
-                logprob=finite(logprobs[0]),
-                bytes=list(texts[token_ids[0]]),
-                top_logprobs=_top(texts, token_ids[1 : 1 + top], logprobs[1 : 1 + top]),
-            )
-            for token_ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True)
+            _chat_token(answer.texts_at(index), token_ids, logprobs, top, name_of)
+            for index, (token_ids, logprobs) in enumerate(columns)
         ]
+    )
+
+
+def _chat_token(
+    texts: Texts, token_ids: list[int], logprobs: list[float], top: int, name_of: NameOf | None
+) -> ChatTokenLogprob:
+    name = name_of or texts.text
+    return ChatTokenLogprob(
+        token=name(token_ids[0]),
+        logprob=finite(logprobs[0]),
+        bytes=list(texts[token_ids[0]]),
+        top_logprobs=_top(texts, name, token_ids[1 : 1 + top], logprobs[1 : 1 + top]),
     )
 
 
@@ -72,30 +89,36 @@ def _by_id(position: dict[int, Logprob]) -> dict[int, PromptLogprob]:
     }
 
 
-def _top(texts: TokenTexts, token_ids: list[int], logprobs: list[float]) -> list[TopLogprob]:
+def _top(
+    texts: Texts, name: NameOf, token_ids: list[int], logprobs: list[float]
+) -> list[TopLogprob]:
     return [
-        TopLogprob(token=texts.text(i), logprob=finite(logprob), bytes=list(texts[i]))
+        TopLogprob(token=name(i), logprob=finite(logprob), bytes=list(texts[i]))
         for i, logprob in zip(token_ids, logprobs, strict=True)
     ]
 
 
-def _append(told: CompletionLogprobs, table: LogprobTable, top: int, shift: int) -> None:
+def _append(
+    told: CompletionLogprobs, table: LogprobTable, top: int, shift: int, name_of: NameOf | None
+) -> None:
     """Add a table's positions, `shift` characters further on."""
-    text = table.texts.text
-    for token_ids, logprobs in zip(table.token_ids, table.logprobs, strict=True):
-        told.tokens.append(text(token_ids[0]))
+    for index, (token_ids, logprobs) in enumerate(
+        zip(table.token_ids, table.logprobs, strict=True)
+    ):
+        name = name_of or table.texts_at(index).text
+        told.tokens.append(name(token_ids[0]))
         told.token_logprobs.append(finite(logprobs[0]) if logprobs else None)
-        told.top_logprobs.append(_by_text(table.texts, token_ids, logprobs, top))
+        told.top_logprobs.append(_by_name(name, token_ids, logprobs, top))
     told.text_offset += [offset + shift for offset in table.offsets]
 
 
-def _by_text(
-    texts: TokenTexts, token_ids: list[int], logprobs: list[float], top: int
+def _by_name(
+    name: NameOf, token_ids: list[int], logprobs: list[float], top: int
 ) -> dict[str, float] | None:
-    """The token that stands there, then the most likely; of equal texts the first is told."""
+    """The token that stands there, then the most likely; of equal names the first is told."""
     if not logprobs:
         return None
     told: dict[str, float] = {}
     for token_id, logprob in zip(token_ids[: 1 + top], logprobs[: 1 + top], strict=True):
-        told.setdefault(texts.text(token_id), finite(logprob))
+        told.setdefault(name(token_id), finite(logprob))
     return told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from swell.cluster.openai.ecosystem import IGNORED_FIELDS
 from swell.cluster.stats import IterationStats
 from swell.coordinator.ledger import add
 from swell.coordinator.wire import Counts
@@ -137,6 +138,12 @@ class PrometheusStats(Collector):
             "reason",
             ["too_many_waiting_requests", "too_many_waiting_tokens"],
         )
+        self._ignored = counter(
+            "ignored_fields",
+            "Unknown fields in messages, calls and tools of requests, which were ignored.",
+            "field",
+            IGNORED_FIELDS,
+        )
         self.registry.register(self)
 
     def record(self, stats: IterationStats) -> None:
@@ -168,6 +175,11 @@ class PrometheusStats(Collector):
     def refused(self, reason: str) -> None:
         """A request was not taken in."""
         self._refused.inc(value=reason)
+
+    def ignored(self, fields: Mapping[str, int]) -> None:
+        """Unknown fields of a history, by their label."""
+        for field, count in fields.items():
+            self._ignored.inc(count, field)
 
     def counts(self) -> Counts:
         """What this ingress has counted."""

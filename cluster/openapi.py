@@ -27,7 +27,8 @@ from swell.cluster.openai import (
     responses,
 )
 from swell.cluster.openai.base import ErrorBody, RequestBody
-from swell.cluster.openai.messages import ChatMessage, ContentPart, ToolDefinition
+from swell.cluster.openai.sift import UnknownFields
+from swell.cluster.openapi_fields import state_fields
 from swell.cluster.openapi_limits import GENERATION_LIMITS, state_limits
 
 _SCHEMAS = "#/components/schemas/{name}"
@@ -262,30 +263,18 @@ OPERATIONS = (
 
 
 @cache
-def openapi_document() -> dict[str, Any]:
-    """OpenAPI 3.1. Made once; nobody may change it."""
+def openapi_document(unknown: UnknownFields = "refuse") -> dict[str, Any]:
+    """OpenAPI 3.1. Made once; nobody may change it. `unknown` is `serve.unknown_fields`."""
     types: set[Any] = set()
     for operation in OPERATIONS:
         types |= {operation.answer, operation.body, operation.chunk, operation.error}
     kinds = [kind for kind in types if kind is not None and not isinstance(kind, str)]
     references, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS)
     schema_of = dict(zip(kinds, references, strict=True))
-    for kind in (
-        completions.CompletionRequest,
-        chat.ChatCompletionRequest,
-        ChatMessage,
-        ContentPart,
-        ToolDefinition,
-        responses.ResponsesRequest,
-        responses.ReasoningOptions,
-        responses.TextOptions,
-        anthropic.MessagesRequest,
-        anthropic.CountTokensRequest,
-        anthropic.Tool,
-    ):
-        _mark_unsupported(kind, schemas[kind.__name__])
     for kind in (completions.CompletionRequest, chat.ChatCompletionRequest):
         state_limits(schemas[kind.__name__], GENERATION_LIMITS)
+    bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
+    state_fields(schemas, bodies, unknown)
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schema_of)
@@ -375,10 +364,3 @@ def _event_schema(operation: Operation, schema_of: dict[Any, dict[str, Any]]) ->
         "properties": properties,
         "required": sorted(properties),
     }
-
-
-def _mark_unsupported(kind: type[RequestBody], schema: dict[str, Any]) -> None:
-    """Say which fields are known but not served, so that nobody plans with them."""
-    for name, neutral in kind.NOT_SERVED.items():
-        allowed = " or ".join(map(repr, (*neutral, None)))
-        schema["properties"][name]["description"] = f"Not served; it must be {allowed}."

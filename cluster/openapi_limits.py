@@ -13,6 +13,7 @@ from swell.cluster.validate import (
     MAX_TEMPERATURE,
     MAX_TOP_K,
     MIN_REPETITION_PENALTY,
+    WHOLE_VOCABULARY,
 )
 
 Limits = dict[str, float]
@@ -24,7 +25,7 @@ _COUNT: Limits = {"minimum": 1, "maximum": MAX_N}
 
 GENERATION_LIMITS: dict[str, Limits] = {
     "temperature": {"minimum": 0, "maximum": MAX_TEMPERATURE},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_p": {"minimum": 0, "maximum": 1},
     "min_p": {"minimum": 0, "maximum": 1},
     "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
     "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
@@ -36,7 +37,8 @@ GENERATION_LIMITS: dict[str, Limits] = {
     "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
     "logprobs": _LOGPROBS,
     "top_logprobs": _LOGPROBS,
-    "prompt_logprobs": _LOGPROBS,
+    "prompt_logprobs": {"minimum": WHOLE_VOCABULARY, "maximum": MAX_LOGPROBS},
+    "truncate_prompt_tokens": {"minimum": -1},
     "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
     "data_parallel_rank": {"minimum": 0, "maximum": 2**31 - 1},
 }

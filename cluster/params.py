@@ -56,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens that holds this much probability."""
+    """Keep the smallest set of tokens that holds this much probability; 0: the likeliest alone."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
@@ -155,8 +155,8 @@ def to_core_request(
     drawn = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
     sampler = SamplerParams(
         temperature=0.0 if params.temperature < GREEDY_BELOW else float(params.temperature),
-        top_k=max(params.top_k, 0),
-        top_p=float(params.top_p),
+        top_k=max(params.top_k, 0) if params.top_p else 1,
+        top_p=float(params.top_p) or 1.0,
         min_p=float(params.min_p),
         seed=drawn & (2**SEED_BITS - 1),
         repetition_penalty=float(params.repetition_penalty),

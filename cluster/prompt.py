@@ -16,9 +16,19 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from swell.cluster.openai.messages import ChatMessage, check_messages
+from swell.cluster.openai.decode import decode
+from swell.cluster.openai.messages import ChatMessage
+from swell.cluster.openai.models import TokenizeRequest
 from swell.cluster.params import BadRequest, shown
 from swell.cluster.templates import ChatTemplate, TemplateOptions
+from swell.cluster.truncation import (
+    MAX_TRUNCATED_BYTES,
+    PLAIN_TEXT,
+    TEMPLATE_TEXT,
+    Keep,
+    TextOptions,
+    kept,
+)
 from swell.cluster.validate import check_token_ids
 from swell.configs.schema import ConfigError
 
@@ -161,16 +171,25 @@ class PromptProcessor:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
 
-    def completion_prompts(self, prompt: str | Sequence[Any]) -> list[list[int]]:
+    def completion_prompts(
+        self, prompt: str | Sequence[Any], options: TextOptions = PLAIN_TEXT
+    ) -> list[list[int]]:
         """The ids of each prompt: of a text, texts, token ids, or lists of token ids."""
         prompts = self.split(prompt)
         ids = []
         for index, one in enumerate(prompts):
             field = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
             if isinstance(one, str):
-                ids.append(self.encode(one, field=field))
+                ids.append(
+                    self.encode(
+                        one,
+                        add_special_tokens=options.add_special_tokens,
+                        field=field,
+                        keep=options.keep,
+                    )
+                )
             else:
-                ids.append(self.check_ids(one, field=field))
+                ids.append(self.check_ids(kept(one, options.keep, self.max_model_len), field=field))
         return ids
 
     def split(self, prompt: str | Sequence[Any]) -> list[Prompt]:
@@ -204,11 +223,18 @@ class PromptProcessor:
         return token_ids
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        field: str = "prompt",
+        keep: Keep | None = None,
     ) -> list[int]:
-        """The ids of one text. May take long: call from a thread."""
+        """The ids of one text, or those of them to `keep`. May take long: call from a thread."""
         if not text:
             raise BadRequest(f"{field}='' is empty; a prompt needs at least one token", field)
+        if keep is not None:
+            return self._truncated(text, add_special_tokens, field, keep)
         self._check_bytes(text, field)
         if self._backend is None:
             token_ids: list[int] = self.tokenizer.encode(
@@ -220,6 +246,15 @@ class PromptProcessor:
         if len(encoding) >= self.max_model_len:
             raise self._too_long(len(encoding), field)
         return self.check_ids(encoding.ids, field=field)
+
+    def _truncated(self, text: str, add_special_tokens: bool, field: str, keep: Keep) -> list[int]:
+        """All of the text is tokenized: where tokens begin depends on what stands before them."""
+        self._check_bytes(text, field, max(self.max_prompt_bytes, MAX_TRUNCATED_BYTES))
+        if self._backend is None:
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            ids = encode_fast(self._backend, text, add_special_tokens=add_special_tokens).ids
+        return self.check_ids(kept(ids, keep, self.max_model_len), field=field)
 
     def _check_pieces(self, backend: Tokenizer, text: str, field: str) -> None:
         """Refuse a text that is far too long before all of it is tokenized. A text has fewer tokens
@@ -236,23 +271,27 @@ class PromptProcessor:
     def chat_messages(
         self, messages: Sequence[Mapping[str, Any] | ChatMessage]
     ) -> list[ChatMessage]:
-        """Messages of Python callers, checked as those of HTTP are."""
+        """Messages of Python callers, read as those of HTTP are."""
         try:
-            plain = [msgspec.to_builtins(message) for message in messages]
-            typed = msgspec.convert(plain, list[ChatMessage])
-        except (msgspec.ValidationError, TypeError) as error:
+            body = msgspec.json.encode({"messages": messages})
+        except (TypeError, ValueError, RecursionError) as error:
             raise BadRequest(f"messages: {error}", "messages") from None
-        check_messages(typed)
-        return typed
+        return decode(body, TokenizeRequest).messages or []
 
     def chat_prompt(
-        self, messages: Sequence[ChatMessage], options: TemplateOptions = PLAIN_CHAT
+        self,
+        messages: Sequence[ChatMessage],
+        options: TemplateOptions = PLAIN_CHAT,
+        own: TextOptions = TEMPLATE_TEXT,
     ) -> list[int]:
         """The ids of a conversation, as the chat template writes it."""
-        for index, message in enumerate(messages):
-            self._check_bytes(message.text, f"messages[{index}].content")
+        if own.keep is None:
+            for index, message in enumerate(messages):
+                self._check_bytes(message.text, f"messages[{index}].content")
         text = self.template.render(messages, options)
-        return self.encode(text, add_special_tokens=False, field="messages")
+        return self.encode(
+            text, add_special_tokens=own.add_special_tokens, field="messages", keep=own.keep
+        )
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of ids, special tokens included; of as many as a prompt may have. May take long:
@@ -300,16 +339,17 @@ class PromptProcessor:
             )
         return budget
 
-    def _check_bytes(self, text: str, field: str) -> None:
+    def _check_bytes(self, text: str, field: str, limit: int | None = None) -> None:
         """Refuse what cannot fit (or is no text) without tokenizing it."""
+        limit = self.max_prompt_bytes if limit is None else limit
         try:
             num_bytes = len(text) if text.isascii() else len(text.encode())
         except UnicodeEncodeError:
             raise BadRequest(f"{field} holds a lone surrogate, which is no text", field) from None
-        if num_bytes > self.max_prompt_bytes:
+        if num_bytes > limit:
             raise BadRequest(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, "
-                f"{field} has {num_bytes} bytes, and no more than {self.max_prompt_bytes} bytes "
+                f"{field} has {num_bytes} bytes, and no more than {limit} bytes "
                 "can fit. Please reduce the length of the input.",
                 field,
                 "context_length_exceeded",

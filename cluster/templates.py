@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.openai.messages import ChatMessage, MessageToolCall, ToolDefinition
+from swell.cluster.anthropic.object_text import read_object
+from swell.cluster.openai.messages import ROLES, ChatMessage, MessageToolCall, ToolDefinition
 from swell.cluster.params import BadRequest, shown
 
 _OURS = {
@@ -15,6 +16,7 @@ _OURS = {
     "chat_template",
     "continue_final_message",
     "conversation",
+    "documents",
     "messages",
     "padding",
     "return_assistant_tokens_mask",
@@ -42,6 +44,7 @@ class TemplateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """End within the last message, which the answer continues."""
     template: str | None = None
     """Instead of the model's."""
+    documents: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] = {}
     """For the template's own use, as `enable_thinking`."""
 
@@ -78,18 +81,55 @@ class ChatTemplate:
                 "request",
                 "chat_template_kwargs",
             )
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    self._plain(messages, options),
-                    tools=[plain_tool(tool) for tool in options.tools] or None,
-                    chat_template=options.template or self._own,
-                    tokenize=False,
-                    add_generation_prompt=options.add_generation_prompt,
-                    continue_final_message=options.continue_final_message,
-                    **options.variables,
-                )
+        self._check_documents(options)
+        text = self._rendered(messages, options)
+        for role in dict.fromkeys(message.role for message in messages):
+            if role not in ROLES:
+                self._check_role(role, messages, options, text)
+        return text
+
+    def _check_documents(self, options: TemplateOptions) -> None:
+        if options.documents and "documents" not in (options.template or self.text):
+            raise BadRequest(
+                "documents: the chat template writes no documents; put them into a message",
+                "documents",
+                "unsupported_value",
             )
+
+    def _check_role(
+        self, role: str, messages: Sequence[ChatMessage], options: TemplateOptions, text: str
+    ) -> None:
+        """A template may leave out, without a word, what has a role that it does not know: then the
+        text is the same whatever these messages say."""
+        others = [
+            msgspec.structs.replace(message, content=message.text + "?")
+            if message.role == role
+            else message
+            for message in messages
+        ]
+        try:
+            leaves_out = self._rendered(others, options) == text
+        except BadRequest:  # it looks at what they say
+            return
+        if leaves_out:
+            index = next(i for i, message in enumerate(messages) if message.role == role)
+            raise BadRequest(
+                f"messages[{index}].role={shown(role)} is not known to the model's chat template, "
+                f"which leaves such messages out; send one of {', '.join(ROLES)}",
+                f"messages[{index}].role",
+                "unsupported_value",
+            )
+
+    def _rendered(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
+        sent = [tool.as_sent for tool in options.tools]
+        filled = [_filled(tool) for tool in sent]
+        try:
+            try:
+                return self._applied(messages, options, sent)
+            except Exception:
+                if filled == sent:
+                    raise
+                return self._applied(messages, options, filled)
         except Exception as error:  # a template may raise anything: it is a program
             reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
             whose = "this request's" if options.template else "the model's"
@@ -98,6 +138,25 @@ class ChatTemplate:
                 "chat_template" if options.template else "messages",
                 "chat_template_error",
             ) from None
+
+    def _applied(
+        self,
+        messages: Sequence[ChatMessage],
+        options: TemplateOptions,
+        tools: list[dict[str, Any]],
+    ) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                self._plain(messages, options),
+                tools=tools or None,
+                documents=list(options.documents) or None,
+                chat_template=options.template or self._own,
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **options.variables,
+            )
+        )
 
     def _plain(
         self, messages: Sequence[ChatMessage], options: TemplateOptions
@@ -109,9 +168,11 @@ class ChatTemplate:
             rename = message.role == "developer" and not knows_developer
             one: dict[str, Any] = {"role": "system" if rename else message.role}
             one["content"] = message.text
-            for name in ("name", "tool_call_id", "reasoning_content"):
+            for name in ("name", "tool_call_id"):
                 if getattr(message, name) is not None:
                     one[name] = getattr(message, name)
+            if message.thoughts is not None:
+                one["reasoning_content"] = message.thoughts
             if message.tool_calls:
                 one["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
             plain.append(one)
@@ -119,21 +180,20 @@ class ChatTemplate:
 
 
 def _plain_call(call: MessageToolCall) -> dict[str, Any]:
-    """Templates write the arguments as an object."""
-    arguments = msgspec.json.decode(call.function.arguments or "{}")
+    """Templates write the arguments as an object, and a model may have written something else, or
+    not finished: then it is the longest beginning that is one."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments)
+    except msgspec.DecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        arguments = read_object(call.function.arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def plain_tool(tool: ToolDefinition) -> dict[str, Any]:
-    """A tool as templates know it."""
-    function = tool.function
-    assert function is not None, "tools were checked"
-    return {
-        "type": "function",
-        "function": {
-            "name": function.name,
-            "description": function.description or "",
-            "parameters": function.parameters or {"type": "object", "properties": {}},
-        },
-    }
+def _filled(tool: dict[str, Any]) -> dict[str, Any]:
+    """With what a tool may leave out, for templates that cannot do without."""
+    given = {name: value for name, value in tool["function"].items() if value is not None}
+    empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return {**tool, "function": {**empty, **given}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from swell.cluster.params import BadRequest, SamplingParams, shown
 
 MAX_STOP_STRINGS = 16
@@ -18,6 +20,10 @@ MAX_N = 128
 """Answers to one prompt."""
 MAX_LOGPROBS = 20
 """Most likely tokens that are told beside each token."""
+WHOLE_VOCABULARY = -1
+"""Of `prompt_logprobs`: every token is told beside each token of the prompt."""
+MAX_TOLD_LOGPROBS = 512 * 1024
+"""Of the whole vocabulary, over all prompt tokens and answers of a request: 40 MB of JSON."""
 MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
@@ -36,12 +42,32 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
     _check_allowed(params.allowed_token_ids, vocab_size)
     _check_bias(params.logit_bias, vocab_size)
     _check_count(params)
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(params, name) is not None:
-            _integer(name, getattr(params, name), 0, MAX_LOGPROBS)
+    if params.logprobs is not None:
+        _integer("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+    if params.prompt_logprobs is not None:
+        _integer("prompt_logprobs", params.prompt_logprobs, WHOLE_VOCABULARY, MAX_LOGPROBS)
     for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
         if not isinstance(getattr(params, name), bool):
             raise BadRequest(f"{name}={shown(getattr(params, name))} must be true or false", name)
+
+
+def with_vocabulary(
+    params: SamplingParams, num_prompt_tokens: int, vocab_size: int
+) -> SamplingParams:
+    """`prompt_logprobs=-1` as a number of tokens. `num_prompt_tokens`: of all prompts together.
+    Raises `BadRequest` where that is too much to tell."""
+    if params.prompt_logprobs != WHOLE_VOCABULARY:
+        return params
+    count = num_prompt_tokens * (params.best_of or params.n) * vocab_size
+    if count > MAX_TOLD_LOGPROBS:
+        raise BadRequest(
+            f"prompt_logprobs=-1 of {num_prompt_tokens} prompt tokens and a vocabulary of "
+            f"{vocab_size} are {count} log probabilities for {params.best_of or params.n} "
+            f"answers; at most {MAX_TOLD_LOGPROBS} are told. Send a shorter prompt, or "
+            f"prompt_logprobs of at most {MAX_LOGPROBS}",
+            "prompt_logprobs",
+        )
+    return msgspec.structs.replace(params, prompt_logprobs=vocab_size)
 
 
 def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
@@ -54,14 +80,14 @@ def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise BadRequest(
                 f"{name}[{index}]={shown(token)} is no token id of this model; "
-                f"they are 0 .. {vocab_size - 1}",
+                f"they are 0 .. {vocab_size - 1}, {vocab_size} in all",
                 f"{name}[{index}]",
             )
 
 
 def check_filters(params: SamplingParams) -> None:
     _number("temperature", params.temperature, 0, MAX_TEMPERATURE)
-    _number("top_p", params.top_p, 0, 1, above_low=True)
+    _number("top_p", params.top_p, 0, 1)
     _number("min_p", params.min_p, 0, 1)
     _integer("top_k", params.top_k, -1, MAX_TOP_K)
     _number("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
@@ -100,13 +126,11 @@ def _check_count(params: SamplingParams) -> None:
         )
 
 
-def _number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
+def _number(name: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    inside = is_number and low <= value <= high  # type: ignore[operator]  # false for NaN
-    if not inside or (above_low and value == low):
-        sign = "<" if above_low else "<="
+    if not (is_number and low <= value <= high):  # type: ignore[operator]  # false for NaN
         raise BadRequest(
-            f"{name}={shown(value)} is out of range: {low:g} {sign} {name} <= {high:g}", name
+            f"{name}={shown(value)} is out of range: {low:g} <= {name} <= {high:g}", name
         )
 
 
@@ -179,7 +203,7 @@ def _check_bias(bias: object, vocab_size: int) -> None:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise BadRequest(
                 f"{path}: {shown(token)} is no token id of this model; they are "
-                f"0 .. {vocab_size - 1}",
+                f"0 .. {vocab_size - 1}, {vocab_size} in all",
                 "logit_bias",
             )
         _number(path, value, -MAX_BIAS, MAX_BIAS)

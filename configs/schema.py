@@ -152,6 +152,11 @@ class ServeConfig(Section, frozen=True):
     the loopback address of whoever looks at it."""
     chat_template: str | None = None
     """A file with a chat template, used instead of the model's."""
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
+    """What becomes of a request with a field that no server known to us has: a 400 that names it,
+    since a misspelt limit is no limit; or it is ignored, and the header `x-swell-warning` of the
+    answer names it. Fields that ask for what is not here are refused in any case, and unknown
+    fields of messages, calls and tools are ignored in any case."""
     request_chat_template: bool = False
     """Whether a request may bring a chat template: it is a program, and may run for long."""
     tool_parser: str = "auto"

@@ -20,6 +20,8 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 1 << 16
 """Of all bad words together: a step looks at each of them."""
 MAX_LOGPROBS = 1024
+MAX_PROMPT_LOGPROBS = 1 << 20
+"""Of all positions of a prompt together, where each is told of more than `MAX_LOGPROBS` tokens."""
 MAX_GRAMMAR_CHARS = 4 * GRAMMAR_LIMITS["max_grammar_size"]
 MAX_TEXT_CHARS = 4096
 """Of an id or a salt."""
@@ -48,6 +50,7 @@ def _problems(request: EngineCoreRequest, vocab_size: int, max_model_len: int) -
         yield from _outside(name, getattr(request, name), vocab_size)
     yield from _numbers(request.sampler)
     yield from _tokens(request.sampler, vocab_size)
+    yield from _prompt_logprobs(request, vocab_size)
 
 
 def _counts(request: EngineCoreRequest, max_model_len: int) -> Iterator[str]:
@@ -99,11 +102,22 @@ def _numbers(sampler: SamplerParams) -> Iterator[str]:
         yield from _finite(name, getattr(sampler, name), -LARGEST, LARGEST)
     yield from _range("top_k", sampler.top_k, 0, INT64 - 1)
     yield from _range("seed", sampler.seed, -INT64, 2 * INT64 - 1)
-    for name in ("logprobs", "prompt_logprobs"):
-        yield from _range(name, getattr(sampler, name) or 0, 0, MAX_LOGPROBS)
+    yield from _range("logprobs", sampler.logprobs or 0, 0, MAX_LOGPROBS)
     if sampler.grammar is not None and len(sampler.grammar.lark) > MAX_GRAMMAR_CHARS:
         chars = len(sampler.grammar.lark)
         yield f"grammar has {chars} characters; at most {MAX_GRAMMAR_CHARS} are taken"
+
+
+def _prompt_logprobs(request: EngineCoreRequest, vocab_size: int) -> Iterator[str]:
+    """Those of the whole vocabulary may be told of few positions."""
+    top = request.sampler.prompt_logprobs or 0
+    yield from _range("prompt_logprobs", top, 0, max(MAX_LOGPROBS, vocab_size))
+    told = top * len(request.prompt_token_ids)
+    if top > MAX_LOGPROBS and told > MAX_PROMPT_LOGPROBS:
+        yield (
+            f"prompt_logprobs={top} of {len(request.prompt_token_ids)} prompt tokens are {told}; "
+            f"at most {MAX_PROMPT_LOGPROBS} are told"
+        )
 
 
 def _tokens(sampler: SamplerParams, vocab_size: int) -> Iterator[str]:

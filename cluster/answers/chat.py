@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 from msgspec import UNSET
 
-from swell.cluster.answers.base import Answer, choice_usage
-from swell.cluster.logprobs import chat_logprobs, prompt_logprobs_body
+from swell.cluster.answers.base import Answer, choice_usage, usage_of
+from swell.cluster.logprobs import chat_logprobs, name_by_id, prompt_logprobs_body
 from swell.cluster.openai.base import Usage
 from swell.cluster.openai.chat import (
     CalledFunction,
@@ -41,6 +41,7 @@ class ChatAnswer(Answer):
         self._parsers: dict[int, Parser] = {}
         self._called: set[int] = set()
         """Choices with a tool call."""
+        self._echoed = body.echoed
         self._tells_more = body.return_token_ids or body.continuous_usage
         """Every output has more than text."""
         self._stream = ChatStream(self.id, self.created, model, include_usage=body.include_usage)
@@ -54,8 +55,8 @@ class ChatAnswer(Answer):
             model=self.model,
             choices=[self._choice(part) for part in output.outputs],
             usage=usage,
-            prompt_token_ids=output.prompt_token_ids if body.return_token_ids else UNSET,
-            prompt_logprobs=UNSET if prompt is None else prompt_logprobs_body(prompt),
+            prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
+            prompt_logprobs=None if prompt is None else prompt_logprobs_body(prompt),
         )
 
     def _choice(self, part: CompletionOutput) -> ChatChoice:
@@ -65,9 +66,13 @@ class ChatAnswer(Answer):
             ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
             for call in said.tool_calls
         ]
+        content = said.content if calls or said.reasoning else said.content or ""
+        if self._echoed:
+            content = self._echoed + (content or "")
         message = ChatResponseMessage(
-            content=said.content if calls or said.reasoning else said.content or "",
-            reasoning_content=UNSET if said.reasoning is None else said.reasoning,
+            content=content,
+            reasoning_content=said.reasoning,
+            reasoning=said.reasoning,
             tool_calls=calls or UNSET,
         )
         return ChatChoice(
@@ -76,17 +81,14 @@ class ChatAnswer(Answer):
             logprobs=self._logprobs(part),
             finish_reason=self._reason(part, called=bool(calls)),
             stop_reason=part.stop_reason,
-            token_ids=part.token_ids if self._body.return_token_ids else UNSET,
+            token_ids=part.token_ids if self._body.return_token_ids else None,
         )
 
     # ---------------------------------------------------------------- as a stream
 
-    def opening(self, choices: int) -> Iterable[bytes]:
-        for choice in range(choices):
-            self._parsers[choice] = self._make_parser()
-            yield self._stream.role(choice)
-
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
+        if not self._parsers:
+            return [*self._begin(output), *self.delta(choice, output, part)]
         parser = self._parsers[choice]
         said = parser.push(part.text)
         if part.finish_reason is not None:
@@ -102,6 +104,18 @@ class ChatAnswer(Answer):
             *(self._event(choice, one, PLAIN) for one in before),
             self._event(choice, last, rest),
         ]
+
+    def _begin(self, output: RequestOutput) -> Iterable[bytes]:
+        """Who speaks, of all choices; they answer one prompt, so what is told of it stands here."""
+        body, used = self._body, None
+        ids = output.prompt_token_ids if body.return_token_ids else None
+        if body.continuous_usage:
+            used = usage_of([output], 0)
+        for choice in range(self.n):
+            self._parsers[choice] = self._make_parser()
+            yield self._stream.role(choice, ids if choice == 0 else None, used)
+            if self._echoed:
+                yield self._stream.chunk(self._echoed, choice, PLAIN)
 
     def _event(self, choice: int, said: parts.Part, rest: Rest) -> bytes:
         match said:
@@ -128,7 +142,8 @@ class ChatAnswer(Answer):
     def _logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
         if part.logprobs is None:
             return None
-        return chat_logprobs(part.logprobs, self._body.top_logprobs or 0)
+        names = name_by_id if self._body.return_tokens_as_token_ids else None
+        return chat_logprobs(part.logprobs, self._body.top_logprobs or 0, names)
 
     def _reason(self, part: CompletionOutput, *, called: bool) -> str | None:
         """OpenAI says `tool_calls` where the model chose to call, and `stop` where it had to."""

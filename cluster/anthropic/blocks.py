@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from swell.cluster.openai.base import RequestBody
+from swell.cluster.openai.base import HistoryPart
+from swell.cluster.openai.messages import check_named
 from swell.cluster.params import BadRequest
 
 
-class Block(RequestBody, kw_only=True, tag_field="type"):
+class Block(HistoryPart, kw_only=True, tag_field="type"):
     """Base of the content blocks; `cache_control` is accepted: prefixes are always shared."""
 
     cache_control: Any = None
@@ -47,6 +48,11 @@ class ToolUseBlock(Block, kw_only=True, tag="tool_use"):
     toolset_name: str | None = None
 
     NOT_SERVED = {"caller": ({"type": "direct"},), "toolset_name": ()}
+
+    def check_at(self, path: str) -> None:
+        super().check_at(path)
+        check_named(self.id, f"{path}.id")
+        check_named(self.name, f"{path}.name")
 
 
 class UnservedBlock(Block, kw_only=True):
@@ -96,6 +102,7 @@ class ToolResultBlock(Block, kw_only=True, tag="tool_result"):
 
     def check_at(self, path: str) -> None:
         super().check_at(path)
+        check_named(self.tool_use_id, f"{path}.tool_use_id")
         if isinstance(self.content, list):
             for index, block in enumerate(self.content):
                 block.check_at(f"{path}.content[{index}]")

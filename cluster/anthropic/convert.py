@@ -14,6 +14,7 @@ from swell.cluster.anthropic.blocks import (
     ToolUseBlock,
     text_of,
 )
+from swell.cluster.anthropic.ids import call_id
 from swell.cluster.anthropic.requests import (
     CountTokensRequest,
     InputMessage,
@@ -165,7 +166,7 @@ def _converted(message: InputMessage, called: Mapping[str, str]) -> Iterator[cha
         yield chat.ChatMessage(
             role="tool",
             content=block.text,
-            tool_call_id=block.tool_use_id,
+            tool_call_id=call_id(block.tool_use_id),
             name=called[block.tool_use_id],
         )
     if not results or any(isinstance(block, TextBlock) for block in blocks):
@@ -175,7 +176,7 @@ def _converted(message: InputMessage, called: Mapping[str, str]) -> Iterator[cha
 def _call(block: ToolUseBlock) -> chat.MessageToolCall:
     arguments = msgspec.json.encode(block.input).decode()
     return chat.MessageToolCall(
-        id=block.id, function=chat.FunctionCall(name=block.name, arguments=arguments)
+        id=call_id(block.id), function=chat.FunctionCall(name=block.name, arguments=arguments)
     )
 
 

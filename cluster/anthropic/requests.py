@@ -18,7 +18,8 @@ from swell.cluster.anthropic.blocks import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from swell.cluster.openai.base import RequestBody
+from swell.cluster.openai.base import HistoryPart, RequestBody
+from swell.cluster.openai.ecosystem import MESSAGES
 from swell.cluster.openai.wishes import check_routing
 from swell.cluster.params import BadRequest, shown
 from swell.cluster.validate import (
@@ -41,7 +42,7 @@ _HOMES = {
 """Blocks that stand in messages of one role only; text alone stands in `system`."""
 
 
-class InputMessage(RequestBody, kw_only=True):
+class InputMessage(HistoryPart, kw_only=True):
     role: str
     content: str | list[ContentBlock]
 
@@ -70,7 +71,7 @@ class InputMessage(RequestBody, kw_only=True):
         return [TextBlock(text=self.content)] if self.content else []
 
 
-class Tool(RequestBody, kw_only=True):
+class Tool(HistoryPart, kw_only=True):
     """A tool that the client runs; those that Anthropic runs are refused by their type."""
 
     name: str
@@ -167,7 +168,8 @@ class OutputConfig(RequestBody, kw_only=True):
 class CountTokensRequest(RequestBody, kw_only=True):
     """What both routes take: a conversation."""
 
-    model: str
+    model: str | None = None
+    """None: the one that is served."""
     messages: list[InputMessage]
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = None
@@ -192,6 +194,7 @@ class CountTokensRequest(RequestBody, kw_only=True):
         "mcp_servers": ([],),
         "speed": ("standard",),
     }
+    ECOSYSTEM = MESSAGES
 
     def check(self) -> None:
         self.refuse_unsupported()

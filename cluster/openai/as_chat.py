@@ -8,7 +8,6 @@ from typing import Any
 
 from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.generation import JsonSchemaFormat, ResponseFormat
-from swell.cluster.openai.input_items import check_arguments
 from swell.cluster.openai.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -60,7 +59,7 @@ def chat_request(
     wishes: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     if LOGPROBS in (body.include or ()):
         wishes["logprobs"], wishes["top_logprobs"] = True, body.top_logprobs
-    messages = chat_messages([*_checked(before), *items])
+    messages = chat_messages([*before, *items])
     if body.instructions is not None:
         messages.insert(0, ChatMessage(role="system", content=body.instructions))
     chat = ChatCompletionRequest(
@@ -145,14 +144,6 @@ def _output(item: FunctionCallOutputItem) -> ChatMessage:
         else [ContentPart(type="text", text=part.text) for part in item.output]
     )
     return ChatMessage(role="tool", tool_call_id=item.call_id, content=content)
-
-
-def _checked(before: Sequence[Item]) -> Sequence[Item]:
-    """What a model wrote as arguments may be no object, and then no template can write it."""
-    for item in before:
-        if isinstance(item, FunctionCallItem):
-            check_arguments(item.arguments, f"previous_response_id: the call {item.call_id!r}")
-    return before
 
 
 def _tool(tool: FunctionTool) -> ToolDefinition:

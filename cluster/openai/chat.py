@@ -6,12 +6,13 @@ OpenAI's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from swell.cluster.openai.base import Body, Usage
+from swell.cluster.openai.base import Body, RequestBody, Usage
+from swell.cluster.openai.ecosystem import CHAT
 from swell.cluster.openai.generation import GenerationRequest
 from swell.cluster.openai.logprobs import ChatLogprobs, PromptLogprobs
 from swell.cluster.openai.messages import (
@@ -20,8 +21,18 @@ from swell.cluster.openai.messages import (
     ToolDefinition,
     check_messages,
     check_tools,
+    keep_tools,
 )
 from swell.cluster.params import BadRequest, shown
+
+
+class ThinkingSwitch(RequestBody, kw_only=True):
+    type: Literal["enabled", "disabled"]
+
+
+class ReasoningSwitch(RequestBody, kw_only=True):
+    effort: str | None = None
+    enabled: bool | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -46,15 +57,25 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """A template instead of the model's, where `serve.request_chat_template` allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, as `enable_thinking`."""
+    enable_thinking: bool | None = None
+    """The variables `enable_thinking` and `thinking` of the chat template: templates read one or
+    the other."""
+    thinking: bool | ThinkingSwitch | None = None
+    """The same."""
+    reasoning: ReasoningSwitch | None = None
+    """The effort again, and whether to reason."""
+    documents: list[dict[str, Any]] | None = None
+    """For chat templates that write documents."""
 
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
-    verbosity: str | None = None
     web_search_options: Any = None
-    store: bool | None = None
+    verbosity: Any = None
+    """This and the next field change nothing in the answer."""
+    store: Any = None
 
     NOT_SERVED = {
         "functions": ([],),
@@ -62,10 +83,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
-        "verbosity": ("medium",),
         "web_search_options": (),
-        "store": (False,),
     }
+    ECOSYSTEM = CHAT
+
+    def keep(self, body: bytes) -> None:
+        keep_tools(self.tools, body)
 
     def check(self) -> None:
         super().check()
@@ -92,6 +115,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 "thinking_token_budget",
             )
         self._check_continuation()
+        self.template_variables()
 
     def _check_continuation(self) -> None:
         if not self.continue_final_message:
@@ -108,6 +132,59 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 f"{self.messages[-1].role!r}",
                 "continue_final_message",
             )
+
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is told beside the messages. Raises `BadRequest` where two fields
+        say different things."""
+        told: dict[str, tuple[str, Any]] = {}
+        for field, name, value in self._variables():
+            before, known = told.setdefault(name, (field, value))
+            if known != value:
+                raise BadRequest(
+                    f"{field} and {before} contradict each other: {shown(value)} and "
+                    f"{shown(known)}; send one of them",
+                    field,
+                )
+        return {name: value for name, (_, value) in told.items()}
+
+    def _variables(self) -> Iterator[tuple[str, str, Any]]:
+        """(field of the request, variable of the template, value)."""
+        for name, value in (self.chat_template_kwargs or {}).items():
+            yield f"chat_template_kwargs.{name}", name, value
+        thinking, reasoning = self.thinking, self.reasoning or ReasoningSwitch()
+        if isinstance(thinking, ThinkingSwitch):
+            thinking = thinking.type == "enabled"
+        for field, value in (
+            ("enable_thinking", self.enable_thinking),
+            ("thinking", thinking),
+            ("reasoning.enabled", reasoning.enabled),
+        ):
+            if value is not None:
+                yield field, "enable_thinking", value
+                yield field, "thinking", value
+        for field, effort in (
+            ("reasoning_effort", self.reasoning_effort),
+            ("reasoning.effort", reasoning.effort),
+        ):
+            if effort is not None:
+                yield field, "reasoning_effort", effort
+            if effort == "none":
+                yield field, "enable_thinking", False
+                yield field, "thinking", False
+
+    @property
+    def answer_role(self) -> str:
+        """Of the message that the answer is, or goes on with."""
+        begins = self.add_generation_prompt
+        begins = not self.continue_final_message if begins is None else begins
+        return "assistant" if begins else self.messages[-1].role
+
+    @property
+    def echoed(self) -> str:
+        """What the answer begins with: with `echo`, the last message, where it is of the same
+        role."""
+        last = self.messages[-1]
+        return last.text if self.echo and last.role == self.answer_role else ""
 
     def answer_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -131,8 +208,12 @@ class ChatResponseMessage(Body, kw_only=True):
     role: str = "assistant"
     content: str | None = None
     refusal: str | None = None
-    reasoning_content: str | UnsetType = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, under vLLM's newer name; a stream has `reasoning_content` alone, for there are
+    clients that take both for two texts."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    """Absent without calls, as OpenAI has it."""
 
 
 class ChatChoice(Body, kw_only=True):
@@ -141,7 +222,7 @@ class ChatChoice(Body, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Body, kw_only=True):
@@ -151,8 +232,11 @@ class ChatCompletion(Body, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    service_tier: str | None = None
+    """This and the next are always null: there is one tier, and a seed is enough."""
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class FunctionDelta(Body, kw_only=True):
@@ -186,7 +270,8 @@ class ChatChunkChoice(Body, kw_only=True):
 
 
 class ChatChunk(Body, kw_only=True):
-    """One event of a chat stream; `usage` as in `CompletionChunk`."""
+    """One event of a chat stream; `usage` as in `CompletionChunk`. The first one has the prompt's
+    ids where `return_token_ids` asks for them."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -194,3 +279,4 @@ class ChatChunk(Body, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET

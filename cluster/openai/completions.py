@@ -11,9 +11,9 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from swell.cluster.openai.base import Body, Usage
+from swell.cluster.openai.ecosystem import COMPLETIONS
 from swell.cluster.openai.generation import GenerationRequest
 from swell.cluster.openai.logprobs import CompletionLogprobs, PromptLogprobs
-from swell.cluster.params import BadRequest, shown
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; chat answers may fill the model's length."""
@@ -22,27 +22,16 @@ COMPLETION_MAX_TOKENS = 16
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     """Text, texts, token ids, or lists of token ids."""
-    best_of: int | None = None
-    echo: bool | None = None
-    """The answer begins with the prompt; `max_tokens` may be 0 then."""
     logprobs: int | None = None
     suffix: str | None = None
 
     NOT_SERVED = {"suffix": ("",)}
+    ECOSYSTEM = COMPLETIONS
 
     @property
     def only_echo(self) -> bool:
+        """`max_tokens` may be 0 with `echo`."""
         return bool(self.echo) and self.max_tokens == 0
-
-    def check(self) -> None:
-        super().check()
-        drawn = 1 if self.best_of is None else self.best_of
-        if self.stream and drawn > (self.n or 1):
-            raise BadRequest(
-                f"best_of={shown(self.best_of)} above n={self.n or 1} cannot be streamed: the best "
-                "are known at the end; leave out stream=true",
-                "best_of",
-            )
 
     def answer_max_tokens(self) -> int | None:
         if self.only_echo:
@@ -51,8 +40,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     def own_wishes(self) -> Mapping[str, Any]:
         wishes: dict[str, Any] = {}
-        if self.best_of is not None:
-            wishes["best_of"] = self.best_of
         if self.logprobs is not None:
             wishes["logprobs"] = self.logprobs
             if self.echo and self.prompt_logprobs is None:
@@ -66,9 +53,9 @@ class CompletionChoice(Body, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(Body, kw_only=True):
@@ -78,6 +65,9 @@ class Completion(Body, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    service_tier: str | None = None
+    """This and the next are always null."""
+    system_fingerprint: str | None = None
 
 
 class CompletionChunkChoice(Body, kw_only=True):
@@ -87,6 +77,8 @@ class CompletionChunkChoice(Body, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """Of a choice's first chunk, where `return_token_ids` asks for them."""
 
 
 class CompletionChunk(Body, kw_only=True):

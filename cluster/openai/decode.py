@@ -6,13 +6,13 @@ import difflib
 import json
 import re
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from swell.cluster.openai.base import RequestBody
 from swell.cluster.openai.body_size import check_size
-from swell.cluster.openai.messages import Role
+from swell.cluster.openai.sift import Findings, Sifter, UnknownFields
 from swell.cluster.params import BadRequest, shown
 
 Request = TypeVar("Request", bound=RequestBody)
@@ -38,18 +38,42 @@ _WORDS = {
 }
 
 
+_UNKNOWN = "Object contains unknown field"
+
+
+class Decoded(msgspec.Struct, Generic[Request], frozen=True):
+    request: Request
+    findings: Findings
+    """What was left out of it."""
+
+
 def decode(body: bytes, kind: type[Request]) -> Request:
     """Read and check one request body. Raises `BadRequest` and nothing else."""
+    return read(body, kind).request
+
+
+def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") -> Decoded[Request]:
+    """The same, and what of the body was left out; `unknown` is `serve.unknown_fields`."""
     body = body.removeprefix(_BYTE_ORDER_MARK)
     check_size(body)
+    findings, sent = Findings(), body
     try:
-        request: Request = _decoder(kind).decode(body)
+        if kind.PARTS:  # the decoder alone does not look into them
+            body = Sifter(unknown, findings).sift(body, kind)
+        try:
+            request: Request = _decoder(kind).decode(body)
+        except msgspec.ValidationError as error:
+            if not str(error).startswith(_UNKNOWN):
+                raise
+            body = Sifter(unknown, findings).sift(body, kind)
+            request = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
         raise _explain_validation(error, body, kind) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _explain_syntax(error, body) from None
+    request.keep(sent)
     request.check()
-    return request
+    return Decoded(request, findings)
 
 
 def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
@@ -135,7 +159,7 @@ def _explain_validation(
     text, where = (head, tail) if sign else (told, "")
     path = where.rstrip("`").removeprefix("$").removeprefix(".")
     name = _quoted(text)
-    if text.startswith("Object contains unknown field"):
+    if text.startswith(_UNKNOWN):
         return BadRequest(
             _unknown_field(_join(path, name), name, path, kind), _join(path, name), "unknown_field"
         )
@@ -143,8 +167,6 @@ def _explain_validation(
         full = _join(path, name)
         return BadRequest(f"the required field {full!r} is missing", full, "missing_field")
     text = _rule_in_words(text)
-    if path.endswith(".role") and "enum" in text:
-        text = f"must be one of {', '.join(get_args(Role))}"
     if not path:
         return BadRequest(f"the body is wrong: {text}", None, "invalid_type")
     found, value = _lookup(body, path)

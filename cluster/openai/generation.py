@@ -9,6 +9,9 @@ from swell.cluster.openai.base import RequestBody
 from swell.cluster.openai.wishes import TokenWishes, check_routing
 from swell.cluster.params import BadRequest, SamplingParams, StructuredOutputs, shown
 
+WINDOW = -1
+"""Of `truncate_prompt_tokens`: as many as the model can read."""
+
 
 class StreamOptions(RequestBody, kw_only=True):
     include_usage: bool | None = None
@@ -51,7 +54,8 @@ class ResponseFormat(RequestBody, kw_only=True):
 
 
 class GenerationRequest(TokenWishes, kw_only=True):
-    model: str
+    model: str | None = None
+    """None: the one that is served."""
     max_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -62,6 +66,18 @@ class GenerationRequest(TokenWishes, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Write `token_id:N` instead of its text where log probabilities name a token."""
+    best_of: int | None = None
+    """Draw so many answers and keep the n with the largest mean log probability."""
+    echo: bool | None = None
+    """The answer begins with what it continues."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own special tokens, as BOS, to a text."""
+    truncate_prompt_tokens: int | None = None
+    """Of a longer prompt only so many tokens are read; -1: as many as fit beside the answer."""
+    truncation_side: Literal["left", "right"] | None = None
+    """left (default): the last tokens of the prompt are kept; right: the first."""
 
     user: Any = None
     """This and the next fields change nothing in the answer."""
@@ -89,8 +105,25 @@ class GenerationRequest(TokenWishes, kw_only=True):
                 "stream=true",
                 "prompt_logprobs",
             )
+        drawn = 1 if self.best_of is None else self.best_of
+        if self.stream and drawn > (self.n or 1):
+            raise BadRequest(
+                f"best_of={shown(self.best_of)} above n={self.n or 1} cannot be streamed: the best "
+                "are known at the end; leave out stream=true",
+                "best_of",
+            )
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
+            self._check_truncation(self.truncate_prompt_tokens)
         check_routing(self.cache_salt, self.data_parallel_rank, self.priority)
         self.form()
+
+    def _check_truncation(self, tokens: int) -> None:
+        if tokens != WINDOW:
+            raise BadRequest(
+                f"truncate_prompt_tokens={shown(tokens)} must be at least 1, or -1 for the "
+                "model's window",
+                "truncate_prompt_tokens",
+            )
 
     def _check_stream(self) -> None:
         if self.stream_options is None:
@@ -107,23 +140,30 @@ class GenerationRequest(TokenWishes, kw_only=True):
         """The explicit limit, or the endpoint's default."""
         return self.max_tokens
 
+    def forms(self) -> dict[str, StructuredOutputs]:
+        found = super().forms()
+        given = self.response_format.structured() if self.response_format else None
+        if given is not None:
+            schema = given.json is not None
+            found["response_format.json_schema.schema" if schema else "response_format"] = given
+        return found
+
     def form(self) -> StructuredOutputs | None:
         """The form that the answer must have."""
-        wanted = self.response_format.structured() if self.response_format else None
-        if wanted is not None and self.structured_outputs is not None:
+        forms = self.forms()
+        if len(forms) > 1:
+            one, other, *_ = (path.split(".")[0] for path in forms)
             raise BadRequest(
-                "response_format and structured_outputs both give a form for the answer; send one",
-                "structured_outputs",
+                f"{other} and {one} both give a form for the answer; send one",
+                one,
             )
-        return wanted or self.structured_outputs
+        return next(iter(forms.values()), None)
 
     @property
     def form_field(self) -> str | None:
         """The path of the field that gives the form, if it is not `structured_outputs`."""
-        if self.structured_outputs is not None or self.response_format is None:
-            return None
-        schema = self.response_format.json_schema is not None
-        return "response_format.json_schema.schema" if schema else "response_format"
+        path = next(iter(self.forms()), None)
+        return None if path == "structured_outputs" else path
 
     def own_wishes(self) -> Mapping[str, Any]:
         """Sampling parameters that this endpoint writes in a way of its own."""
@@ -137,6 +177,8 @@ class GenerationRequest(TokenWishes, kw_only=True):
             value = getattr(self, name)
             if value is not None:
                 wishes[name] = value
+        if wishes.get("stop") == "":
+            del wishes["stop"]
         if self.logit_bias:
             wishes["logit_bias"] = _bias(self.logit_bias)
         wishes.update(self.own_wishes())
@@ -145,7 +187,7 @@ class GenerationRequest(TokenWishes, kw_only=True):
         )
 
 
-_OTHERWISE = {"max_tokens", "logit_bias", "structured_outputs", "logprobs", "best_of"}
+_OTHERWISE = {"max_tokens", "logit_bias", "structured_outputs", "logprobs"}
 SAME_NAME = tuple(
     name
     for name in SamplingParams.__struct_fields__
@@ -154,14 +196,21 @@ SAME_NAME = tuple(
 """Fields that mean the same in a request and in `SamplingParams`."""
 
 
+_SHOWN_KEYS = 8
+"""Of keys that are no token ids, as a refusal names them."""
+
+
 def _bias(bias: Mapping[str, float]) -> dict[int, float]:
     """JSON writes the keys as texts."""
-    numbers = {}
+    numbers, wrong = {}, []
     for token, value in bias.items():
         try:
             numbers[int(token)] = value
         except ValueError:
-            raise BadRequest(
-                f"logit_bias[{shown(token)}]: {shown(token)} is no token id", "logit_bias"
-            ) from None
+            wrong.append(token)
+    if wrong:
+        named = ", ".join(map(shown, wrong[:_SHOWN_KEYS]))
+        more = f" and {len(wrong) - _SHOWN_KEYS} more" if len(wrong) > _SHOWN_KEYS else ""
+        what = "is no token id" if len(wrong) == 1 else "are no token ids"
+        raise BadRequest(f"logit_bias: {named}{more} {what}", "logit_bias")
     return numbers

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from swell.cluster.openai.base import RequestBody
+from swell.cluster.openai.base import HistoryPart
 from swell.cluster.openai.decode import decode
 from swell.cluster.openai.items import (
     FunctionCallItem,
@@ -22,17 +22,16 @@ from swell.cluster.openai.items import (
     SummaryText,
     new_id,
 )
+from swell.cluster.openai.messages import check_named
 from swell.cluster.params import BadRequest, shown
 
 
-class InputPart(RequestBody, kw_only=True):
+class InputPart(HistoryPart, kw_only=True):
     """One part of an item; parts other than text are refused by name."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
     prompt_cache_breakpoint: Any = None
     """Accepted; prefixes are always shared."""
     image_url: Any = None
@@ -75,7 +74,7 @@ class InputPart(RequestBody, kw_only=True):
         return text
 
 
-class InputItem(RequestBody, kw_only=True):
+class InputItem(HistoryPart, kw_only=True):
     """Base of every form; `status` is what an answer said and changes nothing."""
 
     id: str | None = None
@@ -128,9 +127,10 @@ class InputFunctionCall(InputItem, kw_only=True):
 
     def check(self) -> None:
         self.refuse_unsupported()
+        check_named(self.call_id, "call_id")
+        check_named(self.name, "name")
 
     def item(self) -> FunctionCallItem:
-        check_arguments(self.arguments, "arguments")
         return FunctionCallItem(
             id=self.id or new_id("fc"),
             call_id=self.call_id,
@@ -154,6 +154,7 @@ class InputFunctionCallOutput(InputItem, kw_only=True):
 
     def check(self) -> None:
         self.refuse_unsupported()
+        check_named(self.call_id, "call_id")
 
     def item(self) -> FunctionCallOutputItem:
         output = self.output
@@ -204,6 +205,10 @@ FORMS: Mapping[str, type[InputItem]] = {
 }
 
 
+ITEMS: Mapping[str | None, type[InputItem]] = {None: InputMessage} | dict(FORMS)
+"""By `type`; what has none is a message."""
+
+
 class _Kind(msgspec.Struct):
     type: str | None = None
 
@@ -237,13 +242,3 @@ def _read(raw: bytes, path: str) -> Item:
     except BadRequest as error:
         where = path if error.param is None else f"{path}.{error.param}"
         raise BadRequest(f"{path}: {error.message}", where, error.code) from None
-
-
-def check_arguments(arguments: str, path: str) -> None:
-    """Templates write the arguments as an object."""
-    try:
-        value = msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"{path}={shown(arguments)} is not JSON: {error}", path) from None
-    if not isinstance(value, dict):
-        raise BadRequest(f"{path}={shown(arguments)} must be a JSON object, as text", path)

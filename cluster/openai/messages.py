@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
 
-from swell.cluster.openai.base import RequestBody
+from swell.cluster.openai.base import HistoryPart, RequestBody
 from swell.cluster.params import BadRequest, shown
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
-
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that every chat template is taken to know; any other must be one of the template's own."""
+_ROLE = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
+MAX_OWN_ROLES = 8
+"""Other roles of one conversation: each is looked for in the template by a rendering."""
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
 
 
-class ContentPart(RequestBody, kw_only=True):
+class ContentPart(HistoryPart, kw_only=True):
     """One part of a message; parts other than text are refused by name."""
 
     type: str
@@ -34,13 +39,13 @@ class ContentPart(RequestBody, kw_only=True):
     NOT_SERVED = dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file"), ())
 
 
-class FunctionCall(RequestBody, kw_only=True):
+class FunctionCall(HistoryPart, kw_only=True):
     name: str
     arguments: str
-    """JSON, as text."""
+    """JSON, as text. A model wrote it: it may be cut off, or no JSON at all."""
 
 
-class MessageToolCall(RequestBody, kw_only=True):
+class MessageToolCall(HistoryPart, kw_only=True):
     """A call that an earlier answer made."""
 
     id: str
@@ -49,8 +54,9 @@ class MessageToolCall(RequestBody, kw_only=True):
     index: int | None = None
 
 
-class ChatMessage(RequestBody, kw_only=True):
-    role: Role
+class ChatMessage(HistoryPart, kw_only=True):
+    role: str
+    """One of `ROLES`, or one that the chat template knows."""
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -58,26 +64,33 @@ class ChatMessage(RequestBody, kw_only=True):
     tool_calls: list[MessageToolCall] | None = None
     reasoning_content: str | None = None
     """What an earlier answer thought; handed to the chat template."""
+    reasoning: Any = None
+    """The same under vLLM's newer name, where it is a text."""
+    function_call: FunctionCall | None = None
+    """The one call of a message, as OpenAI's API had it before `tool_calls`; role `function` has
+    its result."""
 
     refusal: str | None = None
-    annotations: list[Any] | None = None
-    provider_specific_fields: Any = None
-    """Accepted; LiteLLM writes it into every answer, which comes back with the conversation."""
-    function_call: Any = None
     audio: Any = None
 
-    NOT_SERVED = {"function_call": (), "audio": ()}
+    NOT_SERVED = {"audio": ()}
 
     def check_at(self, path: str) -> None:
-        self.refuse_unsupported(path + ".")
-        if self.tool_calls and self.role != "assistant":
+        if self.audio is not None:
+            self.refuse_unsupported(path + ".")
+        if self.role not in ROLES and not _ROLE.match(self.role):
             raise BadRequest(
-                f"{path}.tool_calls stands in a message of role {self.role!r}; only 'assistant' "
-                "calls tools",
-                f"{path}.tool_calls",
+                f"{path}.role={shown(self.role)} must be one of {', '.join(ROLES)}, or a role of "
+                "the chat template's: 1 to 64 letters, digits, '_', '-' or '.'",
+                f"{path}.role",
             )
-        for index, call in enumerate(self.tool_calls or ()):
-            _check_arguments(call, f"{path}.tool_calls[{index}].function.arguments")
+        if self.tool_calls or self.function_call is not None:
+            self._check_calls(path)
+        if self.tool_call_id == "":
+            raise BadRequest(
+                f"{path}.tool_call_id='' must be the id of a call; it is empty",
+                f"{path}.tool_call_id",
+            )
         if self.content is None and self.role != "assistant":
             raise BadRequest(
                 f"{path}.content is missing: a message of role {self.role!r} needs text",
@@ -87,6 +100,33 @@ class ChatMessage(RequestBody, kw_only=True):
             for index, part in enumerate(self.content):
                 _check_part(part, f"{path}.content[{index}]")
 
+    def _check_calls(self, path: str) -> None:
+        for name in ("tool_calls", "function_call"):
+            if getattr(self, name) and self.role != "assistant":
+                raise BadRequest(
+                    f"{path}.{name} stands in a message of role {self.role!r}; only 'assistant' "
+                    "calls tools",
+                    f"{path}.{name}",
+                )
+        for index, call in enumerate(self.tool_calls or ()):
+            check_named(call.id, f"{path}.tool_calls[{index}].id")
+            check_named(call.function.name, f"{path}.tool_calls[{index}].function.name")
+        if self.function_call is not None:
+            check_named(self.function_call.name, f"{path}.function_call.name")
+            if self.tool_calls:
+                raise BadRequest(
+                    f"{path}.function_call and {path}.tool_calls both say what was called; send "
+                    "tool_calls",
+                    f"{path}.function_call",
+                )
+
+    @property
+    def thoughts(self) -> str | None:
+        """What an earlier answer thought, under either name."""
+        if self.reasoning_content is None and isinstance(self.reasoning, str):
+            return self.reasoning
+        return self.reasoning_content
+
     @property
     def text(self) -> str:
         """The content as one text; parts stand on lines of their own."""
@@ -95,44 +135,66 @@ class ChatMessage(RequestBody, kw_only=True):
         return self.content or ""
 
 
-def _check_arguments(call: MessageToolCall, path: str) -> None:
-    """Templates write the arguments as an object."""
-    try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}")
-    except msgspec.DecodeError as error:
-        raise BadRequest(
-            f"{path}={shown(call.function.arguments)} is not JSON: {error}", path
-        ) from None
-    if not isinstance(arguments, dict):
-        raise BadRequest(
-            f"{path}={shown(call.function.arguments)} must be a JSON object, as text", path
-        )
+def check_named(value: str, path: str) -> None:
+    """An id or a name of a call, which its result and the template refer to."""
+    if not value:
+        raise BadRequest(f"{path}='' is empty; at least one character is needed", path)
 
 
 def _check_part(part: ContentPart, path: str) -> None:
-    if part.type not in ("text", "refusal"):
+    if part.type not in TEXT_PARTS:
         raise BadRequest(
             f"{path}.type={shown(part.type)} is not supported; only 'text' parts are",
             f"{path}.type",
             "unsupported_value",
         )
-    if getattr(part, part.type) is None:
+    name = "refusal" if part.type == "refusal" else "text"
+    if getattr(part, name) is None:
         raise BadRequest(
-            f"the required field '{path}.{part.type}' is missing",
-            f"{path}.{part.type}",
-            "missing_field",
+            f"the required field '{path}.{name}' is missing", f"{path}.{name}", "missing_field"
         )
     part.refuse_unsupported(path + ".")
 
 
 def check_messages(messages: list[ChatMessage]) -> None:
+    """Also brings calls of the older API into the form of the newer one."""
     if not messages:
         raise BadRequest("messages=[] must hold at least one message", "messages")
     for index, message in enumerate(messages):
         message.check_at(f"messages[{index}]")
+    own = {message.role for message in messages} - {*ROLES, "function"}
+    if len(own) > MAX_OWN_ROLES:
+        raise BadRequest(
+            f"messages have {len(own)} roles beside {', '.join(ROLES)}; at most {MAX_OWN_ROLES} "
+            "are allowed",
+            "messages",
+        )
+    _renew_calls(messages)
 
 
-class FunctionDefinition(RequestBody, kw_only=True):
+def _renew_calls(messages: list[ChatMessage]) -> None:
+    """`function_call` and role `function`, as `tool_calls` and role `tool`. A result belongs to the
+    last call of its name."""
+    called: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        if message.function_call is not None:
+            # Nine letters and digits: some templates demand ids of this form.
+            id = f"call{index:05d}"
+            message.tool_calls = [MessageToolCall(id=id, function=message.function_call)]
+            called[message.function_call.name] = id
+            message.function_call = None
+        elif message.role == "function":
+            name = message.name or ""
+            if name not in called:
+                raise BadRequest(
+                    f"messages[{index}].name={shown(message.name)} of role 'function' is the name "
+                    "of no earlier function_call",
+                    f"messages[{index}].name",
+                )
+            message.role, message.tool_call_id = "tool", called[name]
+
+
+class FunctionDefinition(HistoryPart, kw_only=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -141,13 +203,40 @@ class FunctionDefinition(RequestBody, kw_only=True):
     """Hold the schema also where the model itself chooses to call."""
 
 
-class ToolDefinition(RequestBody, kw_only=True):
+class ToolDefinition(HistoryPart, kw_only=True, dict=True):
     type: str
     function: FunctionDefinition | None = None
     custom: Any = None
     cache_control: Any = None
 
     NOT_SERVED = {"custom": ()}
+
+    @cached_property
+    def as_sent(self) -> dict[str, Any]:
+        """What the chat template is shown: the tool as its client wrote it (`keep_tools`), or, of
+        another API, what is known of it."""
+        assert self.function is not None, "tools were checked"
+        known = {
+            name: getattr(self.function, name) for name in ("name", "description", "parameters")
+        }
+        function = {name: value for name, value in known.items() if value is not None}
+        return {"type": self.type, "function": function}
+
+
+class _SentTools(msgspec.Struct):
+    tools: list[dict[str, Any]] | None = None
+
+
+_SENT_TOOLS = msgspec.json.Decoder(_SentTools)
+
+
+def keep_tools(tools: list[ToolDefinition] | None, body: bytes) -> None:
+    """Keep the tools of a body as it was sent: with fields that are not typed, and in their
+    order."""
+    if tools:
+        for tool, sent in zip(tools, _SENT_TOOLS.decode(body).tools or (), strict=True):
+            sent.pop("cache_control", None)
+            tool.as_sent = sent
 
 
 class FunctionName(RequestBody, kw_only=True):

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from swell.cluster.openai.base import Body, RequestBody
-from swell.cluster.openai.messages import ChatMessage, ToolDefinition, check_messages
+from swell.cluster.openai.ecosystem import DETOKENIZE, TOKENIZE
+from swell.cluster.openai.messages import (
+    ChatMessage,
+    ToolDefinition,
+    check_messages,
+    keep_tools,
+)
 from swell.cluster.params import BadRequest
 
 
@@ -32,12 +38,19 @@ class TokenizeRequest(RequestBody, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     tools: list[ToolDefinition] | None = None
-    add_special_tokens: bool = True
-    """For a prompt only: a chat template writes its own."""
+    add_special_tokens: bool | None = None
+    """None: true for a prompt, and false for messages, where the chat template writes its own."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: str | None = None
+    """A template instead of the model's, where `serve.request_chat_template` allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+
+    ECOSYSTEM = TOKENIZE
+
+    def keep(self, body: bytes) -> None:
+        keep_tools(self.tools, body)
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -56,6 +69,8 @@ class TokenizeResponse(Body, kw_only=True):
 class DetokenizeRequest(RequestBody, kw_only=True):
     model: str | None = None
     tokens: list[int]
+
+    ECOSYSTEM = DETOKENIZE
 
 
 class DetokenizeResponse(Body, kw_only=True):

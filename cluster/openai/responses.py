@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from swell.cluster.openai.base import RequestBody
+from swell.cluster.openai.base import HistoryPart, RequestBody
 from swell.cluster.openai.decode import decode
+from swell.cluster.openai.ecosystem import RESPONSES
 from swell.cluster.openai.generation import StreamOptions
-from swell.cluster.openai.input_items import read_input
+from swell.cluster.openai.input_items import ITEMS, read_input
 from swell.cluster.openai.items import Item
 from swell.cluster.openai.messages import check_count
 from swell.cluster.openai.wishes import TokenWishes, check_routing
@@ -53,12 +54,11 @@ class TextFormat(RequestBody, kw_only=True):
 
 class TextOptions(RequestBody, kw_only=True):
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Any = None
+    """Accepted; no chat template knows it."""
 
-    NOT_SERVED = {"verbosity": ("medium",)}
 
-
-class FunctionTool(RequestBody, kw_only=True):
+class FunctionTool(HistoryPart, kw_only=True):
     """A function that the model may call."""
 
     type: Literal["function"] = "function"
@@ -84,7 +84,8 @@ class AllowedToolsChoice(RequestBody, kw_only=True):
 
 
 class ResponsesRequest(TokenWishes, kw_only=True):
-    model: str
+    model: str | None = None
+    """None: the one that is served."""
     input: str | list[msgspec.Raw]
     """A text, or items: messages, function_call, function_call_output, reasoning."""
     instructions: str | None = None
@@ -129,7 +130,7 @@ class ResponsesRequest(TokenWishes, kw_only=True):
     image: Any = None
 
     NOT_SERVED = {
-        "truncation": ("disabled",),
+        "truncation": ("disabled", "auto"),
         "max_tool_calls": (),
         "conversation": (),
         "prompt": (),
@@ -139,13 +140,13 @@ class ResponsesRequest(TokenWishes, kw_only=True):
         "access_programs": (),
         "image": (),
     }
+    ECOSYSTEM = RESPONSES
+    PARTS = {"input": ITEMS, "tools": {"function": FunctionTool}}
 
     def check(self) -> None:
         self.refuse_unsupported()
-        for name in ("text", "reasoning"):
-            part: RequestBody | None = getattr(self, name)
-            if part is not None:
-                part.refuse_unsupported(f"{name}.")
+        if self.reasoning is not None:
+            self.reasoning.refuse_unsupported("reasoning.")
         self._check_text()
         self._check_stream()
         self._check_include()

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from swell.cluster.openai.base import RequestBody
 from swell.cluster.params import BadRequest, StructuredOutputs, shown
+
+FORMS = {
+    "guided_json": "json",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+"""Earlier names of vLLM, and those of SGLang -> the same field of `structured_outputs`."""
 
 
 class TokenWishes(RequestBody, kw_only=True):
@@ -28,6 +42,15 @@ class TokenWishes(RequestBody, kw_only=True):
     """The answer has no other tokens."""
     structured_outputs: StructuredOutputs | None = None
     """A form for the answer: json, json_object, regex, choice or grammar."""
+    guided_json: dict[str, Any] | bool | str | None = None
+    """This and the next fields are other names of those of `structured_outputs`."""
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     priority: int | None = None
     """Smaller runs first under `scheduler.policy: priority`."""
@@ -35,6 +58,17 @@ class TokenWishes(RequestBody, kw_only=True):
     """Prefixes are shared only among requests of equal salt."""
     data_parallel_rank: int | None = None
     """Ask for one engine."""
+
+    def forms(self) -> dict[str, StructuredOutputs]:
+        """The forms that are given, by the path of the field that gives each."""
+        found: dict[str, StructuredOutputs] = {}
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs
+        for name, own in FORMS.items():
+            value = getattr(self, name)
+            if value is not None and (own, value) != ("json_object", False):
+                found[name] = StructuredOutputs(**{own: value})
+        return found
 
 
 MAX_SALT_CHARS = 1024

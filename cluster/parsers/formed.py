@@ -46,13 +46,20 @@ class FormOrCalls(Parser):
             if self._chosen is None:
                 return []
             text, self._held = self._held, ""
-        return self._chosen.push(text)
+        parts = self._chosen.push(text)
+        self.rest = self._chosen.rest
+        return parts
 
     def flush(self) -> list[Part]:
         if self._chosen is None:
             self._chosen = ContentParser()
         held, self._held = self._held, ""
         return [*self._chosen.push(held), *self._chosen.flush()]
+
+    def until(self, marker: str) -> None:
+        """Reasoning is no form."""
+        self._chosen = self._calls
+        self._calls.until(marker)
 
     def _choose(self) -> None:
         found = SPACE.match(self._held)

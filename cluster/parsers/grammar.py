@@ -232,7 +232,7 @@ class _Rest(msgspec.Struct, frozen=True):
         start, behind = mark(calls.marker, self.special), f"{calls.body} {calls.more}"
         ahead, rest = cut(calls.marker, self.special)
         text, bare = f"{name.upper()}_TEXT", calls.bare
-        first = rf"/[ \t\r\n]*[^ \t\r\n{bare}](?s:.*)/" if bare else "/(?s:.+)/"
+        first = rf"/[ \t\r\n]*[^ \t\r\n{escaped(bare)}](?s:.*)/" if bare else "/(?s:.+)/"
         lines = [f"{text}: {_text(first, holding=self.marks, begins=begins)}"]
         said = f"({content}{text})" if content else text
         if bare:

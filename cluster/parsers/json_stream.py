@@ -12,7 +12,7 @@ state looks back.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from swell.cluster.parsers.calls import Call
 from swell.cluster.parsers.calls import end_of as end_of
@@ -211,7 +211,7 @@ class CallReader(Call):
     whose content is then their text. What comes before that decides whether it is a call at all;
     what comes behind decides nothing. Keys may stand in any order; of a key that is written twice
     the first counts. `argument_keys` are the names of the arguments' key. `other_keys`: keys that
-    may stand there before it is known, None for any.
+    may stand there before it is known, None for any. `names`: those that a call may have.
     """
 
     def __init__(
@@ -220,10 +220,12 @@ class CallReader(Call):
         argument_keys: tuple[str, ...] = ("arguments",),
         other_keys: tuple[str, ...] | None = None,
         fence: str = "",
+        names: Container[str] | None = None,
     ) -> None:
         self._argument_keys = argument_keys
         self._other_keys = other_keys
         self._fence = fence
+        self._names = names
         self._state = self._at_brace
         self._after_value: Callable[[str], None] = self._end_key
         self._value: Value = StringValue()
@@ -338,8 +340,9 @@ class CallReader(Call):
 
     def _end_name(self, name: str) -> None:
         self.name = name
-        self.known = bool(name) and self._arguments is not None
-        self.ended = not name
+        fits = bool(name) and (self._names is None or name in self._names)
+        self.known = fits and self._arguments is not None
+        self.ended = not fits
         self._state = self._before_comma
 
     def _end_other(self, _: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import shutil
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 from swell.cluster.local import LLM, SamplingParams
 from swell.cluster.output_processor import RequestState
 from swell.cluster.params import BadRequest
+from swell.cluster.validate import MAX_TOLD_LOGPROBS
 from swell.configs.schema import ConfigError
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError
@@ -323,3 +325,33 @@ def test_one_after_another_gives_its_memory_back():
         del other
         assert threading.active_count() == threads
         assert tensors() == before
+
+
+def test_log_probabilities_of_the_whole_vocabulary_are_those_of_few_and_more(llm):
+    wishes = [SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=k) for k in (-1, 3)]
+    whole, few = llm.generate(["add: 1+2"] * 2, wishes)
+    vocab = llm._prompts.vocab_size
+    assert whole.prompt_logprobs[0] is None
+    for all_of_it, told in zip(whole.prompt_logprobs[1:], few.prompt_logprobs[1:], strict=True):
+        assert len(all_of_it) == vocab
+        assert sum(math.exp(one.logprob) for one in all_of_it.values()) == pytest.approx(
+            1, abs=1e-4
+        )
+        assert told == {token: all_of_it[token] for token in told}
+
+
+def test_more_of_the_vocabulary_than_can_be_told_is_refused(llm):
+    vocab = llm._prompts.vocab_size
+    too_long = [65] * (MAX_TOLD_LOGPROBS // vocab // 2 + 1)
+    wish = SamplingParams(max_tokens=1, prompt_logprobs=-1, n=2)
+    with pytest.raises(BadRequest, match="prompt_logprobs=-1") as caught:
+        llm.generate([too_long], wish)
+    assert caught.value.param == "prompt_logprobs"
+
+
+def test_a_nucleus_of_nothing_is_greedy(llm):
+    greedy, narrow = llm.generate(
+        ["upper: abc"] * 2,
+        [GREEDY, SamplingParams(temperature=1.5, top_p=0, seed=5, max_tokens=120)],
+    )
+    assert narrow.outputs[0].token_ids == greedy.outputs[0].token_ids

@@ -193,7 +193,7 @@ def _content(*blocks: object, role: str = "user") -> dict[str, object]:
         (_content({"type": "image", "source": {}}), "messages[1].content[0].type"),
         (_content({"type": "document", "source": {}}), "messages[1].content[0].type"),
         (_content({"type": "poem"}), "messages[1].content[0].type"),
-        (_content({"type": "text", "text": "a", "x": 1}), "messages[1].content[0].x"),
+        (_content({"type": "text", "txt": "a"}), "messages[1].content[0].text"),
         (_content(_CALL), "messages[1].content[0].type"),
         (_content(_CALL, role="assistant"), "messages[1].content[0]"),
         (_content(_RESULT), "messages[1].content[0].tool_use_id"),

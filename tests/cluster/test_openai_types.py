@@ -98,10 +98,8 @@ def test_contract_fields_and_neutral_values_pass() -> None:
 
 UNSUPPORTED = [
     (completion, "suffix", "end"),
-    (chat, "store", True),
     (chat, "functions", [{}]),
     (chat, "modalities", ["audio"]),
-    (chat, "verbosity", "high"),
     (chat, "prediction", {"type": "content"}),
 ]
 
@@ -171,10 +169,10 @@ def test_refusal_names_field_and_value(fields: dict[str, Any], param: str, said:
     ("messages", "param", "said"),
     [
         ([], "messages", "at least one"),
-        ([{"role": "bot", "content": "x"}], "messages[0].role", "developer, user"),
+        ([{"role": "a bot", "content": "x"}], "messages[0].role", "developer, user"),
         ([USER, {"role": "user"}], "messages[1].content", "needs text"),
         ([{"role": "user", "content": 5}], "messages[0].content", "=5"),
-        ([{"role": "user", "content": "a", "x": 1}], "messages[0].x", "unknown"),
+        ([{"role": "user", "content": "a", "audio": {}}], "messages[0].audio", "not supported"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}],
             "messages[0].content[0].type",

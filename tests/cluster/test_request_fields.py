@@ -1,6 +1,8 @@
 """No field of a request is accepted and changes nothing in silence: each one of every typed body is
 effective, is refused unless its value asks for nothing, or stands in the table of
-`docs/requests.md` that says what is accepted without effect, and why."""
+`docs/requests.md` that says what is accepted without effect, and why. So does each field of another
+server (`openai/ecosystem.py`). What no body has is refused in a request, and ignored in a history.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ import pytest
 
 from swell.cluster.anthropic import blocks
 from swell.cluster.anthropic.requests import CountTokensRequest, MessagesRequest
-from swell.cluster.openai.base import RequestBody
+from swell.cluster.openai.base import HistoryPart, RequestBody
 from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.completions import CompletionRequest
-from swell.cluster.openai.decode import decode
+from swell.cluster.openai.decode import decode, read
+from swell.cluster.openai.ecosystem import Ecosystem
 from swell.cluster.openai.input_items import FORMS, InputPart
 from swell.cluster.openai.messages import ContentPart, ToolDefinition
 from swell.cluster.openai.responses import (
@@ -42,11 +45,13 @@ UNTYPED = [FunctionTool, FunctionChoice, AllowedToolsChoice, InputPart, *FORMS.v
 TOKENS = (
     "temperature top_p top_k min_p seed min_tokens stop stop_token_ids ignore_eos presence_penalty "
     "frequency_penalty repetition_penalty logit_bias bad_words allowed_token_ids "
-    "structured_outputs priority cache_salt data_parallel_rank "
+    "structured_outputs priority cache_salt data_parallel_rank guided_json guided_json_object "
+    "guided_regex guided_choice guided_grammar json_schema regex ebnf "
 )
 ANSWER = (
     TOKENS + "model max_tokens include_stop_str_in_output skip_special_tokens n prompt_logprobs "
-    "response_format stream stream_options return_token_ids logprobs "
+    "response_format stream stream_options return_token_ids logprobs best_of echo "
+    "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens truncation_side "
 )
 CONVERSATION = (
     "model messages system tools tool_choice thinking output_config chat_template_kwargs "
@@ -55,11 +60,11 @@ UNSERVED_BLOCK = "source title context citations content"
 """Of blocks that are refused by their type."""
 
 EFFECTIVE: dict[str, str] = {
-    "CompletionRequest": ANSWER + "prompt best_of echo",
+    "CompletionRequest": ANSWER + "prompt",
     "ChatCompletionRequest": ANSWER
     + "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls "
     "reasoning_effort thinking_token_budget add_generation_prompt continue_final_message "
-    "chat_template chat_template_kwargs",
+    "chat_template chat_template_kwargs enable_thinking thinking reasoning documents",
     "ResponsesRequest": TOKENS
     + "model input instructions previous_response_id max_output_tokens tools tool_choice "
     "parallel_tool_calls text reasoning include top_logprobs stream stream_options store "
@@ -69,7 +74,7 @@ EFFECTIVE: dict[str, str] = {
     + "max_tokens stop_sequences temperature top_p top_k stream seed priority cache_salt "
     "data_parallel_rank",
     "TokenizeRequest": "model prompt messages tools add_special_tokens add_generation_prompt "
-    "continue_final_message chat_template_kwargs return_token_strs",
+    "continue_final_message chat_template chat_template_kwargs return_token_strs",
     "DetokenizeRequest": "model tokens",
     "ScaleRequest": "engines drain_timeout_s",
     "DrainRequest": "rank",
@@ -79,7 +84,10 @@ EFFECTIVE: dict[str, str] = {
     "ResponseFormat": "type json_schema",
     "JsonSchemaFormat": "schema",
     "StructuredOutputs": "json json_object regex choice grammar",
-    "ChatMessage": "role content name tool_call_id tool_calls reasoning_content",
+    "ChatMessage": "role content name tool_call_id tool_calls reasoning_content reasoning "
+    "function_call",
+    "ThinkingSwitch": "type",
+    "ReasoningSwitch": "effort enabled",
     "ContentPart": "type text refusal",
     "MessageToolCall": "id type function",
     "FunctionCall": "name arguments",
@@ -136,14 +144,13 @@ WITHOUT_EFFECT: dict[str, str] = {
     "prompt_cache_breakpoint": "InputPart",
     "cache_control": f"CountTokensRequest MessagesRequest Tool ContentPart ToolDefinition {BLOCKS}",
     "include_obfuscation": "StreamOptions",
+    "verbosity": "ChatCompletionRequest TextOptions",
+    "store": "ChatCompletionRequest",
     "name": "JsonSchemaFormat TextFormat InputFunctionCallOutput",
     "description": "JsonSchemaFormat TextFormat",
     "strict": "JsonSchemaFormat TextFormat",
     "eager_input_streaming": "Tool",
     "refusal": "ChatMessage",
-    "annotations": "ChatMessage InputPart",
-    "logprobs": "InputPart",
-    "provider_specific_fields": "ChatMessage",
     "index": "MessageToolCall",
     "status": ITEMS,
     "phase": "openai.InputMessage",
@@ -162,8 +169,11 @@ SOMETIMES = {
     "skip_special_tokens",
     "stream_options.include_usage",
     "include",
-    "add_special_tokens",
     "add_generation_prompt",
+    "enable_thinking",
+    "thinking",
+    "reasoning.enabled",
+    "truncation",
 }
 """What the table says of fields that have an effect elsewhere, or with another model."""
 
@@ -195,6 +205,10 @@ def kinds() -> dict[str, type[Any]]:
 KINDS = kinds()
 
 
+def ecosystem(kind: type[Any]) -> Ecosystem:
+    return getattr(kind, "ECOSYSTEM", Ecosystem())
+
+
 def fields(kind: type[Any]) -> list[str]:
     """As a client writes them."""
     return [field.encode_name for field in msgspec.structs.fields(kind)]
@@ -216,6 +230,11 @@ def test_every_field_has_an_effect_or_is_refused_or_is_listed(kind):
     listed = without_effect(kind)
     assert set(fields(KINDS[kind])) == effective | refused | listed
     assert not effective & listed
+    table = ecosystem(KINDS[kind])
+    names = [*table.neutral, *table.taken, *table.means]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(fields(KINDS[kind]))
+    assert set(table.means.values()) <= effective
     assert not refused & listed
     if not issubclass(KINDS[kind], blocks.UnservedBlock):
         assert not effective & refused
@@ -232,7 +251,8 @@ def documented() -> Iterator[str]:
 def test_the_table_of_the_docs_is_this_list():
     told = list(documented())
     assert len(told) == len(set(told))
-    assert set(told) == set(WITHOUT_EFFECT) | SOMETIMES
+    taken = {name for kind in KINDS.values() for name in ecosystem(kind).taken}
+    assert set(told) == set(WITHOUT_EFFECT) | SOMETIMES | taken
 
 
 # -------------------------------------------------------------------------------- what is refused
@@ -247,21 +267,62 @@ MINIMAL: list[tuple[type[Any], dict[str, Any]]] = [
 ]
 
 
-REFUSED = [(kind, least, name) for kind, least in MINIMAL for name in kind.NOT_SERVED]
+REFUSED = [
+    (kind, least, name, neutral)
+    for kind, least in MINIMAL
+    for name, neutral in {**kind.NOT_SERVED, **kind.ECOSYSTEM.neutral}.items()
+]
 
 
-@pytest.mark.parametrize(("kind", "least", "name"), REFUSED)
-def test_what_is_not_served_is_refused_unless_it_asks_for_nothing(kind, least, name):
-    for neutral in (None, *kind.NOT_SERVED[name]):
+@pytest.mark.parametrize(("kind", "least", "name", "values"), REFUSED)
+def test_what_is_not_served_is_refused_unless_it_asks_for_nothing(kind, least, name, values):
+    for neutral in (None, *values):
         decode(json.dumps({**least, name: neutral}).encode(), kind)
-    hints = msgspec.structs.fields(kind)
-    type_ = str(next(field.type for field in hints if field.name == name))
+    types = {field.name: str(field.type) for field in msgspec.structs.fields(kind)}
+    type_ = types.get(name, "Any")
     asking: Any = ["x"] if "list" in type_ else 3 if "int" in type_ else "something"
     if "bool" in type_:
         asking = True
     with pytest.raises(BadRequest) as refusal:
         decode(json.dumps({**least, name: asking}).encode(), kind)
     assert (refusal.value.param, refusal.value.code) == (name, "unsupported_value")
+
+
+def test_zero_is_not_false():
+    for name, value in (("use_beam_search", 0), ("include_reasoning", 1), ("mirostat", False)):
+        with pytest.raises(BadRequest) as refusal:
+            decode(json.dumps({"messages": HELLO, name: value}).encode(), ChatCompletionRequest)
+        assert refusal.value.param == name
+    decode(json.dumps({"messages": HELLO, "length_penalty": 1}).encode(), ChatCompletionRequest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "name", "target"),
+    [(k, least, *pair) for k, least in MINIMAL for pair in k.ECOSYSTEM.means.items()],
+)
+def test_another_servers_name_means_our_field(kind, least, name, target):
+    value = True if target.startswith("include") else 1
+    request = decode(json.dumps({**least, name: value}).encode(), kind)
+    assert getattr(request, target) == value
+    decode(json.dumps({**least, name: None, target: value}).encode(), kind)
+    with pytest.raises(BadRequest) as refusal:
+        decode(json.dumps({**least, name: value, target: value}).encode(), kind)
+    assert name in refusal.value.message and target in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "name"),
+    [(k, least, name) for k, least in MINIMAL for name in sorted(k.ECOSYSTEM.taken)],
+)
+def test_what_changes_no_answer_is_taken_whatever_its_value(kind, least, name):
+    for value in (None, "x", 5, {"a": [1]}):
+        decode(json.dumps({**least, name: value}).encode(), kind)
+
+
+@pytest.mark.parametrize(("kind", "least"), MINIMAL)
+def test_a_request_without_a_model_means_the_one_that_is_served(kind, least):
+    least = {name: value for name, value in least.items() if name != "model"}
+    assert decode(json.dumps(least).encode(), kind).model is None
 
 
 def chat_with(part: dict[str, Any]) -> dict[str, Any]:
@@ -305,11 +366,45 @@ def test_a_response_tells_no_usage_with_every_event():
     assert refusal.value.param == "stream_options.continuous_usage_stats"
 
 
-def test_all_kinds_of_bodies_refuse_what_they_do_not_know():
+HISTORY = (
+    "ChatMessage ContentPart MessageToolCall FunctionCall ToolDefinition FunctionDefinition "
+    "InputPart FunctionTool anthropic.InputMessage Tool " + BLOCKS + " " + ITEMS
+)
+
+
+def test_what_no_body_has_is_ignored_in_a_history_and_refused_elsewhere():
+    """The decoder refuses everywhere; of a history it gets what it knows (`openai/sift.py`)."""
     assert all(
         issubclass(k, RequestBody) or k.__name__ == "StructuredOutputs" for k in KINDS.values()
     )
     assert all(k.__struct_config__.forbid_unknown_fields for k in KINDS.values())
+    assert {name for name, kind in KINDS.items() if issubclass(kind, HistoryPart)} == set(
+        HISTORY.split()
+    )
+
+
+@pytest.mark.parametrize(("kind", "least"), MINIMAL)
+def test_an_unknown_name_is_refused_or_ignored_as_the_operator_says(kind, least):
+    asked = json.dumps({**least, "mine": 1}).encode()
+    with pytest.raises(BadRequest) as refusal:
+        read(asked, kind)
+    assert (refusal.value.param, refusal.value.code) == ("mine", "unknown_field")
+    decoded = read(asked, kind, "ignore")
+    assert decoded.findings.warnings == ["mine"]
+    assert decoded.request == decode(json.dumps(least).encode(), kind)
+
+
+def test_what_asks_for_what_is_not_here_is_refused_also_where_unknown_names_are_ignored():
+    body = {"messages": HELLO, "use_beam_search": True, "mine": 1}
+    with pytest.raises(BadRequest) as refusal:
+        read(json.dumps(body).encode(), ChatCompletionRequest, "ignore")
+    assert refusal.value.param == "use_beam_search"
+
+
+def test_ignored_names_are_told_with_their_path():
+    body = {"messages": HELLO, "stream": True, "stream_options": {"mine": 1}, "tools": []}
+    decoded = read(json.dumps(body).encode(), ChatCompletionRequest, "ignore")
+    assert decoded.findings.warnings == ["stream_options.mine"]
 
 
 # -------------------------------------------------------------------------------- priority

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 
 NEW_TOKENS = 9
 TOLERANCE = 1e-4
+WHOLE = tiny_models.VOCAB
+"""Every token of the vocabulary."""
 BIAS = {7: 30.0, 11: 30.0, 300: -100.0}
 PARAMS = [
     SamplerParams(logprobs=3, prompt_logprobs=2),
@@ -33,7 +35,7 @@ PARAMS = [
     SamplerParams(temperature=0.9, seed=2, logprobs=0, logit_bias=BIAS),
     SamplerParams(temperature=1.2, seed=3, prompt_logprobs=0, repetition_penalty=1.4),
     SamplerParams(temperature=0.7, seed=4, logprobs=5, prompt_logprobs=4, presence_penalty=1.5),
-    SamplerParams(prompt_logprobs=1),
+    SamplerParams(prompt_logprobs=WHOLE),
     SamplerParams(temperature=1.0, seed=5, logprobs=1, top_k=3, allowed_token_ids=[5, 6, 7, 8]),
 ]
 """One for each of `PROMPTS`."""

@@ -97,6 +97,20 @@ def test_every_field_has_a_case() -> None:
     assert {name for name, _ in OF_SAMPLER} == set(SamplerParams.__struct_fields__)
 
 
+def test_the_whole_vocabulary_is_told_of_few_positions() -> None:
+    vocab, most = 5000, limits.MAX_TOLD_LOGPROBS // 5000
+    for count, fits in ((most, True), (2 * most + 20, False)):
+        wish = limits.with_vocabulary(ingress.SamplingParams(prompt_logprobs=-1), 1, vocab)
+        core = ingress.to_core_request(
+            wish,
+            external_req_id="x",
+            prompt_token_ids=[1] * count,
+            max_tokens=9,
+            eos_token_ids=[],
+        )
+        assert (validate.problem(core, vocab, 4 * LENGTH) is None) == fits
+
+
 def test_what_the_ingress_takes_passes() -> None:
     """Its limits lie within the engine's, so that people get a 400 with the field's name."""
     vocab = 5000

@@ -27,6 +27,9 @@ from swell.worker.wire import NewRow, SchedulerOutput
 SLICE_POSITIONS = 256
 """Prompt positions whose logits exist at the same time: 150 MiB for 150 000 tokens."""
 
+FEW_TOPS = 128
+"""Rows that are told of more tokens of each position are ranked apart."""
+
 
 @dataclass(slots=True)
 class DrawnNote(Note):
@@ -164,12 +167,21 @@ class PromptReader(Reader):
         self._prompt_tokens_np[row.slot] = row.prompt_tokens
 
     def reads(self, plan: SchedulerOutput) -> bool:
-        return self._tops.askers.any and bool(self._find(plan)[0])
+        return self._tops.askers.any and bool(self._find(plan))
 
     def __call__(self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput) -> list[Note]:
-        stretches, indices = self._find(plan)
+        # A row that is told of the whole vocabulary must not make all others' tops as long.
+        found = self._find(plan)
+        groups = [
+            [one for one in found if one[0].top <= FEW_TOPS],
+            [one for one in found if one[0].top > FEW_TOPS],
+        ]
+        return [self._rank(hidden, group) for group in groups if group]
+
+    def _rank(self, hidden: Tensor, group: list[tuple[_Stretch, np.ndarray]]) -> Note:
+        stretches = [part for part, _ in group]
         # [3, P] int64: index into T of the position before, slot, position
-        packed = to_device(indices, hidden.device)
+        packed = to_device(np.concatenate([index for _, index in group], axis=1), hidden.device)
         targets = self._states.token_ids[packed[1], packed[2]].long()
         top = max(part.top for part in stretches)
         slices = []
@@ -178,25 +190,26 @@ class PromptReader(Reader):
             here = slice(start, start + SLICE_POSITIONS)
             logits = self._model.compute_logits(hidden[packed[0, here]])
             slices.append(rank_tokens(logits, targets[here], top))
-        return [PromptNote([torch.cat(column) for column in zip(*slices, strict=True)], stretches)]
+        return PromptNote([torch.cat(column) for column in zip(*slices, strict=True)], stretches)
 
-    def _find(self, plan: SchedulerOutput) -> tuple[list[_Stretch], np.ndarray]:
-        """What the step tells of; with [3, P] int64, see `__call__`."""
-        stretches, indices = [], [np.zeros((3, 0), dtype=np.int64)]
+    def _find(self, plan: SchedulerOutput) -> list[tuple[_Stretch, np.ndarray]]:
+        """What the step tells of, each with [3, count] int64, see `_rank`."""
+        found: list[tuple[_Stretch, np.ndarray]] = []
         slots = np.array(plan.slots, dtype=np.int64)
         asking = self._tops.askers.among(slots)
         if not len(asking):
-            return [], indices[0]
+            return found
         starts = np.array(plan.starts, dtype=np.int64)
         counts = np.array(plan.num_tokens, dtype=np.int64)
         firsts = np.cumsum(counts) - counts
         told = np.minimum(counts, self._prompt_tokens_np[slots] - 1 - starts)
         for row in asking[told[asking] > 0].tolist():
             slot, start, count = slots[row], starts[row] + 1, told[row]
-            stretches.append(_Stretch(row, int(start), int(count), int(self._tops.count_np[slot])))
+            part = _Stretch(row, int(start), int(count), int(self._tops.count_np[slot]))
             steps = np.arange(count)
-            indices.append(np.stack([firsts[row] + steps, np.full(count, slot), start + steps]))
-        return stretches, np.concatenate(indices, axis=1)
+            index = np.stack([firsts[row] + steps, np.full(count, slot), start + steps])
+            found.append((part, index))
+        return found
 
 
 def make_readers(model: Any, states: RequestStates) -> list[Reader]:
