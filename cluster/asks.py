@@ -7,6 +7,7 @@ from functools import partial
 
 import msgspec
 
+from swell.cluster.detokenizer import Detokenizer, Opening
 from swell.cluster.formats import ModelFormats
 from swell.cluster.generation_config import GenerationDefaults
 from swell.cluster.offload import Offloads
@@ -36,6 +37,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One request in our own terms."""
 
     prompts: list[list[int]]
+    prompt_texts: list[str | None]
+    """Of each prompt, its text where an answer may begin with it."""
+    opening: Opening
     params: SamplingParams
     """Checked."""
     budgets: list[int]
@@ -61,9 +65,11 @@ class AskMaker:
         config: Config,
         defaults: GenerationDefaults,
         offloads: Offloads | None = None,
+        detokenizer: Detokenizer | None = None,
     ) -> None:
         """`defaults`: the model's, for requests that do not say."""
         self._prompts = prompts
+        self._detokenizer = detokenizer or Detokenizer(prompts.tokenizer)
         self._defaults = defaults
         self._offloads = offloads or Offloads()
         self._max_children = config.serve.max_children
@@ -100,7 +106,23 @@ class AskMaker:
         prompts = self._prompts.completion_prompts(
             body.prompt, _text_options(body, add_special_tokens=True)
         )
-        return self._ask(body, params, prompts, "prompt")
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = partial(compile_grammar, params.structured_outputs, body.form_field)
+        ask = self._ask(body, params, prompts, "prompt", Opening.CONTINUATION)
+        if body.echo:
+            ask = msgspec.structs.replace(ask, prompt_texts=self._echoed(body, ask))
+        return ask, grammar
+
+    def _echoed(self, body: CompletionRequest, ask: Ask) -> list[str | None]:
+        """Texts as they were sent, and else the texts of the tokens that are read."""
+        skip, whole = ask.params.skip_special_tokens, body.truncate_prompt_tokens is None
+        return [
+            sent
+            if isinstance(sent, str) and whole
+            else self._detokenizer.prompt_text(token_ids, skip)
+            for sent, token_ids in zip(self._prompts.split(body.prompt), ask.prompts, strict=True)
+        ]
 
     def _chat(self, body: ChatCompletionRequest) -> tuple[Ask, CompileGrammar | None]:
         form = self._formats.of(body)
@@ -119,9 +141,12 @@ class AskMaker:
         )
         if form.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        ask, grammar = self._ask(body, params, [prompt], "messages", form.grammar)
+        continues = options.continue_final_message
+        opening = Opening.CONTINUATION if continues else Opening.BEGINNING
+        ask = self._ask(body, params, [prompt], "messages", opening)
         tail = self._prompts.text(prompt[-TAIL_TOKENS:])
-        return msgspec.structs.replace(ask, make_parser=partial(form.make_parser, tail)), grammar
+        answer = form.of(tail)
+        return msgspec.structs.replace(ask, make_parser=answer.make_parser), answer.grammar
 
     def _tokens(self, body: TokenizeRequest) -> list[int]:
         if body.messages is None:
@@ -144,10 +169,9 @@ class AskMaker:
         params: SamplingParams,
         prompts: list[list[int]],
         field: str,
-        grammar: CompileGrammar | None = None,
-    ) -> tuple[Ask, CompileGrammar | None]:
-        """The ask without its grammar, and what compiles that: `grammar` is that of tool calls, the
-        wish's own is made here."""
+        opening: Opening,
+    ) -> Ask:
+        """The ask without its grammar."""
         processor = self._prompts
         validate(params, vocab_size=processor.vocab_size)
         params = with_vocabulary(params, sum(map(len, prompts)), processor.vocab_size)
@@ -162,10 +186,10 @@ class AskMaker:
             )
             for prompt in prompts
         ]
-        if params.structured_outputs is not None:
-            grammar = partial(compile_grammar, params.structured_outputs, body.form_field)
-        ask = Ask(
+        return Ask(
             prompts=prompts,
+            prompt_texts=[None] * len(prompts),
+            opening=opening if params.structured_outputs is None else Opening.VERBATIM,
             params=params,
             budgets=budgets,
             bad_words=bad_word_tokens(
@@ -177,7 +201,6 @@ class AskMaker:
             cache_salt=body.cache_salt,
             data_parallel_rank=body.data_parallel_rank,
         )
-        return ask, grammar
 
     def _params(self, body: GenerationRequest) -> SamplingParams:
         return body.sampling_params(self._defaults.sampling)

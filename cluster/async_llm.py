@@ -13,7 +13,7 @@ import msgspec
 
 from swell.cluster.admission import Admission, Backlog, TooManyWaiting
 from swell.cluster.deadline import RequestTimedOut
-from swell.cluster.detokenizer import Detokenizer
+from swell.cluster.detokenizer import Detokenizer, Opening
 from swell.cluster.link import Connect, EngineId
 from swell.cluster.metrics import PrometheusStats
 from swell.cluster.output_processor import OutputProcessor
@@ -145,6 +145,9 @@ class AsyncLLM:
         params: SamplingParams,
         kind: RequestOutputKind,
         index: int = 0,
+        *,
+        prompt: str | None = None,
+        opening: Opening = Opening.BEGINNING,
     ) -> Ticket:
         """Send a request, which gives answer number `index` to its prompt, to an engine, or keep
         it until there is one. Raises NoEngine if there never was one; whatever it raises, nothing
@@ -152,7 +155,15 @@ class AsyncLLM:
         if not self.met_engine:
             raise NoEngine("no engine is ready yet")
         ticket = Ticket(request, kind)
-        self._processor.add_request(request, params, kind=kind, queue=ticket.collector, index=index)
+        self._processor.add_request(
+            request,
+            params,
+            kind=kind,
+            queue=ticket.collector,
+            prompt=prompt,
+            index=index,
+            opening=opening,
+        )
         self._tickets[request.request_id] = ticket
         try:
             self._place(ticket)

@@ -89,7 +89,7 @@ class Generator:
         headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         kind = RequestOutputKind.DELTA if ask.stream else RequestOutputKind.FINAL_ONLY
         wishes, work = children(ask.params), 0
-        for prompt, budget in zip(ask.prompts, ask.budgets, strict=True):
+        for prompt, text, budget in zip(ask.prompts, ask.prompt_texts, ask.budgets, strict=True):
             for index, params in enumerate(wishes):
                 core = to_core_request(
                     params,
@@ -105,7 +105,9 @@ class Generator:
                     client_index=self._llm.client_index,
                     trace_headers=headers or None,
                 )
-                tickets.append(self._llm.submit(core, params, kind, index))
+                tickets.append(
+                    self._llm.submit(core, params, kind, index, prompt=text, opening=ask.opening)
+                )
                 work += _CHILD_TOKENS + len(prompt)
                 if work > _TURN_TOKENS:
                     work = 0

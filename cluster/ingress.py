@@ -120,9 +120,10 @@ class Ingress:
             read_template(config.serve.chat_template),
         )
         defaults = await asyncio.to_thread(read_generation_config, config.model)
-        self._asks = AskMaker(self._prompts, config, defaults, self._offloads)
+        detokenizer = await asyncio.to_thread(Detokenizer, tokenizer)
+        self._asks = AskMaker(self._prompts, config, defaults, self._offloads, detokenizer)
         self.llm = AsyncLLM(
-            Detokenizer(tokenizer),
+            detokenizer,
             config,
             self._connect,
             self._metrics,
@@ -169,7 +170,7 @@ class Ingress:
         body = await self._generation_body(request, CompletionRequest)
         ask = await while_awaited(request, self._asks.completion(body, body_bytes(request)))
         id = f"cmpl-{request_id(request)}"
-        answer = CompletionAnswer(id, self._model, body, self._prompts.text)
+        answer = CompletionAnswer(id, self._model, body)
         return await self._generator.answer(request, ask, answer)
 
     async def _chat(self, request: Request) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from swell.cluster.detokenizer import Detokenizer
+from swell.cluster.detokenizer import Detokenizer, Opening
 from swell.cluster.generation_config import read_generation_config
 from swell.cluster.output_processor import OutputProcessor
 from swell.cluster.outputs import CompletionOutput, RequestOutput, RequestOutputKind
@@ -18,6 +18,7 @@ from swell.cluster.params import SamplingParams, to_core_request
 from swell.cluster.preflight import check
 from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
 from swell.cluster.structured import compile_grammar
+from swell.cluster.templates import TemplateOptions
 from swell.cluster.validate import validate, with_vocabulary
 from swell.cluster.words import bad_word_tokens
 from swell.configs.process import prepare_for_torch
@@ -31,8 +32,18 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 _CLIENT = b"local"
 _KIND = RequestOutputKind.FINAL_ONLY
 
-Child = tuple[EngineCoreRequest, SamplingParams, int]
-"""The request for one answer, its sampling parameters and its index."""
+
+class Asked(NamedTuple):
+    """What one prompt was."""
+
+    token_ids: list[int]
+    text: str | None
+    """As it was given, if it was a text."""
+    opening: Opening
+
+
+Child = tuple[EngineCoreRequest, SamplingParams, int, Asked]
+"""The request for one answer, its sampling parameters, its index and its prompt."""
 
 prepare_for_torch()
 
@@ -79,22 +90,37 @@ class LLM:
         """
         if not isinstance(prompts, str):
             prompts = [p if isinstance(p, str | int) else list(p) for p in prompts]  # type: ignore[assignment]
-        return self._run(self._prompts.completion_prompts(prompts), sampling_params, use_tqdm)
+        asked = [
+            Asked(ids, text if isinstance(text, str) else None, Opening.CONTINUATION)
+            for ids, text in zip(
+                self._prompts.completion_prompts(prompts), self._prompts.split(prompts), strict=True
+            )
+        ]
+        return self._run(asked, sampling_params, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        continue_final_message: bool = False,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several."""
+        """Answer one conversation, or each of several; with `continue_final_message` the answer
+        goes on with the last message."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Iterable[Any] = [messages] if one else messages
+        options = TemplateOptions(
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
         prompts = [
-            self._prompts.chat_prompt(self._prompts.chat_messages(talk)) for talk in conversations
+            self._prompts.chat_prompt(self._prompts.chat_messages(talk), options)
+            for talk in conversations
         ]
-        return self._run(prompts, sampling_params, use_tqdm)
+        opening = Opening.CONTINUATION if continue_final_message else Opening.BEGINNING
+        asked = [Asked(ids, None, opening) for ids in prompts]
+        return self._run(asked, sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of a call without `sampling_params`: what the model's generation_config.json says,
@@ -121,7 +147,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[list[int]],
+        prompts: list[Asked],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
@@ -158,19 +184,20 @@ class LLM:
         return [answers[external_id] for external_id in parents]
 
     def _submit(self, requests: Sequence[Child]) -> None:
-        for request, wish, index in requests:
-            self._processor.add_request(request, wish, kind=_KIND, index=index)
+        for request, wish, index, asked in requests:
+            opening = asked.opening if wish.structured_outputs is None else Opening.VERBATIM
+            self._processor.add_request(
+                request, wish, kind=_KIND, index=index, prompt=asked.text, opening=opening
+            )
             refused = self._core.add_request(request, _CLIENT)
             assert refused is None, refused
 
-    def _requests(
-        self, external_id: str, prompt: list[int], wish: SamplingParams
-    ) -> Iterator[Child]:
+    def _requests(self, external_id: str, prompt: Asked, wish: SamplingParams) -> Iterator[Child]:
         """One for each answer that is to be drawn, with its index."""
         validate(wish, vocab_size=self._prompts.vocab_size)
-        wish = with_vocabulary(wish, len(prompt), self._prompts.vocab_size)
+        wish = with_vocabulary(wish, len(prompt.token_ids), self._prompts.vocab_size)
         max_tokens = self._prompts.resolve_max_tokens(
-            len(prompt), wish.max_tokens, min_tokens=wish.min_tokens
+            len(prompt.token_ids), wish.max_tokens, min_tokens=wish.min_tokens
         )
         bad_words = bad_word_tokens(
             self._prompts.tokenizer, wish.bad_words, vocab_size=self._prompts.vocab_size
@@ -181,13 +208,13 @@ class LLM:
             request = to_core_request(
                 child,
                 external_req_id=external_id,
-                prompt_token_ids=prompt,
+                prompt_token_ids=prompt.token_ids,
                 max_tokens=max_tokens,
                 eos_token_ids=self._ends,
                 bad_words=bad_words,
                 grammar=grammar,
             )
-            yield request, child, index
+            yield request, child, index, prompt
 
     def _gather(
         self,

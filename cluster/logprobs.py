@@ -13,7 +13,7 @@ from swell.cluster.openai.logprobs import (
     TopLogprob,
 )
 from swell.cluster.outputs import Logprob, LogprobTable
-from swell.cluster.token_texts import TokenTexts
+from swell.cluster.token_texts import Texts
 
 NameOf = Callable[[int], str]
 """What a token is called: its text, unless something else is asked for."""
@@ -54,18 +54,24 @@ def completion_logprobs(
 
 def chat_logprobs(answer: LogprobTable, top: int, name_of: NameOf | None = None) -> ChatLogprobs:
     """Of a chat answer, or of one delta of it, with the `top` most likely tokens for each."""
-    texts = answer.texts
-    name = name_of or texts.text
+    columns = zip(answer.token_ids, answer.logprobs, strict=True)
     return ChatLogprobs(
         content=[
-            ChatTokenLogprob(
-                token=name(token_ids[0]),
-                logprob=finite(logprobs[0]),
-                bytes=list(texts[token_ids[0]]),
-                top_logprobs=_top(texts, name, token_ids[1 : 1 + top], logprobs[1 : 1 + top]),
-            )
-            for token_ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True)
+            _chat_token(answer.texts_at(index), token_ids, logprobs, top, name_of)
+            for index, (token_ids, logprobs) in enumerate(columns)
         ]
+    )
+
+
+def _chat_token(
+    texts: Texts, token_ids: list[int], logprobs: list[float], top: int, name_of: NameOf | None
+) -> ChatTokenLogprob:
+    name = name_of or texts.text
+    return ChatTokenLogprob(
+        token=name(token_ids[0]),
+        logprob=finite(logprobs[0]),
+        bytes=list(texts[token_ids[0]]),
+        top_logprobs=_top(texts, name, token_ids[1 : 1 + top], logprobs[1 : 1 + top]),
     )
 
 
@@ -84,7 +90,7 @@ def _by_id(position: dict[int, Logprob]) -> dict[int, PromptLogprob]:
 
 
 def _top(
-    texts: TokenTexts, name: NameOf, token_ids: list[int], logprobs: list[float]
+    texts: Texts, name: NameOf, token_ids: list[int], logprobs: list[float]
 ) -> list[TopLogprob]:
     return [
         TopLogprob(token=name(i), logprob=finite(logprob), bytes=list(texts[i]))
@@ -96,8 +102,10 @@ def _append(
     told: CompletionLogprobs, table: LogprobTable, top: int, shift: int, name_of: NameOf | None
 ) -> None:
     """Add a table's positions, `shift` characters further on."""
-    name = name_of or table.texts.text
-    for token_ids, logprobs in zip(table.token_ids, table.logprobs, strict=True):
+    for index, (token_ids, logprobs) in enumerate(
+        zip(table.token_ids, table.logprobs, strict=True)
+    ):
+        name = name_of or table.texts_at(index).text
         told.tokens.append(name(token_ids[0]))
         told.token_logprobs.append(finite(logprobs[0]) if logprobs else None)
         told.top_logprobs.append(_by_name(name, token_ids, logprobs, top))

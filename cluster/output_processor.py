@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.detokenizer import Detokenizer
+from swell.cluster.detokenizer import Detokenizer, Opening
 from swell.cluster.outputs import (
     CompletionOutput,
     RequestOutput,
@@ -23,9 +23,10 @@ from swell.cluster.outputs import (
 from swell.cluster.params import SamplingParams
 from swell.cluster.stats import IterationStats, NoStats, RequestTimes, StatsSink
 from swell.cluster.stops import stop_checker
-from swell.cluster.token_texts import TokenTexts
+from swell.cluster.token_texts import TokenTexts, Written
 from swell.cluster.told_logprobs import ToldLogprobs
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
+from swell.worker.sample.wire import TokenLogprobs
 
 __all__ = [
     "CompletionOutput",
@@ -64,6 +65,7 @@ class RequestState:
         index: int,
         stream_interval: int,
         arrival_s: float,
+        opening: Opening,
     ) -> None:
         self.request = request
         self.request_id = request.request_id
@@ -78,7 +80,9 @@ class RequestState:
         self._prompt = prompt
         self._index = index
         self._stream_interval = stream_interval
-        self._detokenizer = detokenizer.start(params.skip_special_tokens)
+        skip = params.skip_special_tokens
+        self._machine = detokenizer.start(skip, opening, request.prompt_token_ids)
+        self._texts = texts
         self._include_stop = params.include_stop_str_in_output
         self._stops = stop_checker(
             params.stop_strings,
@@ -90,7 +94,7 @@ class RequestState:
         """Pieces; of a stream of deltas only those that have not been sent."""
         self._num_chars = 0
         """Of all text so far, also of what is held back or behind a stop string."""
-        self._logprobs = ToldLogprobs(request, texts)
+        self._logprobs = ToldLogprobs(request, texts, skip_special_tokens=skip, prompt=prompt)
         self._sent_tokens = 0
         self._answered = False
         """An engine has answered: later runs do not change `num_cached_tokens`."""
@@ -124,8 +128,10 @@ class RequestState:
         for position, token_id in enumerate(token_ids):
             self.output_token_ids.append(token_id)
             if told:
-                self._logprobs.add(told[position], self._num_chars)
-            if position < visible and self._show(self._detokenizer.push(token_id)):
+                text = self._tell(token_id, told[position], is_text=position < visible)
+            else:
+                text = self._machine.push(token_id) if position < visible else ""
+            if self._show(text):
                 return
         if output.finish_reason is FinishReason.ERROR:
             # What was held back is no end of the answer, even where it holds a stop string.
@@ -135,7 +141,7 @@ class RequestState:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """The engine has ended it: what was held back is text after all, or its last stop."""
-        if self._show(self._detokenizer.flush()):
+        if self._show(self._machine.flush()):
             return
         self._text.append(self._stops.flush())
         self.finish_reason, self.stop_reason = reason, stop_reason
@@ -176,6 +182,16 @@ class RequestState:
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=self._logprobs.take_prompt(forget=is_delta),
         )
+
+    def _tell(self, token_id: int, told: TokenLogprobs, *, is_text: bool) -> str:
+        """Keep the log probability of the next token with its place. Gives back its text; an end
+        token is none."""
+        written = Written("", self._machine.pending_chars, False)
+        if is_text:
+            written = self._texts.write(self._machine, token_id)
+        offset = self._num_chars + written.place
+        self._logprobs.add(told, offset, at_beginning=written.at_beginning)
+        return written.text
 
     def _show(self, text: str) -> bool:
         """Pass text by the stop strings; True if one of them ended the answer."""
@@ -233,9 +249,11 @@ class OutputProcessor:
         prompt: str | None = None,
         index: int = 0,
         arrival_s: float | None = None,
+        opening: Opening = Opening.BEGINNING,
     ) -> RequestState:
-        """Expect outputs of `request`. `arrival_s` is a reading of this processor's clock, where
-        the request came earlier than this call."""
+        """Expect outputs of `request`. `prompt` is the text that was sent, if it was one;
+        `arrival_s` is a reading of this processor's clock, where the request came earlier than
+        this call."""
         assert request.request_id not in self.request_states, request.request_id
         assert not request.output_token_ids, "a resubmission keeps its first state"
         state = RequestState(
@@ -249,6 +267,7 @@ class OutputProcessor:
             index=index,
             stream_interval=self._stream_interval,
             arrival_s=self._clock() if arrival_s is None else arrival_s,
+            opening=opening,
         )
         self.request_states[request.request_id] = state
         self._internal_ids.setdefault(state.external_req_id, []).append(request.request_id)

@@ -10,7 +10,7 @@ from typing import overload
 
 import msgspec
 
-from swell.cluster.token_texts import TokenTexts
+from swell.cluster.token_texts import Texts, TokenTexts
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -53,18 +53,34 @@ class LogprobTable(Sequence[dict[int, Logprob] | None]):
     offsets: list[int] = field(default_factory=list)
     """Characters of the text before the token that stands there; tokens that share a character
     share its place."""
+    at_beginning: int = 0
+    """At so many of the first positions tokens have the texts of a beginning."""
 
-    def append(self, token_ids: list[int], logprobs: list[float], rank: int, offset: int) -> None:
+    def append(
+        self,
+        token_ids: list[int],
+        logprobs: list[float],
+        rank: int,
+        offset: int,
+        *,
+        at_beginning: bool = False,
+    ) -> None:
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
         self.ranks.append(rank)
         self.offsets.append(offset)
+        self.at_beginning += at_beginning
 
     def extend(self, newer: LogprobTable) -> None:
         self.token_ids += newer.token_ids
         self.logprobs += newer.logprobs
         self.ranks += newer.ranks
         self.offsets += newer.offsets
+        self.at_beginning += newer.at_beginning
+
+    def texts_at(self, index: int) -> Texts:
+        """Of the tokens that could have stood there."""
+        return self.texts.at_beginning if index < self.at_beginning else self.texts
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -75,22 +91,24 @@ class LogprobTable(Sequence[dict[int, Logprob] | None]):
     def __getitem__(self, index: slice) -> LogprobTable: ...
     def __getitem__(self, index: int | slice) -> dict[int, Logprob] | LogprobTable | None:
         if isinstance(index, slice):
+            kept = range(len(self))[index]
             return LogprobTable(
                 self.texts,
                 self.token_ids[index],
                 self.logprobs[index],
                 self.ranks[index],
                 self.offsets[index],
+                min(len(kept), max(0, self.at_beginning - kept.start)),
             )
         if not self.logprobs[index]:
             return None
         ranks = (self.ranks[index], *range(1, len(self.token_ids[index])))
-        table: dict[int, Logprob] = {}
+        texts, table = self.texts_at(index), dict[int, Logprob]()
         for token_id, logprob, rank in zip(
             self.token_ids[index], self.logprobs[index], ranks, strict=True
         ):
             if token_id not in table:
-                table[token_id] = Logprob(logprob, rank, self.texts.text(token_id))
+                table[token_id] = Logprob(logprob, rank, texts.text(token_id))
         return table
 
 

@@ -121,19 +121,15 @@ class ChatTemplate:
             )
 
     def _rendered(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
+        sent = [tool.as_sent for tool in options.tools]
+        filled = [_filled(tool) for tool in sent]
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    self._plain(messages, options),
-                    tools=[plain_tool(tool) for tool in options.tools] or None,
-                    documents=list(options.documents) or None,
-                    chat_template=options.template or self._own,
-                    tokenize=False,
-                    add_generation_prompt=options.add_generation_prompt,
-                    continue_final_message=options.continue_final_message,
-                    **options.variables,
-                )
-            )
+            try:
+                return self._applied(messages, options, sent)
+            except Exception:
+                if filled == sent:
+                    raise
+                return self._applied(messages, options, filled)
         except Exception as error:  # a template may raise anything: it is a program
             reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
             whose = "this request's" if options.template else "the model's"
@@ -142,6 +138,25 @@ class ChatTemplate:
                 "chat_template" if options.template else "messages",
                 "chat_template_error",
             ) from None
+
+    def _applied(
+        self,
+        messages: Sequence[ChatMessage],
+        options: TemplateOptions,
+        tools: list[dict[str, Any]],
+    ) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                self._plain(messages, options),
+                tools=tools or None,
+                documents=list(options.documents) or None,
+                chat_template=options.template or self._own,
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **options.variables,
+            )
+        )
 
     def _plain(
         self, messages: Sequence[ChatMessage], options: TemplateOptions
@@ -177,15 +192,8 @@ def _plain_call(call: MessageToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def plain_tool(tool: ToolDefinition) -> dict[str, Any]:
-    """A tool as templates know it."""
-    function = tool.function
-    assert function is not None, "tools were checked"
-    return {
-        "type": "function",
-        "function": {
-            "name": function.name,
-            "description": function.description or "",
-            "parameters": function.parameters or {"type": "object", "properties": {}},
-        },
-    }
+def _filled(tool: dict[str, Any]) -> dict[str, Any]:
+    """With what a tool may leave out, for templates that cannot do without."""
+    given = {name: value for name, value in tool["function"].items() if value is not None}
+    empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return {**tool, "function": {**empty, **given}}

@@ -16,7 +16,15 @@ class ToldLogprobs:
     counts. Every prompt position is known when the first output comes.
     """
 
-    def __init__(self, request: EngineCoreRequest, texts: TokenTexts) -> None:
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        texts: TokenTexts,
+        *,
+        skip_special_tokens: bool = True,
+        prompt: str | None = None,
+    ) -> None:
+        """`prompt`: its text as it was sent, if that is known."""
         self.cumulative: float | None = None
         """Sum over all outputs; None if they were not asked for."""
         self._texts = texts
@@ -29,8 +37,9 @@ class ToldLogprobs:
         if request.sampler.prompt_logprobs is not None:
             ids = request.prompt_token_ids
             self._unknown = len(ids) - 1
+            places = texts.places(ids, skip_special_tokens, prompt)
             self._prompt = LogprobTable(
-                texts, [[i] for i in ids], [[] for _ in ids], [0] * len(ids), texts.offsets(ids)
+                texts, [[i] for i in ids], [[] for _ in ids], [0] * len(ids), *places
             )
 
     @property
@@ -52,10 +61,12 @@ class ToldLogprobs:
             raise ValueError(f"an engine gave {num_tokens} tokens and {len(outputs)} logprobs")
         return outputs
 
-    def add(self, told: TokenLogprobs, offset: int) -> None:
+    def add(self, told: TokenLogprobs, offset: int, *, at_beginning: bool) -> None:
         """The next output token is visible; `offset` characters of text stand before it."""
         assert self._outputs is not None and self.cumulative is not None
-        self._outputs.append(told.token_ids, told.logprobs, told.rank, offset)
+        self._outputs.append(
+            told.token_ids, told.logprobs, told.rank, offset, at_beginning=at_beginning
+        )
         self.cumulative += told.logprobs[0]
 
     def take(self, *, forget: bool) -> LogprobTable | None:

@@ -80,7 +80,7 @@ def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise BadRequest(
                 f"{name}[{index}]={shown(token)} is no token id of this model; "
-                f"they are 0 .. {vocab_size - 1}",
+                f"they are 0 .. {vocab_size - 1}, {vocab_size} in all",
                 f"{name}[{index}]",
             )
 
@@ -203,7 +203,7 @@ def _check_bias(bias: object, vocab_size: int) -> None:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise BadRequest(
                 f"{path}: {shown(token)} is no token id of this model; they are "
-                f"0 .. {vocab_size - 1}",
+                f"0 .. {vocab_size - 1}, {vocab_size} in all",
                 "logit_bias",
             )
         _number(path, value, -MAX_BIAS, MAX_BIAS)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
-from msgspec import UNSET
 
 from swell.cluster.answers.base import Answer, choice_usage
 from swell.cluster.logprobs import completion_logprobs, name_by_id, prompt_logprobs_body
@@ -17,19 +16,14 @@ from swell.cluster.sse import DONE, PLAIN, CompletionStream, Rest
 
 
 class CompletionAnswer(Answer):
-    """`text_of` writes prompt tokens as text, for `echo`."""
+    """With `echo` every choice begins with the text of its prompt."""
 
-    def __init__(
-        self, id: str, model: str, body: CompletionRequest, text_of: Callable[[list[int]], str]
-    ) -> None:
+    def __init__(self, id: str, model: str, body: CompletionRequest) -> None:
         super().__init__(id, model, n=body.n or 1)
         self._body = body
-        self._text_of = text_of
         self._stream = CompletionStream(
             self.id, self.created, model, include_usage=body.include_usage
         )
-        self._prompts: dict[int, str] = {}
-        """The text of each prompt that is told, written once for all its answers."""
         self._echoed_chars: dict[int, int] = {}
         """Of each choice of a stream that has begun."""
         self._tells_more = (
@@ -56,7 +50,7 @@ class CompletionAnswer(Answer):
     ) -> CompletionChoice:
         body = self._body
         part = self._shown(part)
-        prompt = self._prompt(index, output)
+        prompt = self._echo(output)
         told = None if body.prompt_logprobs is None else output.prompt_logprobs
         return CompletionChoice(
             index=index,
@@ -64,17 +58,18 @@ class CompletionAnswer(Answer):
             logprobs=self._logprobs(output, part, len(prompt)),
             finish_reason=part.finish_reason,
             stop_reason=part.stop_reason,
-            token_ids=part.token_ids if body.return_token_ids else UNSET,
-            prompt_token_ids=output.prompt_token_ids if body.return_token_ids else UNSET,
-            prompt_logprobs=UNSET if told is None else prompt_logprobs_body(told),
+            token_ids=part.token_ids if body.return_token_ids else None,
+            prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
+            prompt_logprobs=None if told is None else prompt_logprobs_body(told),
         )
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
         """With `echo` the first chunk begins with the prompt."""
-        body, prompt = self._body, ""
+        body, prompt, prompt_ids = self._body, "", None
         part = self._shown(part)
         if choice not in self._echoed_chars:
-            prompt = self._prompt(choice, output)
+            prompt = self._echo(output)
+            prompt_ids = output.prompt_token_ids if body.return_token_ids else None
             self._echoed_chars[choice] = len(prompt)
         rest = PLAIN
         if part.finish_reason is not None or self._tells_more:
@@ -84,17 +79,13 @@ class CompletionAnswer(Answer):
                 self._logprobs(output, part, self._echoed_chars[choice]),
                 part.token_ids if body.return_token_ids else None,
                 self._shown_usage(choice_usage(output)) if body.continuous_usage else None,
+                prompt_ids,
             )
         return [self._stream.chunk(prompt + part.text, choice, rest)]
 
-    def _prompt(self, choice: int, output: RequestOutput) -> str:
-        """What the answer of this number begins with."""
-        if not self._body.echo:
-            return ""
-        place = choice // self.n
-        if place not in self._prompts:
-            self._prompts[place] = self._text_of(output.prompt_token_ids)
-        return self._prompts[place]
+    def _echo(self, output: RequestOutput) -> str:
+        """What every answer to a prompt begins with."""
+        return (output.prompt or "") if self._body.echo else ""
 
     def _logprobs(
         self, output: RequestOutput, part: CompletionOutput, echoed_chars: int

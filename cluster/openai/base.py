@@ -28,6 +28,9 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """The rules between fields; raises `BadRequest`."""
 
+    def keep(self, body: bytes) -> None:
+        """Keep what types lose of the body, which is this one's as it was sent."""
+
     def refuse_unsupported(self, path: str = "") -> None:
         for name, neutral in self.NOT_SERVED.items():
             check_neutral(f"{path}{name}", getattr(self, name), neutral)

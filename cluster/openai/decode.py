@@ -56,7 +56,7 @@ def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") ->
     """The same, and what of the body was left out; `unknown` is `serve.unknown_fields`."""
     body = body.removeprefix(_BYTE_ORDER_MARK)
     check_size(body)
-    findings = Findings()
+    findings, sent = Findings(), body
     try:
         if kind.PARTS:  # the decoder alone does not look into them
             body = Sifter(unknown, findings).sift(body, kind)
@@ -71,6 +71,7 @@ def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") ->
         raise _explain_validation(error, body, kind) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _explain_syntax(error, body) from None
+    request.keep(sent)
     request.check()
     return Decoded(request, findings)
 

@@ -196,14 +196,21 @@ SAME_NAME = tuple(
 """Fields that mean the same in a request and in `SamplingParams`."""
 
 
+_SHOWN_KEYS = 8
+"""Of keys that are no token ids, as a refusal names them."""
+
+
 def _bias(bias: Mapping[str, float]) -> dict[int, float]:
     """JSON writes the keys as texts."""
-    numbers = {}
+    numbers, wrong = {}, []
     for token, value in bias.items():
         try:
             numbers[int(token)] = value
         except ValueError:
-            raise BadRequest(
-                f"logit_bias[{shown(token)}]: {shown(token)} is no token id", "logit_bias"
-            ) from None
+            wrong.append(token)
+    if wrong:
+        named = ", ".join(map(shown, wrong[:_SHOWN_KEYS]))
+        more = f" and {len(wrong) - _SHOWN_KEYS} more" if len(wrong) > _SHOWN_KEYS else ""
+        what = "is no token id" if len(wrong) == 1 else "are no token ids"
+        raise BadRequest(f"logit_bias: {named}{more} {what}", "logit_bias")
     return numbers

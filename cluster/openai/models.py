@@ -6,7 +6,12 @@ from typing import Any
 
 from swell.cluster.openai.base import Body, RequestBody
 from swell.cluster.openai.ecosystem import DETOKENIZE, TOKENIZE
-from swell.cluster.openai.messages import ChatMessage, ToolDefinition, check_messages
+from swell.cluster.openai.messages import (
+    ChatMessage,
+    ToolDefinition,
+    check_messages,
+    keep_tools,
+)
 from swell.cluster.params import BadRequest
 
 
@@ -43,6 +48,9 @@ class TokenizeRequest(RequestBody, kw_only=True):
     return_token_strs: bool | None = None
 
     ECOSYSTEM = TOKENIZE
+
+    def keep(self, body: bytes) -> None:
+        keep_tools(self.tools, body)
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):

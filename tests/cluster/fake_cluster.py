@@ -41,6 +41,7 @@ from swell.engine.wire import (
     FinishReason,
     KeepAlive,
 )
+from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
 from tests.engine.fake_worker import next_token
 
 LOOK_S = 0.002
@@ -124,14 +125,16 @@ class FakeEngine(_Threaded):
 
     incarnations = itertools.count(1)
 
-    def __init__(self, keys: Any, rank: int, script: list[int] | None = None) -> None:
+    def __init__(
+        self, keys: Any, rank: int, script: list[int] | None = None, vocab_size: int = 500
+    ) -> None:
         super().__init__()
         self.inbox: Inbox[EngineMessage] = Inbox(EngineMessage, keys)
         self.member = Member(
             rank,
             self.inbox.address,
             max_model_len=2000,
-            vocab_size=500,
+            vocab_size=vocab_size,
             incarnation=next(self.incarnations),
         )
         self.credit_steps = 0
@@ -144,6 +147,10 @@ class FakeEngine(_Threaded):
         self.counts: dict[bytes, int] = {}
         self._script = script
         self._thread.start()
+
+    def say(self, script: list[int]) -> None:
+        """What the next requests get. None may be under way."""
+        self._script = script
 
     def allow(self, steps: int = ENDLESS) -> None:
         def add() -> None:
@@ -221,7 +228,9 @@ class FakeEngine(_Threaded):
                 reason = FinishReason.LENGTH
             if reason is not None:
                 del self.requests[request_id]
-            outputs.setdefault(peer, []).append(EngineCoreOutput(request_id, tokens[-1:], reason))
+            told = _logprobs(request, tokens)
+            answer = EngineCoreOutput(request_id, tokens[-1:], reason, extras=told)
+            outputs.setdefault(peer, []).append(answer)
         for peer, answers in outputs.items():
             self._send(peer, answers)
 
@@ -238,6 +247,20 @@ class FakeEngine(_Threaded):
             return
         seq = self.counts[peer]
         self.inbox.send(peer, EngineCoreOutputs(self.member.rank, outputs, seq=seq, **fields))
+
+
+def _logprobs(request: EngineCoreRequest, tokens: list[int]) -> list[Extra]:
+    """What is told beside the last of `tokens`, the outputs: every token is certain."""
+    told: list[Extra] = []
+    prompt, sampler = request.prompt_token_ids, request.sampler
+    if sampler.prompt_logprobs is not None and len(tokens) == 1:
+        certain = [0.0] * (1 + sampler.prompt_logprobs)
+        rows = [[token] * len(certain) for token in prompt[1:]]
+        told.append(PromptLogprobs(1, rows, [certain] * len(rows), [1] * len(rows)))
+    if sampler.logprobs is not None:
+        count = 1 + sampler.logprobs
+        told.append(TokenLogprobs(tokens[-1:] * count, [0.0] * count, 1))
+    return told
 
 
 class FakeManager:
@@ -259,7 +282,13 @@ class FakeManager:
 class FakeCluster:
     """Use as `async with FakeCluster(folder).serving() as cluster`."""
 
-    def __init__(self, folder: Path, script: list[int] | None = None, **settings: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        script: list[int] | None = None,
+        vocab_size: int = 500,
+        **settings: object,
+    ) -> None:
         source = {"model": {"path": str(folder), "name": "fake"}, "cache": {"block_tokens": 4}}
         settings.setdefault("cluster.heartbeat_s", 0.05)
         self.config: Config = load(source, settings)
@@ -270,6 +299,7 @@ class FakeCluster:
         self.edge: EdgeServer
         self.client: httpx.AsyncClient
         self._script = script
+        self._vocab_size = vocab_size
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeCluster]:
@@ -312,7 +342,7 @@ class FakeCluster:
 
     def start(self, rank: int, steps: int = ENDLESS) -> FakeEngine:
         """An engine that is not in the roster; it may make so many steps."""
-        engine = FakeEngine(self.coordinator.keys, rank, self._script)
+        engine = FakeEngine(self.coordinator.keys, rank, self._script, self._vocab_size)
         engine.allow(steps)
         self.engines.append(engine)
         return engine

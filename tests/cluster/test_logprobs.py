@@ -69,7 +69,7 @@ def test_special_tokens_have_text_and_unknown_ids_have_none(name: str) -> None:
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
     texts = TokenTexts(Detokenizer(None))
-    assert (texts[5], texts.text(5), texts.offsets([5, 6])) == (b"", "", [0, 0])
+    assert (texts[5], texts.text(5), texts.places([5, 6]).offsets) == (b"", "", [0, 0])
 
 
 # ---------------------------------------------------------------- tables

@@ -10,6 +10,7 @@ import pytest
 from swell.cluster import words
 from swell.cluster.params import BadRequest
 from tests.cluster.tokenizers_for_tests import EXACT, WINDOWED, chat_tokenizer
+from tests.kinds import kind
 
 FAMILIES = {**EXACT, **WINDOWED}
 bad_word_tokens = partial(words.bad_word_tokens, vocab_size=10**9)
@@ -34,24 +35,40 @@ class Slow:
 
 
 def by_definition(backend: Any, words: list[str]) -> list[list[int]]:
-    """vLLM's rule, word by word."""
+    """vLLM's rule, word by word, and the form behind a line end."""
     found: list[list[int]] = []
     for word in words:
         forms = [
             backend.encode(space + word.lstrip(), add_special_tokens=False).ids
             for space in ("", " ")
         ]
-        found.append(forms[0])
-        if forms[1][0] != forms[0][0] and len(forms[1]) == len(forms[0]):
-            found.append(forms[1])
+        before = backend.encode("\n", add_special_tokens=False).ids
+        whole = backend.encode("\n" + word.lstrip(), add_special_tokens=False).ids
+        bare = whole[len(before) :] if whole[: len(before)] == before else []
+        if forms[1][0] == forms[0][0] or len(forms[1]) != len(forms[0]):
+            del forms[1]
+        if bare:
+            forms = [form for form in forms if form[-len(bare) :] != bare] + [bare]
+        found += [form for form in forms if form not in found]
     return found
 
 
+@pytest.mark.parametrize("name", ["llama2", "mistral_v3", "phi3", "gemma", "llama3", "qwen3"])
+@pytest.mark.parametrize("before", ["", " ", "a ", "\n", "a\n", "(", "x="])
+def test_a_word_is_found_wherever_it_stands(name: str, before: str) -> None:
+    """Of tokenizers that put a space before a text, and such that do not."""
+    tokenizer = kind(name).tokenizer
+    for word in ("the", "Paris"):
+        sequences = bad_word_tokens(tokenizer, [word])
+        ids = tokenizer.encode(before + word, add_special_tokens=False)
+        assert any(ids[-len(sequence) :] == sequence for sequence in sequences)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", [Wrapped, Slow])
-def test_the_rule(family: str, kind: Any) -> None:
+@pytest.mark.parametrize("wrap", [Wrapped, Slow])
+def test_the_rule(family: str, wrap: Any) -> None:
     backend = FAMILIES[family]()
-    assert bad_word_tokens(kind(backend), WORDS) == by_definition(backend, WORDS)
+    assert bad_word_tokens(wrap(backend), WORDS) == by_definition(backend, WORDS)
 
 
 def test_a_word_is_found_at_the_beginning_and_behind_a_space() -> None:
@@ -74,7 +91,7 @@ def test_two_forms_where_the_space_belongs_to_the_token() -> None:
     plain = tokenizer.encode("the", add_special_tokens=False)
     spaced = tokenizer.encode(" the", add_special_tokens=False)
     assert len(plain) == len(spaced) == 1
-    assert bad_word_tokens(tokenizer, ["the"]) == [plain, spaced]
+    assert sorted(bad_word_tokens(tokenizer, ["the"])) == sorted([plain, spaced])
 
 
 @pytest.mark.parametrize(
@@ -90,14 +107,14 @@ def test_two_forms_where_the_space_belongs_to_the_token() -> None:
 )
 def test_which_second_form_counts(spaced: list[int], counts: bool) -> None:
     """As long as the first form [1, 2], and begun with another token."""
-    forms = {"x": [1, 2], " x": spaced}
+    forms = {"x": [1, 2], " x": spaced, "\n": [9], "\nx": [9, 1, 2]}
 
     class Table:
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
             assert not add_special_tokens
             return forms[text]
 
-    assert bad_word_tokens(Table(), ["x"]) == ([[1, 2], spaced] if counts else [[1, 2]])
+    assert bad_word_tokens(Table(), ["x"]) == ([spaced, [1, 2]] if counts else [[1, 2]])
 
 
 def test_no_special_tokens_and_each_sequence_once() -> None:
@@ -117,6 +134,14 @@ def test_what_is_no_word_is_refused_by_its_place(word: str, said: str) -> None:
     with pytest.raises(BadRequest, match=said) as refusal:
         bad_word_tokens(chat_tokenizer(), ["the", word])
     assert refusal.value.param == "bad_words[1]"
+
+
+def test_more_tokens_than_an_engine_takes_are_refused() -> None:
+    tokenizer = kind("llama2").tokenizer
+    assert len(bad_word_tokens(tokenizer, ["😃" * 16_000])) == 1
+    with pytest.raises(BadRequest, match=r"bad_words have \d+ tokens.*65536") as refusal:
+        bad_word_tokens(tokenizer, ["😃" * 16_000, "sky" + "😃" * 1000])
+    assert refusal.value.param == "bad_words"
 
 
 def test_what_the_model_cannot_draw_needs_no_ban() -> None:
