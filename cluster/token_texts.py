@@ -72,10 +72,11 @@ class TokenTexts(Texts):
         """Push a token, and see where its own text stands."""
         at_beginning, place = machine.at_beginning, machine.pending_chars
         text = machine.push(token_id)
-        own = (self.at_beginning if at_beginning else self).text(token_id)
-        before = len(text) - len(own)
-        if own and before > place and text.endswith(own):
-            place = before
+        own = self.at_beginning.text(token_id) if at_beginning else self.text(token_id)
+        if text != own:
+            before = len(text) - len(own)
+            if own and before > place and text.endswith(own):
+                place = before
         return Written(text, place, at_beginning)
 
     def places(
