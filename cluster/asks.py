@@ -106,7 +106,10 @@ class AskMaker:
         prompts = self._prompts.completion_prompts(
             body.prompt, _text_options(body, add_special_tokens=True)
         )
-        ask, grammar = self._ask(body, params, prompts, "prompt", opening=Opening.CONTINUATION)
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = partial(compile_grammar, params.structured_outputs, body.form_field)
+        ask = self._ask(body, params, prompts, "prompt", Opening.CONTINUATION)
         if body.echo:
             ask = msgspec.structs.replace(ask, prompt_texts=self._echoed(body, ask))
         return ask, grammar
@@ -139,16 +142,11 @@ class AskMaker:
         if form.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         continues = options.continue_final_message
-        ask, grammar = self._ask(
-            body,
-            params,
-            [prompt],
-            "messages",
-            form.grammar,
-            opening=Opening.CONTINUATION if continues else Opening.BEGINNING,
-        )
+        opening = Opening.CONTINUATION if continues else Opening.BEGINNING
+        ask = self._ask(body, params, [prompt], "messages", opening)
         tail = self._prompts.text(prompt[-TAIL_TOKENS:])
-        return msgspec.structs.replace(ask, make_parser=partial(form.make_parser, tail)), grammar
+        answer = form.of(tail)
+        return msgspec.structs.replace(ask, make_parser=answer.make_parser), answer.grammar
 
     def _tokens(self, body: TokenizeRequest) -> list[int]:
         if body.messages is None:
@@ -171,12 +169,9 @@ class AskMaker:
         params: SamplingParams,
         prompts: list[list[int]],
         field: str,
-        grammar: CompileGrammar | None = None,
-        *,
         opening: Opening,
-    ) -> tuple[Ask, CompileGrammar | None]:
-        """The ask without its grammar, and what compiles that: `grammar` is that of tool calls, the
-        wish's own is made here."""
+    ) -> Ask:
+        """The ask without its grammar."""
         processor = self._prompts
         validate(params, vocab_size=processor.vocab_size)
         params = with_vocabulary(params, sum(map(len, prompts)), processor.vocab_size)
@@ -191,9 +186,7 @@ class AskMaker:
             )
             for prompt in prompts
         ]
-        if params.structured_outputs is not None:
-            grammar = partial(compile_grammar, params.structured_outputs, body.form_field)
-        ask = Ask(
+        return Ask(
             prompts=prompts,
             prompt_texts=[None] * len(prompts),
             opening=opening if params.structured_outputs is None else Opening.VERBATIM,
@@ -208,7 +201,6 @@ class AskMaker:
             cache_salt=body.cache_salt,
             data_parallel_rank=body.data_parallel_rank,
         )
-        return ask, grammar
 
     def _params(self, body: GenerationRequest) -> SamplingParams:
         return body.sampling_params(self._defaults.sampling)

@@ -163,14 +163,8 @@ class LimitedConnection(HttpToolsProtocol):
         newest.keep_alive = False
         self._expect_nothing()
         if self._half_closed is None:
-            self._half_closed = HalfClosed(self.loop, self.transport, self._may_probe)
+            self._half_closed = HalfClosed(self.loop, self.transport, lambda: self._answering)
         return True
-
-    def _may_probe(self) -> bool:
-        """Whether an interim answer may stand where the connection's answers are."""
-        answering = self._answering
-        assert answering is not None
-        return answering.scope["http_version"] != "1.0" and not answering.response_started
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from swell.cluster.openai.chat import ChatCompletionRequest
-from swell.cluster.openai.messages import NamedToolChoice, ToolDefinition
-from swell.cluster.params import BadRequest
-from swell.cluster.parsers import detect_reasoning, detect_tools, make_parser, tool_format
+from swell.cluster.openai.messages import CallRules, ToolDefinition, call_rules
+from swell.cluster.params import BadRequest, StructuredOutputs
+from swell.cluster.parsers import (
+    detect_reasoning,
+    detect_tools,
+    make_parser,
+    reasoning_format,
+    tool_format,
+)
 from swell.cluster.parsers.base import Parser
-from swell.cluster.parsers.grammar import answer
+from swell.cluster.parsers.formed import CallsOnly, FormOrCalls
+from swell.cluster.parsers.grammar import ReasoningGrammar, answer
 from swell.cluster.parsers.parts import Tool
-from swell.cluster.parsers.reasoning import OPEN
-from swell.cluster.structured import compile_lark
+from swell.cluster.structured import compile_grammar, compile_lark, form_of
 from swell.configs.schema import ConfigError, ServeConfig
 from swell.worker.sample.wire import Grammar
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one request."""
+    """Of one answer."""
+
+    make_parser: Callable[[], Parser]
+    grammar: Callable[[], Grammar] | None
+    """Compiles the form that the answer has; raises BadRequest."""
+
+
+class RequestFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one request, before its prompt is written."""
 
     tools: list[ToolDefinition]
     """Those that the model is shown."""
-    make_parser: Callable[[str], Parser]
-    """Makes what reads one answer, from the end of the prompt's text."""
     keeps_special_tokens: bool
     """A marker is a special token, so these must stay in the text."""
-    grammar: Callable[[], Grammar] | None
-    """Compiles the form that tool calls give the answer; raises BadRequest."""
+    of: Callable[[str], AnswerFormat]
+    """From the end of the prompt's text, which may have begun the answer's reasoning."""
 
 
 class ModelFormats:
@@ -39,14 +52,19 @@ class ModelFormats:
 
     def __init__(self, tokenizer: Any, chat_template: str, config: ServeConfig) -> None:
         self._tools = _chosen(config.tool_parser, detect_tools(chat_template))
-        self._reasoning = _chosen(config.reasoning_parser, detect_reasoning(chat_template))
+        guessed = detect_reasoning(chat_template)
+        self._reasoning = _chosen(config.reasoning_parser, guessed)
+        if self._reasoning == guessed == "think-open":
+            # This template says in each prompt whether the answer begins inside.
+            self._reasoning = "think"
+        self._added = added_tokens(tokenizer)
         self._special = special_tokens(tokenizer)
         try:
             make_parser(self._tools, self._reasoning)
         except ValueError as error:
             raise ConfigError(f"serve.tool_parser or serve.reasoning_parser: {error}") from None
 
-    def of(self, body: ChatCompletionRequest) -> AnswerFormat:
+    def of(self, body: ChatCompletionRequest) -> RequestFormat:
         tools = body.tools if body.tools and body.tool_choice != "none" else []
         if tools and self._tools is None:
             raise BadRequest(
@@ -55,62 +73,126 @@ class ModelFormats:
                 "tools",
                 "unsupported_value",
             )
-        name = self._tools if tools else None
-        grammar = self._grammar(body, tools)
-        # What a grammar forces begins at once: there is no room for reasoning.
-        reasoning = None if grammar or body.form() else self._reasoning
-        parser = make_parser(name, reasoning)
-        shown = [_tool(tool) for tool in tools]
-        return AnswerFormat(
+        parser = make_parser(self._tools if tools else None, self._reasoning)
+        return RequestFormat(
             tools=tools,
-            make_parser=lambda prompt: make_parser(
-                name, reasoning and reasoning_in(prompt), shown=shown
-            ),
             keeps_special_tokens=parser.keeps_special_tokens
-            or any(marker in self._special for marker in parser.markers),
-            grammar=grammar,
+            or any(name in marker for marker in parser.markers for name in self._special),
+            of=partial(self._answer, body, tools),
         )
 
-    def _grammar(
-        self, body: ChatCompletionRequest, tools: list[ToolDefinition]
-    ) -> Callable[[], Grammar] | None:
-        """Where the request asks for calls, for one at most, or for arguments as the schema has
-        them; otherwise the model is free."""
-        choice = body.tool_choice
-        named = isinstance(choice, NamedToolChoice)
-        strict = any(tool.function and tool.function.strict for tool in tools)
-        single = body.parallel_tool_calls is False
-        if not tools or not (named or choice == "required" or strict or single):
-            return None
-        if isinstance(choice, NamedToolChoice):
-            tools = [t for t in tools if t.function and t.function.name == choice.function.name]
-        assert self._tools is not None, "tools were refused"
-        kind = tool_format(self._tools)
+    def _answer(
+        self, body: ChatCompletionRequest, tools: list[ToolDefinition], prompt: str
+    ) -> AnswerFormat:
+        calls = _rules(body, tools)
+        form = None if calls and calls.required else body.form()
+        reasoning = self._before(body, form, prompt)
+        held = calls is not None or form is not None
+        name = self._tools if tools else None
+        kind = self._reasoning
+        if held and reasoning is None:
+            kind = None
+        within = FormOrCalls if calls and form else None
+        shown = [_tool(tool) for tool in tools]
 
-        def compile_calls() -> Grammar:
+        def make() -> Parser:
+            parser = make_parser(name, kind, shown=shown, prompt=prompt, within=within)
+            return CallsOnly(parser) if calls and calls.required else parser
+
+        limited = reasoning is not None and reasoning.budget is not None
+        grammar = partial(self._compile, body, shown, calls, form, reasoning)
+        return AnswerFormat(make_parser=make, grammar=grammar if held or limited else None)
+
+    def _before(
+        self, body: ChatCompletionRequest, form: StructuredOutputs | None, prompt: str
+    ) -> ReasoningGrammar | None:
+        """The reasoning that may stand before the answer; None: none is read as such."""
+        if self._reasoning is None:
+            return None
+        kind = reasoning_format(self._reasoning)
+        begun = kind.begun_by(prompt)
+        if not begun and (body.continue_final_message or prompt.rstrip().endswith(kind.close)):
+            return None
+        own = form.grammar if form else None
+        if not begun and own is not None and kind.open in own:
+            return None  # the parser could not tell such a text from reasoning
+        return ReasoningGrammar(
+            opening=kind.open,
+            closing=kind.close,
+            begun=begun,
+            padding=kind.padding,
+            content=kind.content,
+            budget=_budget(body),
+        )
+
+    def _compile(
+        self,
+        body: ChatCompletionRequest,
+        tools: list[Tool],
+        rules: CallRules | None,
+        form: StructuredOutputs | None,
+        reasoning: ReasoningGrammar | None,
+    ) -> Grammar:
+        """`tools`: those that the model is shown."""
+        if form is not None:
+            alone = compile_grammar(form, body.form_field)  # so that an error is about the form
+            if rules is None and reasoning is None:
+                return alone
+        kind = tool_format(self._tools) if tools and self._tools else None
+        calls = None
+        if kind is not None and rules is not None:
+            names = rules.names
             try:
                 calls = kind.calls(
-                    [_tool(tool) for tool in tools],
-                    parallel=not (named or single),
-                    special=self._special,
+                    [tool for tool in tools if names is None or tool.name in names],
+                    parallel=not rules.single,
+                    special=self._added,
                 )
             except ValueError as error:
                 raise BadRequest(f"tools: {error}", "tools") from None
-            lark = answer(calls, special=self._special, required=named or choice == "required")
-            return compile_lark(lark, "tools")
+        try:
+            lark = answer(
+                calls,
+                special=self._added,
+                required=rules is not None and rules.required,
+                form=form_of(form, body.form_field) if form else None,
+                reasoning=reasoning,
+                openers=[opener.strip() for opener in kind.openers] if kind else (),
+            )
+        except ValueError as error:
+            param = "thinking_token_budget"
+            raise BadRequest(f"{param}: {error}", param, "unsupported_value") from None
+        return compile_lark(lark, "tools" if calls else body.form_field or "structured_outputs")
 
-        return compile_calls
+
+def _rules(body: ChatCompletionRequest, tools: list[ToolDefinition]) -> CallRules | None:
+    """Of the calls that the answer may have; None: there are no tools, or the model is free to call
+    as it likes, and its text too."""
+    rules = call_rules(body.tool_choice)
+    strict = any(tool.function and tool.function.strict for tool in tools)
+    single = rules.single or body.parallel_tool_calls is False
+    held = rules.required or rules.names is not None or strict or single or body.form()
+    return msgspec.structs.replace(rules, single=single) if tools and held else None
 
 
-def reasoning_in(prompt: str) -> str:
-    """The form of reasoning behind a prompt: a template may open it, and may be asked not to."""
-    return "think-open" if prompt.rstrip().endswith(OPEN) else "think"
+def _budget(body: ChatCompletionRequest) -> int | None:
+    """The most tokens of reasoning; None: there is no limit."""
+    if body.thinking_token_budget is None and body.reasoning_effort == "none":
+        return 0
+    return None if body.thinking_token_budget == -1 else body.thinking_token_budget
 
 
-def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Text -> id of the tokens that are no text."""
+def special_tokens(tokenizer: Any) -> frozenset[str]:
+    """Texts of the tokens that are skipped where text is made."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {str(token): id for id, token in added.items() if token.special}
+    return frozenset(str(token) for token in added.values() if token.special)
+
+
+def added_tokens(tokenizer: Any) -> dict[str, int]:
+    """Text -> id of the tokens that the tokenizer finds in a text before it cuts it into words:
+    special ones, and others that models write as marks."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): id for id, token in added.items()}
 
 
 def _tool(tool: ToolDefinition) -> Tool:

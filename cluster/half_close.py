@@ -1,13 +1,14 @@
 """A client that has stopped sending: it waits for its answer, or it has left.
 
-TCP tells both by the same segment. HTTP says that the first is allowed and that no answer may be
-withheld for it (RFC 9112, 9.6 and 8), and nearly always it is the second, whose engines are wanted
-elsewhere. What tells them apart is that whoever has left answers what is written to it with a
-reset. So the connection stays open, and the client is written to:
+TCP tells both by the same segment. RFC 9112 says that the first is allowed, and does not imply that
+no answer is wanted; nearly always it is the second, whose engines are wanted elsewhere. What tells
+them apart is that whoever has left answers what is written to it with a reset. So the connection
+stays open, and the client is written to:
 
-- A stream is. The first token after the end tells.
-- Who still waits for the first byte after `PROBE_S` gets the interim answer `100 Continue`, which
-  every client of HTTP/1.1 must skip (RFC 9110, 15.2).
+- A stream is: the next token tells. If none comes for `PROBE_S`, a comment does, which every reader
+  of events skips.
+- Who waits as long for the first byte gets the interim answer `100 Continue`, which every client of
+  HTTP/1.1 must skip (RFC 9110, 15.2).
 - HTTP/1.0 has none, and a client may leave later: the kernel asks with keep-alive segments. The
   other kernel answers for a process that is gone until it forgets the connection, after a minute.
 
@@ -21,6 +22,10 @@ import select
 import socket
 from collections.abc import Callable
 
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from swell.cluster.http import EVENTS
+
 PROBE_S = 1.0
 """Most answers begin sooner, so that their clients see nothing else; longer would keep engines at
 work for those who have left."""
@@ -28,21 +33,23 @@ KEEPALIVE_S = 10
 _FIRST_LOOK_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_COMMENT = b"3\r\n:\n\n\r\n"
+"""Between two events, which are whole chunks."""
 
 
 class HalfClosed:
-    """Looks after one such connection, and aborts it once its client has left. `may_probe` says
-    whether an interim answer may be written now."""
+    """Looks after one such connection, and aborts it once its client has left. `answering`
+    gives the request that the application has."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         transport: asyncio.Transport,
-        may_probe: Callable[[], bool],
+        answering: Callable[[], RequestResponseCycle | None],
     ) -> None:
         self._loop = loop
         self._transport = transport
-        self._may_probe = may_probe
+        self._answering = answering
         self._probe_at_s = loop.time() + PROBE_S
         self._pause_s = _FIRST_LOOK_S
         self._poll = select.poll()
@@ -62,12 +69,21 @@ class HalfClosed:
             return
         if self._loop.time() >= self._probe_at_s:
             self._probe_at_s = float("inf")
-            if self._may_probe():
-                self._transport.write(_CONTINUE)
+            if said := _probe(self._answering()):
+                self._transport.write(said)
                 self._pause_s = _FIRST_LOOK_S
         left_s = max(_FIRST_LOOK_S, self._probe_at_s - self._loop.time())
         self._timer = self._loop.call_later(min(self._pause_s, left_s), self._look)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+
+def _probe(answering: RequestResponseCycle | None) -> bytes:
+    """What may be written now and says nothing; empty: there is nothing."""
+    if answering is None:
+        return b""
+    if answering.response_started:
+        return _COMMENT if EVENTS in answering.scope["state"] else b""
+    return b"" if answering.scope["http_version"] == "1.0" else _CONTINUE
 
 
 def _keep_alive(connection: socket.socket) -> None:

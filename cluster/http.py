@@ -45,6 +45,8 @@ WARNING = "x-swell-warning"
 """What of a request was ignored (`serve.unknown_fields: ignore`)."""
 ANTHROPIC_REQUEST_ID = "request-id"
 MAX_REQUEST_ID_CHARS = 128
+EVENTS = "swell.events"
+"""Key of the request's state: its answer is a stream of events, each in a chunk of its own."""
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}\Z")
 
 
@@ -215,7 +217,7 @@ class WithoutTrailingSlash:
 
 def require_json(request: Request) -> None:
     """Raises HTTPError 415 unless the request says that it sends JSON. A page of another site
-    cannot say so without asking first, which we never allow."""
+    cannot say so without asking first, which `serve.cors_origins` alone allows."""
     sent = request.headers.get("content-type", "")
     kind = sent.split(";")[0].strip().lower()
     if kind != "application/json":
@@ -318,6 +320,7 @@ class EventStream:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})[EVENTS] = True
         writing = asyncio.ensure_future(self._write(send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:

@@ -7,9 +7,10 @@ once. The result is, byte for byte, what the typed chunks of `cluster/openai` en
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET
 
 from swell.cluster.openai.base import ErrorBody, Usage
-from swell.cluster.openai.chat import ChatChunk, ChatDelta
+from swell.cluster.openai.chat import ChatChunk, ChatChunkChoice, ChatDelta
 from swell.cluster.openai.completions import CompletionChunk
 from swell.cluster.openai.logprobs import ChatLogprobs, CompletionLogprobs
 
@@ -27,6 +28,7 @@ class Rest(msgspec.Struct, frozen=True):
     token_ids: list[int] | None = None
     usage: Usage | None = None
     """Of the choice so far."""
+    prompt_token_ids: list[int] | None = None
 
 
 PLAIN = Rest()
@@ -61,6 +63,8 @@ class _Stream:
         if rest is PLAIN:
             return b"%b%d,%b%b" % (self._head, index, content, self._plain_tail)
         ids = b"" if rest.token_ids is None else b',"token_ids":' + _encode(rest.token_ids)
+        if rest.prompt_token_ids is not None:
+            ids += b',"prompt_token_ids":' + _encode(rest.prompt_token_ids)
         return b'%b%d,%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b%b' % (
             self._head,
             index,
@@ -94,10 +98,25 @@ class ChatStream(_Stream):
     def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
         super().__init__("chat.completion.chunk", id, created, model, include_usage)
         self._empty = ChatChunk(id=id, created=created, model=model, choices=[])
+        self._no_usage = None if include_usage else UNSET
 
-    def role(self, index: int = 0) -> bytes:
-        """The first event: who speaks."""
-        return self.delta(ChatDelta(role="assistant", content=""), index)
+    def role(
+        self,
+        index: int = 0,
+        prompt_token_ids: list[int] | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """The first event of a choice: who speaks."""
+        delta = ChatDelta(role="assistant", content="")
+        if prompt_token_ids is None:
+            return self.delta(delta, index, PLAIN if usage is None else Rest(usage=usage))
+        chunk = msgspec.structs.replace(
+            self._empty,
+            choices=[ChatChunkChoice(index=index, delta=delta)],
+            usage=self._no_usage if usage is None else usage,
+            prompt_token_ids=prompt_token_ids,
+        )
+        return event(chunk)
 
     def chunk(self, text: str, index: int = 0, rest: Rest = PLAIN) -> bytes:
         return self._chunk(index, b'"delta":{"content":' + _encode(text) + b"}", rest)

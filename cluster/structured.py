@@ -57,6 +57,23 @@ _checker = GrammarChecker(GRAMMAR_LIMITS)
 atexit.register(_checker.close)
 
 
+class Form(msgspec.Struct, frozen=True):
+    """The form of an answer, or of a part of one: exactly one of these, in Lark's notation."""
+
+    rule: str = ""
+    """What a rule may refer to."""
+    terminal: str = ""
+    """What a terminal may be made of: with others by `&`, `|` and `~`."""
+    grammar: str | None = None
+    """A whole grammar with names of its own."""
+
+    def alone(self) -> str:
+        """The grammar of an answer that is this form."""
+        if self.terminal:
+            return f"start: FORM\nFORM: {self.terminal}"
+        return f"start: {self.rule}" if self.grammar is None else self.grammar
+
+
 class SchemaTooLong(ValueError):
     """A schema that no grammar has room for."""
 
@@ -66,6 +83,21 @@ def compile_grammar(form: StructuredOutputs, param: str | None = None) -> Gramma
 
     `param`: the path of the field that gave it, if it is not `structured_outputs.<kind>`.
     """
+    kind, _ = _given(form, param)
+    return compile_lark(form_of(form, param).alone(), param or f"structured_outputs.{kind}")
+
+
+def form_of(form: StructuredOutputs, param: str | None = None) -> Form:
+    """A wish as a part of a grammar, not compiled yet; as `compile_grammar` otherwise."""
+    kind, value = _given(form, param)
+    param = param or f"structured_outputs.{kind}"
+    if isinstance(value, str):
+        _check_bytes(value, param)
+    return _FORMS[kind](value, param)
+
+
+def _given(form: StructuredOutputs, param: str | None) -> tuple[str, Any]:
+    """The one kind of a wish, and its value."""
     given = {kind: value for kind in _KINDS if (value := getattr(form, kind)) is not None}
     if given.get("json_object") is False:
         del given["json_object"]
@@ -75,14 +107,7 @@ def compile_grammar(form: StructuredOutputs, param: str | None = None) -> Gramma
             f"{' and '.join(given) or 'none'}",
             param or "structured_outputs",
         )
-    (kind, value) = given.popitem()
-    param = param or f"structured_outputs.{kind}"
-    if isinstance(value, str):
-        _check_bytes(value, param)
-    lark = _TO_LARK[kind](value, param)
-    if kind == "grammar":
-        _check_tokens(lark, param)
-    return compile_lark(lark, param)
+    return given.popitem()
 
 
 def compile_lark(text: str, param: str) -> Grammar:
@@ -151,7 +176,7 @@ def _reason(lark: str) -> str:
     return " ".join(reason.split())[:MAX_REASON_CHARS]
 
 
-def _json(value: dict[str, Any] | bool | str, param: str) -> str:
+def _json(value: dict[str, Any] | bool | str, param: str) -> Form:
     schema = _parsed(value, param) if isinstance(value, str) else value
     if not isinstance(schema, dict | bool):
         raise BadRequest(f"{param}={shown(schema)} is no JSON schema: an object or true", param)
@@ -169,7 +194,7 @@ def _json(value: dict[str, Any] | bool | str, param: str) -> str:
                 param,
             )
     try:
-        return f"start: {inline_json(schema)}"
+        return Form(rule=inline_json(schema))
     except SchemaTooLong as error:
         raise BadRequest(f"{param} {error}", param) from None
     except (TypeError, ValueError) as error:
@@ -209,18 +234,18 @@ def _references(schema: dict[str, Any], param: str) -> Iterator[str]:
     )
 
 
-def _json_object(_value: bool, _param: str) -> str:
-    return f"start: {inline_json({'type': 'object'})}"
+def _json_object(_value: bool, _param: str) -> Form:
+    return Form(rule=inline_json({"type": "object"}))
 
 
-def _regex(value: str, param: str) -> str:
+def _regex(value: str, param: str) -> Form:
     """Digits and word characters are those of ASCII, as in JSON schema's patterns."""
     if not value:
         raise BadRequest(f"{param}='' is empty; an answer has at least one character", param)
-    return f"start: /{regex_to_lark(value, 'dw')}/"
+    return Form(terminal=f"/{regex_to_lark(value, 'dw')}/")
 
 
-def _choice(value: list[str], param: str) -> str:
+def _choice(value: list[str], param: str) -> Form:
     if not value:
         raise BadRequest(f"{param}=[] has nothing to choose from", param)
     if len(value) > MAX_CHOICES:
@@ -231,8 +256,7 @@ def _choice(value: list[str], param: str) -> str:
             raise BadRequest(f"{path}='' is empty; an answer has at least one character", path)
     _check_bytes("".join(value), param)
     # One terminal: a lexer's automaton holds thousands of texts, a parser's rule does not.
-    texts = " | ".join(map(_quoted, dict.fromkeys(value)))
-    return f"start: CHOICE\nCHOICE: {texts}"
+    return Form(terminal=" | ".join(map(_quoted, dict.fromkeys(value))))
 
 
 def _quoted(text: str) -> str:
@@ -240,10 +264,10 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\x7f")
 
 
-def _grammar(value: str, param: str) -> str:
+def _grammar(value: str, param: str) -> Form:
     """Lark as it is, and llama.cpp's GBNF, whose rules have `::=`, converted."""
     if not _GBNF_RULE.search(value):
-        return value
+        return _own_grammar(value, param)
     if len(value.encode()) > MAX_GBNF_BYTES:
         raise BadRequest(
             f"{param} has {len(value.encode())} bytes; a grammar in GBNF may have "
@@ -251,11 +275,12 @@ def _grammar(value: str, param: str) -> str:
             param,
         )
     try:
-        return gbnf_to_lark(_GBNF_ESCAPE.sub(_plain_escape, value))
+        lark = gbnf_to_lark(_GBNF_ESCAPE.sub(_plain_escape, value))
     except RecursionError:
         raise BadRequest(f"{param} nests its parentheses too deeply", param) from None
     except Exception as error:  # the converter raises plain ones
         raise BadRequest(f"{param} is no GBNF: {error}", param, "invalid_grammar") from None
+    return _own_grammar(lark, param)
 
 
 def _plain_escape(match: re.Match[str]) -> str:
@@ -268,12 +293,17 @@ def _plain_escape(match: re.Match[str]) -> str:
     return char if char.isprintable() and char not in '"\\[]^-/' and char else match[0]
 
 
-def _check_tokens(lark: str, param: str) -> None:
+def _own_grammar(lark: str, param: str) -> Form:
     """A user's grammar is about text: which token ids a model has is not known here."""
+    if lark.lstrip().startswith("{"):
+        raise BadRequest(
+            f"{param}={shown(lark)} is neither Lark nor GBNF", param, "invalid_grammar"
+        )
     for token in _lark_tokens(lark):
         raise BadRequest(
             f"{param} names the token {shown(token)}; only text can be asked for", param
         )
+    return Form(grammar=lark)
 
 
 def _lark_tokens(lark: str) -> Iterator[str]:
@@ -310,7 +340,7 @@ def _check_bytes(text: str, param: str) -> None:
         raise BadRequest(f"{param} has {size} bytes; at most {MAX_BYTES} are allowed", param)
 
 
-_TO_LARK: dict[str, Callable[[Any, str], str]] = {
+_FORMS: dict[str, Callable[[Any, str], Form]] = {
     "json": _json,
     "json_object": _json_object,
     "regex": _regex,

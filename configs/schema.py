@@ -160,8 +160,8 @@ class ServeConfig(Section, frozen=True):
     request_chat_template: bool = False
     """Whether a request may bring a chat template: it is a program, and may run for long."""
     tool_parser: str = "auto"
-    """How the model writes tool calls: hermes, llama3, mistral; `auto` guesses from its chat
-    template; none."""
+    """How the model writes tool calls: a name in `docs/formats.md`, as hermes or qwen3_coder;
+    `auto` guesses from its chat template; none."""
     reasoning_parser: str = "auto"
     """How the model marks what it thinks: think, think-open; `auto`, none likewise."""
     stored_responses: NonNegative = 1000

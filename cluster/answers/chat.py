@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 from msgspec import UNSET
 
-from swell.cluster.answers.base import Answer, choice_usage
+from swell.cluster.answers.base import Answer, choice_usage, usage_of
 from swell.cluster.logprobs import chat_logprobs, name_by_id, prompt_logprobs_body
 from swell.cluster.openai.base import Usage
 from swell.cluster.openai.chat import (
@@ -22,7 +22,7 @@ from swell.cluster.openai.chat import (
     ToolCallDelta,
 )
 from swell.cluster.openai.logprobs import ChatLogprobs
-from swell.cluster.openai.messages import NamedToolChoice
+from swell.cluster.openai.messages import call_rules
 from swell.cluster.outputs import CompletionOutput, RequestOutput
 from swell.cluster.parsers import parts
 from swell.cluster.parsers.base import Parser
@@ -55,8 +55,8 @@ class ChatAnswer(Answer):
             model=self.model,
             choices=[self._choice(part) for part in output.outputs],
             usage=usage,
-            prompt_token_ids=output.prompt_token_ids if body.return_token_ids else UNSET,
-            prompt_logprobs=UNSET if prompt is None else prompt_logprobs_body(prompt),
+            prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
+            prompt_logprobs=None if prompt is None else prompt_logprobs_body(prompt),
         )
 
     def _choice(self, part: CompletionOutput) -> ChatChoice:
@@ -71,7 +71,8 @@ class ChatAnswer(Answer):
             content = self._echoed + (content or "")
         message = ChatResponseMessage(
             content=content,
-            reasoning_content=UNSET if said.reasoning is None else said.reasoning,
+            reasoning_content=said.reasoning,
+            reasoning=said.reasoning,
             tool_calls=calls or UNSET,
         )
         return ChatChoice(
@@ -80,19 +81,14 @@ class ChatAnswer(Answer):
             logprobs=self._logprobs(part),
             finish_reason=self._reason(part, called=bool(calls)),
             stop_reason=part.stop_reason,
-            token_ids=part.token_ids if self._body.return_token_ids else UNSET,
+            token_ids=part.token_ids if self._body.return_token_ids else None,
         )
 
     # ---------------------------------------------------------------- as a stream
 
-    def opening(self, choices: int) -> Iterable[bytes]:
-        for choice in range(choices):
-            self._parsers[choice] = self._make_parser()
-            yield self._stream.role(choice)
-            if self._echoed:
-                yield self._stream.chunk(self._echoed, choice, PLAIN)
-
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
+        if not self._parsers:
+            return [*self._begin(output), *self.delta(choice, output, part)]
         parser = self._parsers[choice]
         said = parser.push(part.text)
         if part.finish_reason is not None:
@@ -108,6 +104,18 @@ class ChatAnswer(Answer):
             *(self._event(choice, one, PLAIN) for one in before),
             self._event(choice, last, rest),
         ]
+
+    def _begin(self, output: RequestOutput) -> Iterable[bytes]:
+        """Who speaks, of all choices; they answer one prompt, so what is told of it stands here."""
+        body, used = self._body, None
+        ids = output.prompt_token_ids if body.return_token_ids else None
+        if body.continuous_usage:
+            used = usage_of([output], 0)
+        for choice in range(self.n):
+            self._parsers[choice] = self._make_parser()
+            yield self._stream.role(choice, ids if choice == 0 else None, used)
+            if self._echoed:
+                yield self._stream.chunk(self._echoed, choice, PLAIN)
 
     def _event(self, choice: int, said: parts.Part, rest: Rest) -> bytes:
         match said:
@@ -139,7 +147,7 @@ class ChatAnswer(Answer):
 
     def _reason(self, part: CompletionOutput, *, called: bool) -> str | None:
         """OpenAI says `tool_calls` where the model chose to call, and `stop` where it had to."""
-        chose = called and not isinstance(self._body.tool_choice, NamedToolChoice)
+        chose = called and not call_rules(self._body.tool_choice).single
         return "tool_calls" if chose and part.finish_reason == "stop" else part.finish_reason
 
     def closing(self, usage: Usage) -> Iterable[bytes]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
-from msgspec import UNSET
 
 from swell.cluster.answers.base import Answer, choice_usage
 from swell.cluster.logprobs import completion_logprobs, name_by_id, prompt_logprobs_body
@@ -59,17 +58,18 @@ class CompletionAnswer(Answer):
             logprobs=self._logprobs(output, part, len(prompt)),
             finish_reason=part.finish_reason,
             stop_reason=part.stop_reason,
-            token_ids=part.token_ids if body.return_token_ids else UNSET,
-            prompt_token_ids=output.prompt_token_ids if body.return_token_ids else UNSET,
-            prompt_logprobs=UNSET if told is None else prompt_logprobs_body(told),
+            token_ids=part.token_ids if body.return_token_ids else None,
+            prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
+            prompt_logprobs=None if told is None else prompt_logprobs_body(told),
         )
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
         """With `echo` the first chunk begins with the prompt."""
-        body, prompt = self._body, ""
+        body, prompt, prompt_ids = self._body, "", None
         part = self._shown(part)
         if choice not in self._echoed_chars:
             prompt = self._echo(output)
+            prompt_ids = output.prompt_token_ids if body.return_token_ids else None
             self._echoed_chars[choice] = len(prompt)
         rest = PLAIN
         if part.finish_reason is not None or self._tells_more:
@@ -79,6 +79,7 @@ class CompletionAnswer(Answer):
                 self._logprobs(output, part, self._echoed_chars[choice]),
                 part.token_ids if body.return_token_ids else None,
                 self._shown_usage(choice_usage(output)) if body.continuous_usage else None,
+                prompt_ids,
             )
         return [self._stream.chunk(prompt + part.text, choice, rest)]
 

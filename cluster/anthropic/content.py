@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from swell.cluster.anthropic.ids import tool_use_id
 from swell.cluster.anthropic.object_text import ObjectText, read_object
 from swell.cluster.anthropic.responses import (
     SIGNATURE,
@@ -38,7 +39,7 @@ def blocks(said: Iterable[parts.Part], *, hides_thinking: bool) -> list[OutputBl
                 shown = "" if hides_thinking else text
                 content.append(ThinkingOutput(thinking=shown, signature=SIGNATURE))
             case parts.ToolCall(_, id, name):
-                call = ToolUseOutput(id=id, name=name, input={})
+                call = ToolUseOutput(id=tool_use_id(id), name=name, input={})
                 content.append(call)
             case parts.Arguments(_, text):
                 assert call is not None, "a call is announced before its arguments"
@@ -73,7 +74,7 @@ class ContentEvents:
             case parts.ToolCall(_, id, name):
                 self.called = True
                 self._input, self._input_began = ObjectText(), False
-                yield from self._begin(ToolUseOutput(id=id, name=name, input={}))
+                yield from self._begin(ToolUseOutput(id=tool_use_id(id), name=name, input={}))
             case parts.Arguments(_, text):
                 if given := self._input.push(text):
                     self._input_began = True

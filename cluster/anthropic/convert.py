@@ -14,10 +14,12 @@ from swell.cluster.anthropic.blocks import (
     ToolUseBlock,
     text_of,
 )
+from swell.cluster.anthropic.ids import call_id
 from swell.cluster.anthropic.requests import (
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
+    Thinking,
     Tool,
     ToolChoice,
 )
@@ -45,6 +47,7 @@ def chat_request(body: MessagesRequest) -> ChatCompletionRequest:
         parallel_tool_calls=False if single else None,
         continue_final_message=_continues(messages),
         chat_template_kwargs=template_variables(body),
+        thinking_token_budget=_budget(body.thinking),
         response_format=None
         if form is None
         else ResponseFormat(
@@ -111,6 +114,12 @@ def _tool_choice(choice: ToolChoice) -> chat.ToolChoice:
     return chat.NamedToolChoice(type="function", function=chat.FunctionName(name=choice.name))
 
 
+def _budget(thinking: Thinking | None) -> int | None:
+    if thinking is None:
+        return None
+    return 0 if thinking.type == "disabled" else thinking.budget_tokens
+
+
 def _continues(messages: list[chat.ChatMessage]) -> bool:
     """Where the assistant has the last word, the answer goes on with it."""
     return messages[-1].role == "assistant"
@@ -157,7 +166,7 @@ def _converted(message: InputMessage, called: Mapping[str, str]) -> Iterator[cha
         yield chat.ChatMessage(
             role="tool",
             content=block.text,
-            tool_call_id=block.tool_use_id,
+            tool_call_id=call_id(block.tool_use_id),
             name=called[block.tool_use_id],
         )
     if not results or any(isinstance(block, TextBlock) for block in blocks):
@@ -167,7 +176,7 @@ def _converted(message: InputMessage, called: Mapping[str, str]) -> Iterator[cha
 def _call(block: ToolUseBlock) -> chat.MessageToolCall:
     arguments = msgspec.json.encode(block.input).decode()
     return chat.MessageToolCall(
-        id=block.id, function=chat.FunctionCall(name=block.name, arguments=arguments)
+        id=call_id(block.id), function=chat.FunctionCall(name=block.name, arguments=arguments)
     )
 
 

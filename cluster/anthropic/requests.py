@@ -144,11 +144,11 @@ class ToolChoice(RequestBody, kw_only=True):
 
 
 class Thinking(RequestBody, kw_only=True):
-    """Told to the chat template as `enable_thinking` and `thinking_budget`; what they do is the
-    model's. Only `max_tokens` is a limit that is held."""
+    """Told to the chat template as `enable_thinking` and `thinking_budget`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
+    """The most tokens of reasoning; then its end is forced."""
     display: Literal["summarized", "omitted"] | None = None
     """omitted: the text of thinking blocks stays empty."""
 
@@ -251,13 +251,6 @@ class CountTokensRequest(RequestBody, kw_only=True):
             names.add(tool.name)
         if choice is not None:
             _check_choice(choice, names)
-        formed = self.output_config is not None and self.output_config.format is not None
-        if formed and tools and (choice is None or choice.type != "none"):
-            raise BadRequest(
-                "tools and output_config.format both give a form for the answer; send "
-                "tool_choice={'type': 'none'} to hold to the format, or leave it out",
-                "output_config.format",
-            )
 
 
 def _check_choice(choice: ToolChoice, names: set[str]) -> None:
@@ -358,8 +351,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             )
         if thinking.type == "enabled" and choice is not None and choice.type in ("any", "tool"):
             raise BadRequest(
-                f"tool_choice.type={choice.type!r} makes the answer begin with a call, and "
-                "thinking.type='enabled' with thinking; send tool_choice.type='auto', or leave "
-                "out thinking",
+                f"tool_choice.type={choice.type!r} and thinking.type='enabled' do not go together, "
+                "as Anthropic has it; send tool_choice.type='auto', or leave out thinking",
                 "thinking",
             )

@@ -19,6 +19,8 @@ from swell.cluster.openai.items import (
     Refusal,
 )
 from swell.cluster.openai.messages import (
+    AllowedTool,
+    AllowedTools,
     ChatMessage,
     ContentPart,
     FunctionCall,
@@ -31,6 +33,7 @@ from swell.cluster.openai.messages import (
 )
 from swell.cluster.openai.responses import (
     LOGPROBS,
+    AllowedToolsChoice,
     FunctionChoice,
     FunctionTool,
     ResponsesRequest,
@@ -155,7 +158,11 @@ def _tool(tool: FunctionTool) -> ToolDefinition:
     )
 
 
-def _choice(choice: str | FunctionChoice | None) -> ToolChoice | None:
+def _choice(choice: str | FunctionChoice | AllowedToolsChoice | None) -> ToolChoice | None:
+    if isinstance(choice, AllowedToolsChoice):
+        tools = [AllowedTool(function=FunctionName(name=tool.name)) for tool in choice.tools]
+        allowed = AllowedTools(mode=choice.mode, tools=tools)
+        return NamedToolChoice(type="allowed_tools", allowed_tools=allowed)
     if isinstance(choice, FunctionChoice):
         return NamedToolChoice(type="function", function=FunctionName(name=choice.name))
     return choice  # type: ignore[return-value]  # one of the words of ToolChoice
@@ -179,6 +186,7 @@ _WORDS = {
     r"response_format\.json_schema": "text.format",
     r"response_format": "text.format",
     r"(tools\[\d+\])\.function\b": r"\1",
+    r"tool_choice\.allowed_tools": "tool_choice",
 }
 """Field of a chat request -> the same of a response."""
 

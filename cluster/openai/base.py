@@ -38,7 +38,10 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def check_neutral(path: str, value: Any, neutral: tuple[Any, ...]) -> None:
     """Refuse, by name, what asks for something that is not here."""
-    if value is None or value in neutral:
+    # To Python 0 is False, and to JSON it is not.
+    if value is None or any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
+    ):
         return
     raise BadRequest(
         f"{path}={shown(value)} is not supported"

@@ -46,7 +46,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
     reasoning_effort: str | None = None
-    """Handed to the chat template; what it means is the model's."""
+    """Handed to the chat template; what it means is the model's. `none`: no reasoning."""
+    thinking_token_budget: int | None = None
+    """The most tokens of reasoning; then its end is forced. -1: no limit."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -104,9 +106,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 f"{shown(self.logprobs)}",
                 "top_logprobs",
             )
-        form = self.form()
-        field = "response_format" if self.response_format else "structured_outputs"
-        check_tools(self.tools, self.tool_choice, form_given=field if form else None)
+        check_tools(self.tools, self.tool_choice)
+        budget = self.thinking_token_budget
+        if budget is not None and not -1 <= budget < 2**31:
+            raise BadRequest(
+                f"thinking_token_budget={shown(budget)} must be between 0 and {2**31 - 1}, or -1 "
+                "for no limit",
+                "thinking_token_budget",
+            )
         self._check_continuation()
         self.template_variables()
 
@@ -161,6 +168,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         ):
             if effort is not None:
                 yield field, "reasoning_effort", effort
+            if effort == "none":
+                yield field, "enable_thinking", False
+                yield field, "thinking", False
 
     @property
     def answer_role(self) -> str:
@@ -198,8 +208,12 @@ class ChatResponseMessage(Body, kw_only=True):
     role: str = "assistant"
     content: str | None = None
     refusal: str | None = None
-    reasoning_content: str | UnsetType = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, under vLLM's newer name; a stream has `reasoning_content` alone, for there are
+    clients that take both for two texts."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    """Absent without calls, as OpenAI has it."""
 
 
 class ChatChoice(Body, kw_only=True):
@@ -208,7 +222,7 @@ class ChatChoice(Body, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Body, kw_only=True):
@@ -218,8 +232,11 @@ class ChatCompletion(Body, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    service_tier: str | None = None
+    """This and the next are always null: there is one tier, and a seed is enough."""
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class FunctionDelta(Body, kw_only=True):
@@ -253,7 +270,8 @@ class ChatChunkChoice(Body, kw_only=True):
 
 
 class ChatChunk(Body, kw_only=True):
-    """One event of a chat stream; `usage` as in `CompletionChunk`."""
+    """One event of a chat stream; `usage` as in `CompletionChunk`. The first one has the prompt's
+    ids where `return_token_ids` asks for them."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -261,3 +279,4 @@ class ChatChunk(Body, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET

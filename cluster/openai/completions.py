@@ -53,9 +53,9 @@ class CompletionChoice(Body, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(Body, kw_only=True):
@@ -65,6 +65,9 @@ class Completion(Body, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    service_tier: str | None = None
+    """This and the next are always null."""
+    system_fingerprint: str | None = None
 
 
 class CompletionChunkChoice(Body, kw_only=True):
@@ -74,6 +77,8 @@ class CompletionChunkChoice(Body, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """Of a choice's first chunk, where `return_token_ids` asks for them."""
 
 
 class CompletionChunk(Body, kw_only=True):

@@ -243,12 +243,56 @@ class FunctionName(RequestBody, kw_only=True):
     name: str
 
 
-class NamedToolChoice(RequestBody, kw_only=True):
-    type: Literal["function"]
+class AllowedTool(RequestBody, kw_only=True):
+    type: Literal["function"] = "function"
     function: FunctionName
 
 
+class AllowedTools(RequestBody, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class NamedToolChoice(RequestBody, kw_only=True, omit_defaults=True):
+    """The tool to call; or, of all that the model is shown, those that it may call."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def check(self) -> None:
+        """Each type has the field of its name, and only this one."""
+        for name in ("function", "allowed_tools"):
+            if (getattr(self, name) is not None) != (self.type == name):
+                raise BadRequest(
+                    f"tool_choice.type={self.type!r} needs tool_choice.{self.type}, and no other "
+                    "field beside it",
+                    f"tool_choice.{name}",
+                )
+
+
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class CallRules(msgspec.Struct, frozen=True):
+    """What a choice among tools asks of an answer."""
+
+    required: bool = False
+    single: bool = False
+    """The one tool that is named is called once."""
+    names: frozenset[str] | None = None
+    """Tools that may be called; None: all of them."""
+
+
+def call_rules(choice: ToolChoice | None) -> CallRules:
+    """Of a checked choice that is not `none`."""
+    if not isinstance(choice, NamedToolChoice):
+        return CallRules(required=choice == "required")
+    if choice.allowed_tools is not None:
+        names = frozenset(tool.function.name for tool in choice.allowed_tools.tools)
+        return CallRules(required=choice.allowed_tools.mode == "required", names=names)
+    assert choice.function is not None, "the choice was checked"
+    return CallRules(required=True, single=True, names=frozenset([choice.function.name]))
 
 
 def check_count(tools: Sequence[object] | None) -> None:
@@ -258,38 +302,32 @@ def check_count(tools: Sequence[object] | None) -> None:
         )
 
 
-def check_tools(
-    tools: list[ToolDefinition] | None, choice: ToolChoice | None, *, form_given: str | None
-) -> None:
-    """The rules between tools, the choice among them, and the field `form_given` that gives the
-    whole answer a form."""
+def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -> None:
+    """The rules between tools and the choice among them."""
     names: list[str] = []
     check_count(tools)
     for index, tool in enumerate(tools or ()):
         names.append(_check_tool(tool, f"tools[{index}]", names))
     if choice is None or choice in ("none", "auto"):
-        if names and choice != "none" and form_given:
-            raise BadRequest(
-                f"tools and {form_given} both give a form for the answer; send "
-                "tool_choice='none' to hold to the form, or leave it out",
-                form_given,
-            )
         return
     if not names:
         raise BadRequest(
             f"tool_choice={shown(msgspec.to_builtins(choice))} needs tools, and tools is empty",
             "tool_choice",
         )
-    if form_given:
+    if not isinstance(choice, NamedToolChoice):
+        return
+    choice.check()
+    chosen = call_rules(choice).names
+    assert chosen is not None, "an object names tools"
+    if not chosen:
         raise BadRequest(
-            f"tool_choice={shown(msgspec.to_builtins(choice))} and {form_given} both give a form "
-            "for the answer; send one of them",
-            form_given,
+            "tool_choice.allowed_tools.tools=[] allows no tool; send tool_choice='none'",
+            "tool_choice.allowed_tools.tools",
         )
-    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+    for name in sorted(chosen.difference(names)):
         raise BadRequest(
-            f"tool_choice names {shown(choice.function.name)}, which tools does not hold; they "
-            f"are {shown(names)}",
+            f"tool_choice names {shown(name)}, which tools does not hold; they are {shown(names)}",
             "tool_choice",
         )
 

@@ -75,6 +75,14 @@ class FunctionChoice(RequestBody, kw_only=True):
     name: str
 
 
+class AllowedToolsChoice(RequestBody, kw_only=True):
+    """Of all tools that the model is shown, those that it may call."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[FunctionChoice]
+
+
 class ResponsesRequest(TokenWishes, kw_only=True):
     model: str | None = None
     """None: the one that is served."""
@@ -166,20 +174,21 @@ class ResponsesRequest(TokenWishes, kw_only=True):
             tools.append(_part(tool, FunctionTool, path))
         return tools
 
-    def function_choice(self) -> str | FunctionChoice | None:
-        """none, auto, required, or one function."""
+    def function_choice(self) -> str | FunctionChoice | AllowedToolsChoice | None:
+        """none, auto, required, one function, or those that may be called."""
         choice = self.tool_choice
         if choice is None or choice in ("none", "auto", "required"):
             return choice  # type: ignore[return-value]  # a dict is in no tuple of strings
-        if isinstance(choice, str) or choice.get("type") != "function":
+        kind = None if isinstance(choice, str) else _CHOICES.get(str(choice.get("type")))
+        if isinstance(choice, str) or kind is None:
             raise BadRequest(
                 f"tool_choice={shown(choice)} is not supported; it may be 'none', 'auto', "
-                "'required' or {'type': 'function', 'name': NAME}",
+                "'required', {'type': 'function', 'name': NAME} or {'type': 'allowed_tools', "
+                "'mode': 'auto' or 'required', 'tools': [{'type': 'function', 'name': NAME}]}",
                 "tool_choice",
                 "unsupported_value",
             )
-        named: FunctionChoice = _part(choice, FunctionChoice, "tool_choice")
-        return named
+        return _part(choice, kind, "tool_choice")  # type: ignore[no-any-return]
 
     def _check_text(self) -> None:
         form = self.text.format if self.text else None
@@ -237,6 +246,12 @@ class ResponsesRequest(TokenWishes, kw_only=True):
                 f"top_logprobs={shown(self.top_logprobs)} needs include=[{LOGPROBS!r}]",
                 "top_logprobs",
             )
+
+
+_CHOICES: dict[str, type[FunctionChoice | AllowedToolsChoice]] = {
+    "function": FunctionChoice,
+    "allowed_tools": AllowedToolsChoice,
+}
 
 
 def _part(value: dict[str, Any], kind: type[Any], path: str) -> Any:

@@ -7,27 +7,37 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from swell.cluster.parsers.base import Chain, ContentParser, Parser
+from swell.cluster.parsers.base import ContentParser, Parser
 from swell.cluster.parsers.parts import Tool
+from swell.cluster.parsers.reasoning import ThinkParser
 from swell.cluster.parsers.tools import ToolParser
 
 PARSERS = {
     "deepseek_v3": "swell.cluster.parsers.deepseek_v3:DeepSeekV3Parser",
     "deepseek_v31": "swell.cluster.parsers.deepseek_v3:DeepSeekV31Parser",
     "deepseek_v32": "swell.cluster.parsers.deepseek_v32:DeepSeekV32Parser",
-    "glm45": "swell.cluster.parsers.glm45:Glm45Parser",
+    "glm": "swell.cluster.parsers.glm:GlmParser",
     "hermes": "swell.cluster.parsers.hermes:HermesParser",
     "kimi_k2": "swell.cluster.parsers.kimi_k2:KimiK2Parser",
     "llama3": "swell.cluster.parsers.llama3:Llama3Parser",
     "minimax_m2": "swell.cluster.parsers.minimax_m2:MiniMaxM2Parser",
     "mistral": "swell.cluster.parsers.mistral:MistralParser",
+    "pythonic": "swell.cluster.parsers.pythonic:PythonicParser",
+    "harmony": "swell.cluster.parsers.harmony:HarmonyParser",
+    "functiongemma": "swell.cluster.parsers.gemma:FunctionGemmaParser",
+    "gemma4": "swell.cluster.parsers.gemma:Gemma4Parser",
+    "phi4": "swell.cluster.parsers.phi4:Phi4Parser",
     "qwen3_coder": "swell.cluster.parsers.qwen3_coder:Qwen3CoderParser",
 }
 
 REASONING = {
     "think": "swell.cluster.parsers.reasoning:ThinkParser",
     "think-open": "swell.cluster.parsers.reasoning:OpenThinkParser",
+    "mistral": "swell.cluster.parsers.reasoning:MistralThinkParser",
+    "gemma4": "swell.cluster.parsers.reasoning:GemmaThinkParser",
+    "harmony": PARSERS["harmony"],
 }
+"""A format that is in both tables reads reasoning and calls, whichever of them is looked for."""
 
 
 def make_parser(
@@ -35,18 +45,37 @@ def make_parser(
     reasoning: str | None,
     make_id: Callable[[], str] | None = None,
     shown: Sequence[Tool] = (),
+    prompt: str = "",
+    within: Callable[[ToolParser], Parser] | None = None,
 ) -> Parser:
     """The parser of one answer: reasoning is read first, tool calls in its content.
 
     `tools` and `reasoning` are names of `PARSERS` and `REASONING`; None: that is not looked for.
     `make_id` gives the ids of calls; by default random ones in the form of the format. `shown`: the
-    tools that the model was shown. ValueError for an unknown name.
+    tools that the model was shown. `prompt`: the end of the prompt's text, which may have opened
+    reasoning. `within`: makes what reads content of the parser of calls. ValueError for an unknown
+    name.
     """
-    inner = ContentParser() if tools is None else tool_format(tools)(make_id, shown)
+    for name in (tools, reasoning):
+        if name in PARSERS and PARSERS[name] == REASONING.get(name):
+            return tool_format(name)(make_id, shown, prompt)
+
+    def make_inner() -> Parser:
+        if tools is None:
+            return ContentParser()
+        calls = tool_format(tools)(make_id, shown)
+        return calls if within is None else within(calls)
+
     if reasoning is None:
-        return inner
-    outer: Parser = _load(REASONING, "reasoning parser", reasoning)()
-    return outer if tools is None else Chain(outer, inner)
+        return make_inner()
+    parser: Parser = _load(REASONING, "reasoning parser", reasoning)(make_inner, prompt)
+    return parser
+
+
+def reasoning_format(name: str) -> type[ThinkParser]:
+    """The class of a reasoning format. ValueError for unknown names."""
+    kind: type[ThinkParser] = _load(REASONING, "reasoning parser", name)
+    return kind
 
 
 def tool_format(name: str) -> type[ToolParser]:
@@ -63,39 +92,64 @@ def _load(table: Mapping[str, str], what: str, name: str) -> Any:
 
 
 _TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "to=functions.")),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("gemma4", ("<|tool_call>",)),
+    ("functiongemma", ("<start_function_call>",)),
+    ("phi4", ("<|tool_call|>",)),
+    ("phi4", ("functools[",)),
+    ("pythonic", ("[func_name1(",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("deepseek_v32", ("｜DSML｜",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
-    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("glm", ("<tool_call>", "<arg_key>")),
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("hermes", ("<tool_call>",)),
     ("llama3", ("<|start_header_id|>", '"parameters"')),
+    ("llama3", ("<|header_start|>", '"parameters"')),
     ("llama3", ("<|python_tag|>",)),
+    ("pythonic", ("<|python_start|>",)),
 )
 """A tool format and what the text of its chat templates holds. The first of which all is there
 counts: where two share a marker, the one that asks for more stands first."""
 
-_OPEN_THINK = re.compile(r"<think>(?!(?:\\n|\s)*</think>)")
+_REASONING_MARKS = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("gemma4", ("<|channel>", "<channel|>")),
+    ("mistral", ("[THINK]",)),
+    ("think", ("<think>",)),
+    ("think", ("</think>",)),
+)
+"""As `_TOOL_MARKS`."""
+
+_CLOSED_THINK = re.compile(r"<think>(?:\\n|\s)*</think>")
 
 
 def detect_tools(chat_template: str) -> str | None:
     """The tool format that a chat template speaks of, or None: a guess from its text."""
-    for name, marks in _TOOL_MARKS:
-        if all(mark in chat_template for mark in marks):
-            return name
-    return None
+    return _first_of(_TOOL_MARKS, chat_template)
 
 
 def detect_reasoning(chat_template: str) -> str | None:
     """The reasoning format that a chat template speaks of, or None: a guess from its text.
 
     A template whose generation prompt ends with an open `<think>` makes the answer begin inside.
-    One that does so only on request, or not on request, is taken for one that does.
+    One that opens it on request, and closes it otherwise, leaves that to each prompt.
     """
-    if "<think>" not in chat_template and "</think>" not in chat_template:
-        return None
+    name = _first_of(_REASONING_MARKS, chat_template)
+    if name != "think":
+        return name
     _, found, generation_prompt = chat_template.rpartition("add_generation_prompt")
-    return "think-open" if found and _OPEN_THINK.search(generation_prompt) else "think"
+    open_ones = _CLOSED_THINK.sub("", generation_prompt) if found else ""
+    return "think-open" if "<think>" in open_ones and "</think>" not in open_ones else "think"
+
+
+def _first_of(
+    table: Sequence[tuple[str | None, tuple[str, ...]]], chat_template: str
+) -> str | None:
+    for name, marks in table:
+        if all(mark in chat_template for mark in marks):
+            return name
+    return None

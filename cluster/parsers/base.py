@@ -30,6 +30,9 @@ class Parser(ABC):
     keeps_special_tokens: bool = False
     """A marker is a special token with every tokenizer of this format."""
 
+    rest: str | None = None
+    """What stood behind the marker of `until`; None before it was there. Nothing more is read."""
+
     @abstractmethod
     def push(self, text: str) -> list[Part]:
         """The parts that this piece of text makes certain."""
@@ -38,15 +41,10 @@ class Parser(ABC):
     def flush(self) -> list[Part]:
         """The answer has ended: what was held back comes out as what it is."""
 
-
-class ContentParser(Parser):
-    """An answer without markers."""
-
-    def push(self, text: str) -> list[Part]:
-        return [Content(text)] if text else []
-
-    def flush(self) -> list[Part]:
-        return []
+    def until(self, marker: str) -> None:
+        """The text that follows ends with `marker`, unless a call begins first. It is reasoning: a
+        call in it begins with a marker of its own, not with what only looks like one."""
+        raise NotImplementedError
 
 
 class StateParser(Parser):
@@ -69,28 +67,6 @@ class StateParser(Parser):
     def _take(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return merge(parts)
-
-
-class Chain(Parser):
-    """What is content to the first parser is read by the second."""
-
-    def __init__(self, first: Parser, second: Parser) -> None:
-        self.markers = first.markers + second.markers
-        self.keeps_special_tokens = first.keeps_special_tokens or second.keeps_special_tokens
-        self._first = first
-        self._second = second
-
-    def push(self, text: str) -> list[Part]:
-        return merge(self._pass_on(self._first.push(text)))
-
-    def flush(self) -> list[Part]:
-        return merge([*self._pass_on(self._first.flush()), *self._second.flush()])
-
-    def _pass_on(self, parts: list[Part]) -> list[Part]:
-        passed: list[Part] = []
-        for part in parts:
-            passed += self._second.push(part.text) if isinstance(part, Content) else [part]
-        return passed
 
 
 _automaton = lru_cache(maxsize=64)(StopAutomaton)
@@ -135,3 +111,24 @@ class Matcher:
         """Nothing follows: what was held is no marker."""
         held, self._node, self._held = self._held, 0, ""
         return held
+
+
+class ContentParser(Parser):
+    """An answer without markers."""
+
+    _end: Matcher | None = None
+
+    def push(self, text: str) -> list[Part]:
+        shown = text
+        if self._end is not None:
+            shown, found, at = self._end.push(text, 0)
+            if found:
+                self.rest = text[at:]
+        return [Content(shown)] if shown else []
+
+    def flush(self) -> list[Part]:
+        held = self._end.flush() if self._end is not None else ""
+        return [Content(held)] if held else []
+
+    def until(self, marker: str) -> None:
+        self._end = Matcher(marker)

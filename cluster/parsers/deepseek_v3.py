@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 
 from swell.cluster.parsers import grammar
 from swell.cluster.parsers.calls import MAX_NAME_CHARS, Call
+from swell.cluster.parsers.framed import FramedArguments
 from swell.cluster.parsers.grammar import CallGrammar
-from swell.cluster.parsers.json_stream import FramedArguments
 from swell.cluster.parsers.parts import Tool
 from swell.cluster.parsers.sections import SectionParser
 
@@ -77,7 +77,6 @@ class DeepSeekV3Parser(SectionParser):
         more = f" ({between} {begin} call {end})*" if parallel else ""
         return CallGrammar(
             marker=SECTION,
-            others=(CALL,),
             body=f"{begin} call {end}{more} {section_end}",
             rules=grammar.framed_calls(tools, heads, tail),
         )

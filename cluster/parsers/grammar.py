@@ -1,5 +1,9 @@
 """Grammars of answers with calls, in llguidance's Lark syntax.
 
+    answer     = [reasoning] rest
+    reasoning  = opening inside closing     without the opening, where the prompt has written it
+    rest       = calls | form | form or calls | text, calls, or text and then calls | anything
+
 Only the arguments are `%json`, each under its tool's own schema, so that a `$ref` in it still
 points into it; what stands around them is literal text, as the models were trained to write it.
 Syntax: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
@@ -15,7 +19,7 @@ from typing import Any
 import msgspec
 
 from swell.cluster.parsers.parts import Tool
-from swell.cluster.structured import inline_json
+from swell.cluster.structured import Form, inline_json
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -28,35 +32,53 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True):
     more: str = ""
     rules: list[str]
     """What `body` and `more` refer to."""
-    others: tuple[str, ...] = ()
-    """Texts that the parser also takes for the beginning of calls, though no model should write
-    them without the marker: text may hold none of them."""
     bare: str = ""
     """Calls may do without the marker where the answer begins; they begin with this character, so
     that text does not."""
+
+
+class ReasoningGrammar(msgspec.Struct, frozen=True, kw_only=True):
+    """How reasoning stands before the rest of an answer."""
+
+    opening: str
+    closing: str
+    begun: bool
+    """The prompt has opened it: the answer begins inside."""
+    padding: str = "\n"
+    """A character that may stand behind `closing`, once or twice; empty: none does."""
+    content: str = ""
+    """A marker before what is neither reasoning nor a call."""
+    budget: int | None = None
+    """The most tokens between opening and closing."""
 
 
 def literal(text: str) -> str:
     return json.dumps(text)
 
 
-def pattern_of(text: str) -> str:
-    """The expression that matches the text alone, as it stands between `/`."""
-    return re.escape(text).replace("/", r"\/").replace("\n", r"n")
-
-
-def spelled(text: str, special: Mapping[str, int]) -> str:
-    """A text as this tokenizer writes it, which may hold special tokens."""
-    if not text:
-        return ""
-    marks = "|".join(re.escape(one) for one in sorted(special, key=len, reverse=True))
-    pieces = re.split(f"({marks})", text) if marks else [text]
-    return " ".join(mark(piece, special) for piece in pieces if piece)
-
-
 def mark(marker: str, special: Mapping[str, int]) -> str:
-    """A marker as this tokenizer writes it: one special token, or text."""
-    return f"<[{special[marker]}]>" if marker in special else literal(marker)
+    """A marker as this tokenizer writes it: added tokens, and text between them."""
+    if marker in special:
+        return f"<[{special[marker]}]>"
+    names = [name for name in special if name in marker and len(name) > 2]
+    if not names:
+        return literal(marker)
+    found = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    texts, ids = found.split(marker), [special[name] for name in found.findall(marker)]
+    parts = [literal(texts[0])] if texts[0] else []
+    for text, id in zip(texts[1:], ids, strict=True):
+        parts += [f"<[{id}]>", *([literal(text)] if text else [])]
+    return " ".join(parts)
+
+
+def cut(marker: str, special: Mapping[str, int]) -> tuple[str, str]:
+    """The text of a marker before the first added token in it, and how the rest is written: nothing
+    where it holds none."""
+    for at in range(len(marker)):
+        rest = mark(marker[at:], special)
+        if rest.startswith("<["):
+            return marker[:at], rest
+    return marker, ""
 
 
 def json_calls(tools: Sequence[Tool], key: str) -> list[str]:
@@ -97,28 +119,173 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
     return {**schema, "type": "object"}
 
 
-def answer(calls: CallGrammar, *, special: Mapping[str, int], required: bool) -> str:
-    """The grammar of an answer: calls where they are `required`; otherwise text, calls, or text and
-    then calls. Text never holds the marker, not even spelled by ordinary tokens: the parser could
-    not tell the difference.
+def answer(
+    calls: CallGrammar | None = None,
+    *,
+    special: Mapping[str, int],
+    required: bool = False,
+    form: Form | None = None,
+    reasoning: ReasoningGrammar | None = None,
+    openers: Sequence[str] = (),
+) -> str:
+    """The grammar of an answer: calls where they are `required`; the form or calls where both are
+    given; the form; text, calls, or text and then calls; without both, anything. Reasoning may
+    stand before it, and does where it has begun.
+
+    `special`: text -> id of this tokenizer's added tokens. `openers`: what the parser takes for the
+    beginning of a call, beside the marker. Neither text nor reasoning holds one, nor do forms begin
+    with one where calls are possible, not even spelled by ordinary tokens: the parser could not
+    tell the difference. ValueError for a budget that cannot be held.
     """
-    marker, bare = calls.marker, calls.bare
-    start = mark(marker, special)
-    begins = "|".join(map(pattern_of, (marker, *calls.others)))
-    holds_marker = f"/(?s:.*)({begins})(?s:.*)/"
-    text = rf"/[ \t\r\n]*[^ \t\r\n{bare}](?s:.*)/" if bare else "/(?s:.+)/"
-    behind = f"{calls.body} {calls.more}"
-    if required:
-        lines = [f"start: {start}{'?' if bare else ''} {behind}"]
+    marks = tuple(dict.fromkeys([calls.marker, *openers])) if calls else tuple(openers)
+    marks = tuple(one for one in marks if not any(two in one for two in marks if two != one))
+    rest = _Rest(calls, special, required, form, marks, reasoning.content if reasoning else "")
+    if reasoning is None:
+        lines = rest.rules("start", ())
     else:
-        lines = [f"TEXT: {text} & ~{holds_marker}"]
+        lines = _reasoned(rest, reasoning, special, marks)
+    lark = "\n".join(line.rstrip() for line in [*lines, *(calls.rules if calls else ())]) + "\n"
+    if form is None or form.grammar is None:
+        return lark
+    grammars = [{"lark_grammar": lark}, {"name": "form", "lark_grammar": form.grammar}]
+    return json.dumps({"grammars": grammars})
+
+
+def _reasoned(
+    rest: _Rest, reasoning: ReasoningGrammar, special: Mapping[str, int], marks: tuple[str, ...]
+) -> list[str]:
+    opening, closing = mark(reasoning.opening, special), mark(reasoning.closing, special)
+    gap = "GAP? " if reasoning.padding else ""
+    lines = [f"GAP: /{_one_of([reasoning.padding])}{{1,2}}/"] if gap else []
+    behind = rest.rules("rest", ())
+    if reasoning.begun:
+        start = [f"start: inside {gap}rest"]
+    elif reasoning.budget == 0:
+        return rest.rules("start", (reasoning.opening,))
+    else:
+        start = [f"start: SPACE? {opening} inside {gap}rest | unreasoned", r"SPACE: /[ \t\r\n]+/"]
+        behind += rest.rules("unreasoned", (reasoning.opening,))
+    return [*start, *_inside(closing, reasoning, marks), *lines, *behind]
+
+
+def _inside(closing: str, reasoning: ReasoningGrammar, marks: tuple[str, ...]) -> list[str]:
+    """Rules of `inside`: reasoning up to the end of its closing mark."""
+    budget = reasoning.budget
+    if budget == 0:
+        return [f"inside: {closing}"]
+    if closing.startswith("<["):
+        limit = "" if budget is None else f"[max_tokens={budget}]"
+        text = _text(holding=(reasoning.closing, *marks))
+        return [f"inside: thoughts {closing}", f"thoughts{limit}: THOUGHTS", f"THOUGHTS: {text}"]
+    if budget is not None:
+        raise ValueError(
+            f"the model ends its reasoning by the text {reasoning.closing!r}, which is no token of "
+            "its own; so a number of tokens cannot be held"
+        )
+    # A lazy lexeme ends with the first mark; another one would swallow its beginning.
+    return [f"inside[lazy]: THOUGHTS {closing}", f"THOUGHTS: {_text(holding=marks)}"]
+
+
+class _Rest(msgspec.Struct, frozen=True):
+    """What stands behind reasoning, or without it."""
+
+    calls: CallGrammar | None
+    special: Mapping[str, int]
+    required: bool
+    form: Form | None
+    marks: tuple[str, ...]
+    content: str
+
+    def rules(self, name: str, begins: tuple[str, ...]) -> list[str]:
+        """Rules of `name`; its text does not begin with one of `begins`."""
+        calls = self.calls
+        content = f"{mark(self.content, self.special)} " if self.content else ""
+        if calls is None and self.form is None:
+            return self._anything(name, begins)
+        if calls is None:
+            return self._form(name, content, begins)
+        start = mark(calls.marker, self.special)
+        behind = f"{calls.body} {calls.more}"
+        if self.required:
+            return [f"{name}: {start}{'?' if calls.bare else ''} {behind}"]
+        if self.form is not None:
+            head, *rules = self._form(name, content, (*begins, *self.marks))
+            return [f"{head} | {start} {behind}", *rules]
+        return self._text_or_calls(calls, name, content, begins)
+
+    def _form(self, name: str, content: str, begins: tuple[str, ...]) -> list[str]:
+        form = self.form
+        assert form is not None
+        if form.terminal:
+            # Its own rule, since a terminal of several texts binds less than `&`.
+            own = f"{name.upper()}_FORM"
+            return [
+                f"{name}: {content}{own}",
+                f"{own}: {_unless(own + '_TEXT', begins)}",
+                f"{own}_TEXT: {form.terminal}",
+            ]
+        return [f"{name}: {content}{'@form' if form.grammar is not None else form.rule}"]
+
+    def _text_or_calls(
+        self, calls: CallGrammar, name: str, content: str, begins: tuple[str, ...]
+    ) -> list[str]:
+        start, behind = mark(calls.marker, self.special), f"{calls.body} {calls.more}"
+        ahead, rest = cut(calls.marker, self.special)
+        text, bare = f"{name.upper()}_TEXT", calls.bare
+        first = rf"/[ \t\r\n]*[^ \t\r\n{escaped(bare)}](?s:.*)/" if bare else "/(?s:.+)/"
+        lines = [f"{text}: {_text(first, holding=self.marks, begins=begins)}"]
+        said = f"({content}{text})" if content else text
         if bare:
-            lines.append(f"start: TEXT? | {start}? {behind}")
-        elif marker in special:
-            lines.append(f"start: TEXT? ({start} {behind})?")
+            lines.append(f"{name}: {said}? | {start}? {behind}")
+        elif rest and not ahead:
+            lines.append(f"{name}: {said}? ({start} {behind})?")
+        elif rest:
+            # The added token in the marker ends the text before it.
+            lead = f"{name.upper()}_LEAD"
+            pattern = f"/(?s:.*){escaped(ahead)}/"
+            lines += [
+                f"{name}: {said}? | {lead} {rest} {behind}",
+                f"{lead}: {_text(pattern, holding=self.marks, begins=begins)}",
+            ]
         else:
-            # A lazy lexeme ends with the first marker; TEXT alone would swallow its beginning.
-            others = "|".join(map(pattern_of, calls.others))
-            lead = f"/(?s:.*)/ & ~/(?s:.*)({others})(?s:.*)/" if others else "/(?s:.*)/"
-            lines += [f"start: TEXT? | lead {behind}", f"LEAD: {lead}", f"lead[lazy]: LEAD {start}"]
-    return "\n".join(line.rstrip() for line in [*lines, *calls.rules]) + "\n"
+            # A lazy lexeme ends with the first marker; text alone would swallow its beginning.
+            others = tuple(one for one in self.marks if one != calls.marker)
+            lead = f"{name.upper()}_LEAD"
+            lines += [
+                f"{name}: {said}? | {name}_lead {behind}",
+                f"{name}_lead[lazy]: {lead} {start}",
+                f"{lead}: {_text(holding=others, begins=begins)}",
+            ]
+        return lines
+
+    def _anything(self, name: str, begins: tuple[str, ...]) -> list[str]:
+        if not begins:
+            return [f"{name}: <[*]>*"]
+        opens = [name for name in self.special if any(one.startswith(name) for one in begins)]
+        tokens = [id for name, id in self.special.items() if name not in opens]
+        text = f"{name.upper()}_TEXT"
+        lines = [f"{text}: {_text('/(?s:.+)/', begins=begins)}"]
+        other = f" (<[{','.join(map(str, tokens))}]> <[*]>*)?" if tokens else ""
+        return [f"{name}: {text}?{other}", *lines]
+
+
+def _text(
+    pattern: str = "/(?s:.*)/", *, holding: Sequence[str] = (), begins: Sequence[str] = ()
+) -> str:
+    """An expression of a terminal: text that holds none of these marks, nor begins with one."""
+    never = f" & ~/(?s:.*){_one_of(holding)}(?s:.*)/" if holding else ""
+    return _unless(pattern, begins) + never
+
+
+def _unless(expression: str, begins: Sequence[str]) -> str:
+    """The same, but nothing that begins with one of these marks; parsers skip space before it."""
+    return expression + (rf" & ~/[ \t\r\n]*{_one_of(begins)}(?s:.*)/" if begins else "")
+
+
+def _one_of(marks: Sequence[str]) -> str:
+    return f"({'|'.join(map(escaped, marks))})"
+
+
+def escaped(text: str) -> str:
+    """A text in an expression between slashes."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", r"\n")

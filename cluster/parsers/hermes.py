@@ -11,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from swell.cluster.parsers import grammar
-from swell.cluster.parsers.base import Matcher
+from swell.cluster.parsers.closed import ClosedCallParser
 from swell.cluster.parsers.grammar import CallGrammar
 from swell.cluster.parsers.json_stream import CallReader, end_of
-from swell.cluster.parsers.parts import Part, Tool
-from swell.cluster.parsers.tools import SPACE, ToolParser
+from swell.cluster.parsers.parts import Tool
+from swell.cluster.parsers.tools import SPACE
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class HermesParser(ToolParser):
+class HermesParser(ClosedCallParser):
     markers = (OPEN, CLOSE)
+    closers = (CLOSE,)
     openers = (OPEN, "\n" + OPEN)
 
     @classmethod
@@ -45,31 +46,3 @@ class HermesParser(ToolParser):
         if end < len(text):
             self._begin_call(CallReader(fence=CLOSE[0]))
         return end
-
-    def _on_call_end(self) -> None:
-        self._state = self._behind_call
-
-    def _behind_call(self, text: str, at: int) -> int:
-        end = end_of(SPACE, text, at)
-        self._lead.append(text[at:end])
-        if end < len(text):
-            self._closer = Matcher(CLOSE)
-            self._state = self._closing
-        return end
-
-    def _closing(self, text: str, at: int) -> int:
-        """At the first character that is not whitespace: `</tool_call>` begins here or nowhere."""
-        shown, marker, at = self._closer.push(text, at)
-        if shown:
-            self._state = self._content
-            self._read(shown + (marker or "") + self._closer.flush())
-        elif marker:
-            self._lead.clear()
-            self._state = self._gap
-        return at
-
-    def flush(self) -> list[Part]:
-        if self._state == self._closing:
-            self._state = self._content
-            self._read(self._closer.flush())
-        return super().flush()

@@ -46,7 +46,7 @@ class JsonChecker:
         self._closers: list[str] = []
         """Of the arrays and objects that are open."""
         self._state: Callable[[str, int], int] = self._before_value
-        self._behind_string = self._behind_value
+        self._behind_string: Callable[[str, int], int] = self._behind_value
         self._part = ""
         """Of a number: what it ends with. Of a word: its characters so far."""
         self._hex_digits = 0

@@ -12,9 +12,9 @@ state looks back.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
-from swell.cluster.parsers.calls import Call, MarkedCall
+from swell.cluster.parsers.calls import Call
 from swell.cluster.parsers.calls import end_of as end_of
 from swell.cluster.parsers.values import TypedText
 
@@ -211,7 +211,7 @@ class CallReader(Call):
     whose content is then their text. What comes before that decides whether it is a call at all;
     what comes behind decides nothing. Keys may stand in any order; of a key that is written twice
     the first counts. `argument_keys` are the names of the arguments' key. `other_keys`: keys that
-    may stand there before it is known, None for any.
+    may stand there before it is known, None for any. `names`: those that a call may have.
     """
 
     def __init__(
@@ -220,10 +220,12 @@ class CallReader(Call):
         argument_keys: tuple[str, ...] = ("arguments",),
         other_keys: tuple[str, ...] | None = None,
         fence: str = "",
+        names: Container[str] | None = None,
     ) -> None:
         self._argument_keys = argument_keys
         self._other_keys = other_keys
         self._fence = fence
+        self._names = names
         self._state = self._at_brace
         self._after_value: Callable[[str], None] = self._end_key
         self._value: Value = StringValue()
@@ -338,8 +340,9 @@ class CallReader(Call):
 
     def _end_name(self, name: str) -> None:
         self.name = name
-        self.known = bool(name) and self._arguments is not None
-        self.ended = not name
+        fits = bool(name) and (self._names is None or name in self._names)
+        self.known = fits and self._arguments is not None
+        self.ended = not fits
         self._state = self._before_comma
 
     def _end_other(self, _: str) -> None:
@@ -357,42 +360,3 @@ class BareArguments(CallReader):
 
     def _end_other(self, _: str) -> None:
         self.ended = True
-
-
-class FramedArguments(MarkedCall):
-    """A call whose arguments stand as JSON between texts that its format fixes. A format reads the
-    head, up to `_begin_arguments`."""
-
-    ends: tuple[str, ...]
-    """What follows the arguments."""
-    fence = ""
-    """First characters of those, at which arguments that a model forgot to close end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._arguments: BareArguments | None = None
-
-    def _begin_arguments(self, _: str) -> None:
-        self._arguments = BareArguments(self.name, self.fence)
-        self._state = self._in_arguments
-
-    def _in_arguments(self, text: str, at: int) -> int:
-        arguments = self._arguments
-        assert arguments is not None
-        at = arguments.push(text, at)
-        self.known = arguments.known
-        if arguments.ended and not self.known:
-            self._break("")
-        elif arguments.ended:
-            self._expect(dict.fromkeys(self.ends, self._end))
-        return at
-
-    def _end(self, _: str) -> None:
-        self.ended = True
-
-    def take(self) -> str:
-        return "" if self._arguments is None else self._arguments.take()
-
-    def flush(self) -> None:
-        if self._arguments is not None:
-            self._arguments.flush()

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from swell.cluster.parsers import grammar
 from swell.cluster.parsers.calls import MAX_NAME_CHARS, Call
+from swell.cluster.parsers.framed import FramedArguments
 from swell.cluster.parsers.grammar import CallGrammar
-from swell.cluster.parsers.json_stream import FramedArguments
 from swell.cluster.parsers.parts import Tool
 from swell.cluster.parsers.sections import SectionParser
 
@@ -74,7 +74,6 @@ class KimiK2Parser(SectionParser):
         ]
         return CallGrammar(
             marker=SECTION,
-            others=(CALL,),
             body=f"{'call+' if parallel else 'call'} {section_end}",
             rules=[*grammar.framed_calls(tools, heads, end), "INDEX: /[0-9]{1,3}/"],
         )

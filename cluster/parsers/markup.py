@@ -11,8 +11,7 @@ JSON, which is closed only where the model closes its call.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -59,14 +58,13 @@ class MarkupCall(MarkedCall):
         self,
         markup: Markup,
         kinds: Callable[[str, str], frozenset[str]],
-        names: Mapping[str, Any] | None = None,
+        names: Iterable[str] | None = None,
     ) -> None:
         """`kinds`: what values a tool's argument may have. `names`: the tools that may be called;
         None: any."""
         super().__init__()
         self._markup = markup
         self._kinds = kinds
-        self._names = names
         self._pieces: list[str] = []
         self._num_keys = 0
         self._element = ""
@@ -74,15 +72,21 @@ class MarkupCall(MarkedCall):
         self._key = ""
         self._value = TypedText(KINDS)
         self._matcher = Matcher(*markup.value_ends())
-        self._read_run(_NAME, self._end_name)
+        self._heads = [name + markup.name_end for name in names or ()]
+        self._head = ""
+        if names is None:
+            self._read_run(_NAME, self._end_name)
+        else:
+            self._state = self._in_known_head
 
     def take(self) -> str:
         taken, self._pieces = "".join(self._pieces), []
         return taken
 
     def flush(self) -> None:
+        """What may have been the end of the value is taken for it, but the value is not whole."""
         if self._state == self._in_value:
-            self._pieces.append(self._value.push(self._matcher.flush()) + self._value.flush())
+            self._pieces.append(self._value.flush())
 
     def _break(self, unread: str) -> None:
         super()._break(self._element + unread)
@@ -91,12 +95,20 @@ class MarkupCall(MarkedCall):
 
     def _end_name(self, name: str) -> None:
         self.name = name
-        if self._names is not None and name not in self._names:
-            self._break("")
-        elif self._markup.name_end:
+        if self._markup.name_end:
             self._expect({self._markup.name_end: self._end_head})
         else:
             self._begin_element("")
+
+    def _in_known_head(self, text: str, at: int) -> int:
+        self._head += text[at]
+        if self._head in self._heads:
+            self.name = self._head.removesuffix(self._markup.name_end)
+            self._end_head("")
+        elif not any(head.startswith(self._head) for head in self._heads):
+            self._break("")
+            return at
+        return at + 1
 
     def _end_head(self, _: str) -> None:
         self._know()
@@ -161,7 +173,7 @@ class MarkupCall(MarkedCall):
             self._pieces.append(self._value.push(end))
             return at
         self._pieces.append(self._value.end())
-        then = {self._markup.key_begin: self._begin_key}
+        then: dict[str, Callable[[str], None]] = {self._markup.key_begin: self._begin_key}
         then |= dict.fromkeys(self._markup.call_ends, self._end_call)
         then.get(end.strip(), self._begin_element)(end.strip())
         return at
@@ -188,13 +200,6 @@ class MarkupParser(SectionParser):
         cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
     ) -> CallGrammar:
         return markup_grammar.calls(cls, tools, parallel=parallel, special=special)
-
-    @classmethod
-    def bare_calls(cls, tools: Sequence[Tool]) -> tuple[str, ...]:
-        """What begins a call of one of these tools without a section around it."""
-        if cls.call_begin not in cls.openers:
-            return ()
-        return tuple(cls.call_begin + tool.name for tool in tools)
 
     def _new_call(self, *, bare: bool) -> MarkupCall:
         return MarkupCall(self.markup, self._kinds, self._tools if bare else None)

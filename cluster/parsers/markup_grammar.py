@@ -39,11 +39,11 @@ def calls(
 ) -> CallGrammar:
     if not tools:
         raise ValueError("a grammar of calls needs at least one tool")
-    markup, marker = kind.markup, grammar.spelled(kind.section, special)
+    markup, marker = kind.markup, grammar.mark(kind.section, special)
     choice = " | ".join(f"call_{index}" for index in range(len(tools)))
-    begin = grammar.spelled(kind.call_begin, special)
-    one = f"nl {begin} ({choice}) {grammar.spelled(markup.call_ends[0], special)}"
-    end = f"nl {grammar.spelled(kind.section_ends[0], special)}" if kind.section_ends else ""
+    begin = grammar.mark(kind.call_begin, special) if kind.call_begin else ""
+    one = f"nl {begin} ({choice}) {grammar.mark(markup.call_ends[0], special)}"
+    end = f"nl {grammar.mark(kind.section_ends[0], special)}" if kind.section_ends else ""
     several = "+" if parallel and kind.calls_share_section else ""
     body = f"call{several} {end}".strip()
     rules = [f"call: {one}"]
@@ -51,7 +51,6 @@ def calls(
         rules += _ToolRules(markup, tool, str(index), special).rules()
     return CallGrammar(
         marker=kind.section,
-        others=kind.bare_calls(tools),
         body=body,
         more=f"(nl {marker} {body})*" if parallel and not kind.calls_share_section else "",
         rules=[*rules, 'nl: "\\n"?'],
@@ -67,7 +66,7 @@ class _ToolRules:
         self._index = index
         self._special = special
         end = markup.padding + markup.value_end
-        self._end = grammar.spelled(end, special)
+        self._end = grammar.mark(end, special)
         self._text = TextGrammar(end, markup.value_ends(), special)
         self._schema = self._object()
         self._rules: list[str] = []
@@ -75,7 +74,7 @@ class _ToolRules:
     def rules(self) -> list[str]:
         if not NAME.fullmatch(self._tool.name):
             raise ValueError(f"tool {self._tool.name!r} has a name that no call can hold")
-        head = grammar.spelled(self._tool.name + self._markup.name_end, self._special)
+        head = grammar.mark(self._tool.name + self._markup.name_end, self._special)
         elements = [
             self._element(str(number), *argument)
             for number, argument in enumerate(self._arguments())
@@ -92,12 +91,14 @@ class _ToolRules:
         return schema
 
     def _arguments(self) -> Iterator[tuple[str, bool, Any]]:
-        """Key, whether it must be there, schema."""
+        """Key, whether it must be there, schema. What may be left out and has a name that no call
+        can hold is left out."""
         properties = self._schema.get("properties") or {}
         required = self._schema.get("required") or []
         others = self._schema.get("additionalProperties")
         for key in properties:
-            yield key, key in required, properties[key]
+            if key in required or KEY.fullmatch(key):
+                yield key, key in required, properties[key]
         for key in required:
             if key not in properties:
                 yield key, True, True if others is None else others
@@ -107,9 +108,9 @@ class _ToolRules:
     def _element(self, number: str, key: str, required: bool, schema: Any) -> str:
         """`key` is empty for those that the schema does not name."""
         rule, names = f"{self._index}_{number}", set(self._schema.get("properties") or {})
-        begin = grammar.spelled(self._markup.key_begin + key, self._special)
+        begin = grammar.mark(self._markup.key_begin + key, self._special)
         if not key:
-            taken = "|".join(map(grammar.pattern_of, sorted(names)))
+            taken = "|".join(map(grammar.escaped, sorted(names)))
             but = f" & ~/({taken})/" if names else ""
             self._rules.append(f"KEY_{rule}: /{_EXTRA_KEY}/{but}")
             begin = f"{begin} KEY_{rule}"
@@ -139,9 +140,9 @@ class _ToolRules:
     def _begin(self, kind: int) -> str:
         markup = self._markup
         if not markup.value_begin:
-            return grammar.spelled(markup.key_ends[kind] + markup.padding, self._special)
+            return grammar.mark(markup.key_ends[kind] + markup.padding, self._special)
         ends = (markup.key_ends[kind], markup.value_begin + markup.padding)
-        return " nl ".join(grammar.spelled(end, self._special) for end in ends)
+        return " nl ".join(grammar.mark(end, self._special) for end in ends)
 
     def _with_defs(self, schema: Any) -> dict[str, Any]:
         if not isinstance(schema, dict):

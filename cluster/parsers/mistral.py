@@ -15,21 +15,21 @@ import string
 from collections.abc import Mapping, Sequence
 
 from swell.cluster.parsers import grammar
+from swell.cluster.parsers.arrays import ArrayParser
+from swell.cluster.parsers.calls import MAX_NAME_CHARS
 from swell.cluster.parsers.grammar import CallGrammar
-from swell.cluster.parsers.json_stream import BareArguments, CallReader, end_of
+from swell.cluster.parsers.json_stream import BareArguments
 from swell.cluster.parsers.parts import Tool
-from swell.cluster.parsers.tools import SPACE, ToolParser
+from swell.cluster.parsers.tools import SPACE
 
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 CALL_ID_CHARS = 9
-MAX_NAME_CHARS = 256
-"""A longer name is none. OpenAI's API allows 64."""
 
 _NAME = re.compile(r"[-.:/\w]*")
 _ID = re.compile(r"[0-9A-Za-z]*")
 
 
-class MistralParser(ToolParser):
+class MistralParser(ArrayParser):
     markers = (TOOL_CALLS, CALL_ID, ARGS)
     openers = (TOOL_CALLS,)
     keeps_special_tokens = True
@@ -57,51 +57,19 @@ class MistralParser(ToolParser):
         return CallGrammar(marker=TOOL_CALLS, body=body, more=more, rules=rules)
 
     def _on_marker(self, marker: str) -> None:
-        self._in_array = False
         self._name = self._word = self._call_id = ""
         self._open_head(marker, self._head)
 
     def _on_call_end(self) -> None:
         self._state = self._behind_element if self._in_array else self._gap
 
-    def _hold(self, pattern: re.Pattern[str], text: str, at: int) -> tuple[str, int]:
-        end = end_of(pattern, text, at)
-        self._held.append(text[at:end])
-        return text[at:end], end
-
     def _head(self, text: str, at: int) -> int:
         _, at = self._hold(SPACE, text, at)
         if at == len(text):
             return at
-        if text[at] == "[":
-            self._in_array = True
-            self._held.append("[")
-            self._state = self._before_element
-            return at + 1
-        self._state = self._in_name
+        self._in_array = text[at] == "["
+        self._state = self._before_array if self._in_array else self._in_name
         return at
-
-    # ------------------------------------------------------------------------------- the array
-
-    def _before_element(self, text: str, at: int) -> int:
-        _, at = self._hold(SPACE, text, at)
-        if at < len(text):
-            self._begin_call(CallReader())
-        return at
-
-    def _behind_element(self, text: str, at: int) -> int:
-        end = end_of(SPACE, text, at)
-        self._lead.append(text[at:end])
-        if end == len(text):
-            return end
-        if text[end] == ",":
-            self._open_head(",", self._before_element)
-            return end + 1
-        self._state = self._gap
-        if text[end] != "]":
-            return end
-        self._lead.clear()
-        return end + 1
 
     # ----------------------------------------------------------------------- name, id, [ARGS]
 

@@ -1,4 +1,4 @@
-r"""Reasoning between `<think>` and `</think>`, at the beginning of an answer.
+r"""Reasoning between two tags, at the beginning of an answer.
 
     \n  <think> \n\n so it is 4. \n </think> \n\n It is 4.
     ╰─ dropped ─────╯╰reasoning─╯╰─── dropped ──╯╰content╯
@@ -6,47 +6,73 @@ r"""Reasoning between `<think>` and `</think>`, at the beginning of an answer.
 The rule of whitespace: newlines (`\n`, any number) directly behind `<think>`, directly before
 `</think>` and directly behind it belong to the tags, as in the chat templates of Qwen3 and
 DeepSeek-R1; so does whitespace before `<think>`. All other whitespace is text. If the answer ends
-before `</think>`, its last newlines are reasoning.
+before `</think>`, its last newlines are reasoning. Mistral's tags have no newlines of their own.
 
 `<think>` counts only where the answer begins, and only the first `</think>` behind it: an answer
-may speak of the tags.
+may speak of the tags. A `</think>` without `<think>` is text: what precedes it was shown as content
+already. It ends reasoning where the prompt has opened it, or where the format says that the answer
+begins inside; a model that writes the tag there once more is forgiven.
+
+A tool call ends reasoning that is not closed, from its marker on. What only looks like a call, and
+a call without a marker, stay reasoning: a model may think about calls. Newlines directly before the
+call belong to it. A `</think>` behind the call is text.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from swell.cluster.parsers.base import Matcher, StateParser
-from swell.cluster.parsers.parts import Content, Part, Reasoning
-
-OPEN, CLOSE = "<think>", "</think>"
+from swell.cluster.parsers.base import ContentParser, Matcher, Parser, StateParser
+from swell.cluster.parsers.parts import Content, Part, Reasoning, ToolCall
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_NEWLINES = re.compile(r"\n*")
 
 
 class ThinkParser(StateParser):
-    """The model writes `<think>` itself, or answers without reasoning (Qwen3)."""
+    """The model writes `<think>` itself, or answers without reasoning (Qwen3). Where the prompt
+    ends with `<think>`, the answer begins inside."""
 
-    markers = (OPEN, CLOSE)
+    open, close = "<think>", "</think>"
+    padding = "\n"
+    """Characters that belong to a tag beside them."""
+    content = ""
+    """A marker before what is neither reasoning nor a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_inner: Callable[[], Parser] = ContentParser, prompt: str = "") -> None:
+        """`make_inner` makes what reads the content. `prompt`: the end of the prompt's text."""
         super().__init__(self._before)
-        self._matcher = Matcher(OPEN)
+        self._make_inner = make_inner
+        self._inner = make_inner()
+        """Reads reasoning up to `close`, and another one the content behind it."""
+        self.markers = (self.open, self.close, *self._inner.markers)
+        self.keeps_special_tokens |= self._inner.keeps_special_tokens
+        self._matcher = Matcher(self.open)
         self._space: list[str] = []
         """Whitespace before what may be `<think>`."""
-        self._newlines = 0
-        """Newlines before what may be `</think>`."""
+        self._padding: list[str] = []
+        """Before what may be `</think>` or a call."""
+        self._begun = self.begun_by(prompt)
+
+    @classmethod
+    def begun_by(cls, prompt: str) -> bool:
+        """An answer behind this prompt begins inside."""
+        return prompt.rstrip().endswith(cls.open.rstrip())
 
     def flush(self) -> list[Part]:
         if self._state in (self._before, self._opening):
             self._begin_unmarked("".join(self._space) + self._matcher.flush())
         if self._state == self._inside:
-            self._parts.append(Reasoning("\n" * self._newlines + self._matcher.flush()))
+            self._reason(self._inner.flush())
+            self._parts.append(Reasoning("".join(self._padding)))
+        else:
+            self._parts += self._inner.flush()
         return self._take()
 
     def _before(self, text: str, at: int) -> int:
-        end = _space_end(text, at)
+        found = _SPACE.match(text, at)
+        assert found is not None
+        end = found.end()
         self._space.append(text[at:end])
         if end < len(text):
             self._state = self._opening
@@ -64,56 +90,79 @@ class ThinkParser(StateParser):
 
     def _begin_unmarked(self, text: str) -> None:
         """The answer begins with `text` instead of `<think>`."""
-        self._state = self._content
+        self._state = self._after_open if self._begun else self._content
         self._read(text)
 
     def _after_open(self, text: str, at: int) -> int:
-        at = _newlines_end(text, at)
+        at = self._padding_end(text, at)
         if at < len(text):
-            self._matcher = Matcher(CLOSE)
+            self._inner.until(self.close)
             self._state = self._inside
         return at
 
     def _inside(self, text: str, at: int) -> int:
-        shown, marker, at = self._matcher.push(text, at)
-        stripped = shown.rstrip("\n")
+        self._reason(self._inner.push(text[at:]))
+        rest = self._inner.rest
+        if rest is None:
+            return len(text)
+        # What was held is no call.
+        self._reason(self._inner.flush())
+        self._padding.clear()
+        self._inner = self._make_inner()
+        self._state = self._after_close
+        return len(text) - len(rest)
+
+    def _reason(self, parts: list[Part]) -> None:
+        """What the inner parser has read is reasoning until a call begins."""
+        for part in parts:
+            if isinstance(part, ToolCall) and self._state == self._inside:
+                self._padding.clear()
+                self._state = self._content
+            if isinstance(part, Content) and self._state == self._inside:
+                self._show(part.text)
+            else:
+                self._parts.append(part)
+
+    def _show(self, text: str) -> None:
+        stripped = text.rstrip(self.padding)
         if stripped:
-            self._parts.append(Reasoning("\n" * self._newlines + stripped))
-            self._newlines = 0
-        self._newlines += len(shown) - len(stripped)
-        if marker:
-            self._state = self._after_close
-        return at
+            self._parts.append(Reasoning("".join([*self._padding, stripped])))
+            self._padding.clear()
+        self._padding.append(text[len(stripped) :])
 
     def _after_close(self, text: str, at: int) -> int:
-        at = _newlines_end(text, at)
+        at = self._padding_end(text, at)
         if at < len(text):
             self._state = self._content
         return at
 
     def _content(self, text: str, at: int) -> int:
-        self._parts.append(Content(text[at:]))
+        self._parts += self._inner.push(text[at:])
         return len(text)
+
+    def _padding_end(self, text: str, at: int) -> int:
+        return len(text) - len(text[at:].lstrip(self.padding))
 
 
 class OpenThinkParser(ThinkParser):
-    """The chat template has written `<think>` already: the answer begins inside (DeepSeek-R1).
+    """The answer begins inside (DeepSeek-R1), unless the prompt ends with `</think>`."""
 
-    A model that writes the tag once more is forgiven.
-    """
-
-    def _begin_unmarked(self, text: str) -> None:
-        self._state = self._after_open
-        self._read(text)
+    @classmethod
+    def begun_by(cls, prompt: str) -> bool:
+        return not prompt.rstrip().endswith(cls.close)
 
 
-def _space_end(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
+class MistralThinkParser(ThinkParser):
+    """Magistral's and Ministral's, whose tags are control tokens."""
+
+    open, close = "[THINK]", "[/THINK]"
+    padding = ""
+    keeps_special_tokens = True
 
 
-def _newlines_end(text: str, at: int) -> int:
-    found = _NEWLINES.match(text, at)
-    assert found is not None
-    return found.end()
+class GemmaThinkParser(ThinkParser):
+    """Gemma 4's channel of thoughts."""
+
+    open, close = "<|channel>thought\n", "<channel|>"
+    padding = ""
+    keeps_special_tokens = True

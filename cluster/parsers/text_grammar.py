@@ -48,6 +48,16 @@ _FORMATS = {
 }
 """Other formats say nothing about the text, as JSON schema allows."""
 
+_TEXT_KEYWORDS = frozenset(("minLength", "maxLength", "pattern", "format"))
+_OTHER_KEYWORDS = frozenset(
+    (
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
+        *("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
+    )
+)
+"""They say nothing about strings."""
+
 _INNER_ANCHOR = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|([$^|])", re.S)
 
 
@@ -94,7 +104,8 @@ def _split_plain(
         others = [value for value in values if not isinstance(value, str)]
         return texts, {"enum": others} if others else None
     others = sorted(kinds - STRING)
-    return [{**schema, "type": "string"}], {**schema, "type": others} if others else None
+    rest = {key: value for key, value in schema.items() if key not in _TEXT_KEYWORDS}
+    return [schema], {**rest, "type": others} if others else None
 
 
 class TextGrammar:
@@ -102,12 +113,9 @@ class TextGrammar:
 
     def __init__(self, end: str, forbidden: Sequence[str], special: Mapping[str, int]) -> None:
         self._end = end
-        marks = [(end.index(mark), mark) for mark in special if mark in end]
-        self._special = bool(marks)
-        cut = min(marks)[0] if marks else len(end)
-        self._lead, self._rest = end[:cut], grammar.spelled(end[cut:], special)
+        self._lead, self._rest = grammar.cut(end, special)
         self._forbidden = forbidden
-        pattern = "|".join(map(grammar.pattern_of, forbidden))
+        pattern = "|".join(map(grammar.escaped, forbidden))
         self._bare = f"~/(?s:.*)({pattern})(?s:.*)/"
 
     def rules(self, name: str, schema: dict[str, Any], others: frozenset[str]) -> list[str]:
@@ -121,16 +129,16 @@ class TextGrammar:
             bodies.append(f"~/[ \\t\\r\\n]*({looks})[ \\t\\r\\n]*/")
         text = " & ".join([*bodies, self._bare])
         terminal = name.upper()
-        if not self._special:
+        if not self._rest:
             return [f"{terminal}: {text}", f"{name}[lazy]: {terminal} {grammar.literal(self._end)}"]
         if self._lead:
-            # The special token ends the text, which ends as what stands before that token.
-            lead = f"/(?s:.*){grammar.pattern_of(self._lead)}/"
-            if bodies != ["/(?s:.*)/"]:
-                raise ValueError(
-                    "limits its text, which this format's markers leave no way to hold"
-                )
-            return [f"{terminal}: {lead} & {self._bare}", f"{name}: {terminal} {self._rest}"]
+            # The added token in the end ends the text, whose last characters stand before it.
+            lead = grammar.literal(self._lead)
+            return [
+                f"{terminal}: {text}",
+                f"{terminal}_END: {terminal} {lead}",
+                f"{name}: {terminal}_END {self._rest}",
+            ]
         maybe = "?" if nullable else ""
         return [f"{terminal}: /(?s:.+)/ & {text}", f"{name}: {terminal}{maybe} {self._rest}"]
 
@@ -153,9 +161,9 @@ class TextGrammar:
 
 def _bodies(schema: dict[str, Any]) -> tuple[list[str], bool]:
     """Expressions that the text matches, all of them, and whether it may be empty."""
-    known = {"type", "minLength", "maxLength", "pattern", "format", *ANNOTATIONS}
+    known = {"type", "enum"} | _TEXT_KEYWORDS | _OTHER_KEYWORDS | ANNOTATIONS
     for keyword in sorted(set(schema) - known):
-        raise ValueError(f"has {keyword!r}, which says nothing about text")
+        raise ValueError(f"has {keyword!r}")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     most = None if most is not None and most > MAX_LENGTH else most
     bodies, nullable = [], least == 0

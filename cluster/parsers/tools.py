@@ -51,6 +51,7 @@ class ToolParser(StateParser):
         self._num_calls = 0
         self._call_id = ""
         """An id that the model itself gave to the call."""
+        self._end: str | None = None
 
     @staticmethod
     def random_id() -> str:
@@ -71,6 +72,11 @@ class ToolParser(StateParser):
 
         ValueError for a tool whose parameters are not those of an object, and without tools.
         """
+
+    def until(self, marker: str) -> None:
+        self._end = marker
+        self._matcher = Matcher(*self.openers, marker)
+        self._state = self._content
 
     def flush(self) -> list[Part]:
         if self._call is not None and self._announced:
@@ -104,6 +110,9 @@ class ToolParser(StateParser):
         shown, marker, at = self._matcher.push(text, at)
         if shown:
             self._show(shown)
+        if marker and marker == self._end:
+            self.rest = text[at:]
+            return len(text)
         if marker:
             self._on_marker(marker)
         return at
@@ -161,7 +170,14 @@ class ToolParser(StateParser):
         if not self._announced:
             self._announced = True
             self._held.clear()
-            call_id, self._call_id = call.id or self._call_id or self._make_id(), ""
-            self._parts.append(ToolCall(self._num_calls, call_id, call.name))
-            self._num_calls += 1
+            self._call_id = call.id or self._call_id
+            self._begin_parts(call.name)
         self._parts.append(Arguments(self._num_calls - 1, call.take()))
+
+    def _begin_parts(self, name: str) -> None:
+        """A call is certain. Reasoning that it stood in is over."""
+        if self._end is not None:
+            self._end, self._matcher = None, Matcher(*self.openers)
+        call_id, self._call_id = self._call_id or self._make_id(), ""
+        self._parts.append(ToolCall(self._num_calls, call_id, name))
+        self._num_calls += 1

@@ -154,7 +154,7 @@ def test_chat(both: tuple[list[RequestOutput], list[Any]], named: bool) -> None:
     for choice in body["choices"]:
         mine, message = folded[choice["index"]], choice["message"]
         assert mine["text"] == (message["content"] or "")
-        assert mine["thought"] == message.get("reasoning_content", "")
+        assert mine["thought"] == (message["reasoning_content"] or "")
         calls = [call["function"] for call in message.get("tool_calls", [])]
         assert [mine["calls"][i] for i in sorted(mine["calls"])] == calls
         assert mine["finish"] == choice["finish_reason"]
@@ -178,13 +178,13 @@ def test_completions(both: tuple[list[RequestOutput], list[Any]], echo: bool, id
         for choice in chunk["choices"]:
             mine = folded.setdefault(choice["index"], {"text": "", "ids": []})
             mine["text"] += choice["text"]
-            mine["ids"] += choice.get("token_ids", [])
+            mine["ids"] += choice.get("token_ids") or []
             mine["finish"] = choice["finish_reason"]
     assert sorted(folded) == [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     for choice in body["choices"]:
         mine = folded[choice["index"]]
         assert mine["text"] == choice["text"]
-        assert mine["ids"] == choice.get("token_ids", [])
+        assert mine["ids"] == (choice["token_ids"] or [])
         assert mine["finish"] == choice["finish_reason"]
         if echo:
             assert choice["text"].startswith(f"<{choice['index'] // 2 + 1}>")

@@ -219,6 +219,25 @@ def test_who_leaves_in_a_stream_is_noticed_by_what_is_written(folder: Path, run:
     run(ask())
 
 
+def test_who_leaves_a_stream_that_has_stopped_is_noticed(folder: Path, run: Any) -> None:
+    """Nothing would be written to it; who stays reads past the comment."""
+
+    async def ask() -> bytes:
+        async with connected(folder, 1) as (_, engine, connect):
+            gone, stays = await connect(), await connect()
+            await gone.send(post(body([5, 6], LONG, stream=True)))
+            await gone.reader.readuntil(b"data: ")
+            await gone.leave()
+            engine.allow(1)
+            await stays.send(post(body([5, 6], 2, stream=True)))
+            await stays.reader.readuntil(b":\n\n")
+            await until(lambda: engine.aborted)
+            engine.allow()
+            return await stays.rest()  # type: ignore[no-any-return]
+
+    assert run(ask()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
 def test_who_leaves_with_several_requests_ends_them_all(folder: Path, run: Any) -> None:
     """Also the one that is being answered, behind which others wait."""
 

@@ -24,6 +24,7 @@ from swell.cluster.openai.ecosystem import IGNORED_FIELDS
 from swell.cluster.openai.models import TokenizeRequest
 from swell.cluster.openai.responses import ResponsesRequest
 from swell.cluster.params import BadRequest
+from swell.cluster.prompt import PromptProcessor
 from swell.cluster.templates import ChatTemplate, TemplateOptions
 from tests.cluster import tokenizers_for_tests
 
@@ -157,6 +158,15 @@ def test_an_ignored_field_has_the_bounds_of_all(junk: str) -> None:
     body = '{"messages":[{"role":"user","content":"a","mine":' + junk + "}]}"
     with pytest.raises(BadRequest, match="JSON"):
         read(body.encode(), ChatCompletionRequest)
+
+
+def test_messages_of_python_callers_are_read_likewise() -> None:
+    prompts = PromptProcessor(tokenizers_for_tests.chat_tokenizer(), 99, 500, "m")
+    messages = prompts.chat_messages([USER, parsed_message()])
+    assert messages[1].tool_calls is not None
+    with pytest.raises(BadRequest) as caught:
+        prompts.chat_messages([{"role": "assistant", "content": "a", "audio": {"id": "x"}}])
+    assert caught.value.param == "messages[0].audio"
 
 
 def test_tokenize_reads_the_same_history() -> None:

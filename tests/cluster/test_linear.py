@@ -20,7 +20,6 @@ from swell.cluster.access import host_name
 from swell.cluster.anthropic.convert import chat_request as of_messages
 from swell.cluster.anthropic.object_text import ObjectText
 from swell.cluster.anthropic.requests import MessagesRequest
-from swell.cluster.formats import reasoning_in
 from swell.cluster.openai.as_chat import chat_messages, in_our_words
 from swell.cluster.openai.body_size import count_parts
 from swell.cluster.openai.chat import ChatCompletionRequest
@@ -28,6 +27,7 @@ from swell.cluster.openai.decode import decode
 from swell.cluster.openai.input_items import read_input
 from swell.cluster.params import BadRequest, shown
 from swell.cluster.parsers import PARSERS, REASONING, make_parser
+from swell.cluster.parsers.reasoning import ThinkParser
 from swell.cluster.stops import StopChecker
 
 pytestmark = pytest.mark.slow
@@ -108,7 +108,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "wrong words": lambda text: in_our_words(BadRequest(text)),
     "shown": shown,
     "host": host_name,
-    "end of a prompt": reasoning_in,
+    "end of a prompt": ThinkParser.begun_by,
     "object text": object_text,
     "stops": stopped,
     **{f"parser {name}": parsed(name, None) for name in PARSERS},

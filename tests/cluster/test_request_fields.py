@@ -25,7 +25,12 @@ from swell.cluster.openai.decode import decode, read
 from swell.cluster.openai.ecosystem import Ecosystem
 from swell.cluster.openai.input_items import FORMS, InputPart
 from swell.cluster.openai.messages import ContentPart, ToolDefinition
-from swell.cluster.openai.responses import FunctionChoice, FunctionTool, ResponsesRequest
+from swell.cluster.openai.responses import (
+    AllowedToolsChoice,
+    FunctionChoice,
+    FunctionTool,
+    ResponsesRequest,
+)
 from swell.cluster.openapi import OPERATIONS
 from swell.cluster.params import BadRequest
 from tests.cluster import tokenizers_for_tests
@@ -34,7 +39,7 @@ from tests.cluster.fake_cluster import FakeCluster, body
 DOCS = Path(__file__).parents[2] / "docs" / "requests.md"
 HEADING = "## Accepted without effect"
 
-UNTYPED = [FunctionTool, FunctionChoice, InputPart, *FORMS.values()]
+UNTYPED = [FunctionTool, FunctionChoice, AllowedToolsChoice, InputPart, *FORMS.values()]
 """Parts of `/v1/responses` that are read after the body itself."""
 
 TOKENS = (
@@ -58,8 +63,8 @@ EFFECTIVE: dict[str, str] = {
     "CompletionRequest": ANSWER + "prompt",
     "ChatCompletionRequest": ANSWER
     + "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls "
-    "reasoning_effort add_generation_prompt continue_final_message chat_template "
-    "chat_template_kwargs enable_thinking thinking reasoning documents",
+    "reasoning_effort thinking_token_budget add_generation_prompt continue_final_message "
+    "chat_template chat_template_kwargs enable_thinking thinking reasoning documents",
     "ResponsesRequest": TOKENS
     + "model input instructions previous_response_id max_output_tokens tools tool_choice "
     "parallel_tool_calls text reasoning include top_logprobs stream stream_options store "
@@ -88,7 +93,10 @@ EFFECTIVE: dict[str, str] = {
     "FunctionCall": "name arguments",
     "ToolDefinition": "type function",
     "FunctionDefinition": "name description parameters strict",
-    "NamedToolChoice": "type function",
+    "NamedToolChoice": "type function allowed_tools",
+    "AllowedTools": "mode tools",
+    "AllowedTool": "type function",
+    "AllowedToolsChoice": "type mode tools",
     "FunctionName": "name",
     "TextOptions": "format",
     "TextFormat": "type schema",
@@ -278,6 +286,14 @@ def test_what_is_not_served_is_refused_unless_it_asks_for_nothing(kind, least, n
     with pytest.raises(BadRequest) as refusal:
         decode(json.dumps({**least, name: asking}).encode(), kind)
     assert (refusal.value.param, refusal.value.code) == (name, "unsupported_value")
+
+
+def test_zero_is_not_false():
+    for name, value in (("use_beam_search", 0), ("include_reasoning", 1), ("mirostat", False)):
+        with pytest.raises(BadRequest) as refusal:
+            decode(json.dumps({"messages": HELLO, name: value}).encode(), ChatCompletionRequest)
+        assert refusal.value.param == name
+    decode(json.dumps({"messages": HELLO, "length_penalty": 1}).encode(), ChatCompletionRequest)
 
 
 @pytest.mark.parametrize(

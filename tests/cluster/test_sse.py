@@ -48,6 +48,7 @@ RESTS = st.just(PLAIN) | st.builds(
     st.none() | st.integers(0, 9) | TEXT,
     LOGPROBS,
     st.none() | st.lists(st.integers(0, 10**6), max_size=3),
+    prompt_token_ids=st.none() | st.lists(st.integers(0, 10**6), max_size=3),
 )
 DELTAS = st.builds(ChatDelta, reasoning_content=TEXT) | st.builds(
     ChatDelta,
@@ -85,10 +86,13 @@ def test_chunks_are_the_typed_ones(
     head: dict[str, Any] = {"id": "x-1", "created": 7, "model": model}
     tail = {"usage": None} if with_usage else {}
     fields = choice_fields(index, rest)
-    plain = CompletionChunk(**head, choices=[CompletionChunkChoice(text=text, **fields)], **tail)
+    ids = {} if rest.prompt_token_ids is None else {"prompt_token_ids": rest.prompt_token_ids}
+    told = CompletionChunkChoice(text=text, **fields, **ids)
+    plain = CompletionChunk(**head, choices=[told], **tail)
     stream = sse.CompletionStream("x-1", 7, model, include_usage=with_usage)
     assert payload(stream.chunk(text, index, rest)) == msgspec.json.encode(plain)
     chats = sse.ChatStream("x-1", 7, model, include_usage=with_usage)
+    rest = rest if rest is PLAIN else msgspec.structs.replace(rest, prompt_token_ids=None)
     for said, got in (
         (ChatDelta(content=text), chats.chunk(text, index, rest)),
         (delta, chats.delta(delta, index, rest)),

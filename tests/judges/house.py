@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,8 +115,8 @@ class House:
 
 
 @contextlib.contextmanager
-def open_house() -> Iterator[House]:
-    config = load(str(NANO), SETTINGS)
+def open_house(model: Path = NANO, **settings: Any) -> Iterator[House]:
+    config = load(str(model), SETTINGS | settings)
     seat = Seat(make_keys(), secrets.token_hex(8), free_port("127.0.0.1"))
     coordinator = CoordinatorService(config.cluster, seat=seat)
     executor = build_executor(config)

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from swell.cluster.openai.ecosystem import CHAT
 from swell.cluster.openapi import openapi_document
 from tests.judges.house import MODEL, House
 
+REFUSED_AS = {"top_logprobs": "logprobs", **CHAT.means}
+"""Fields that a refusal calls by another name."""
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/completions": ("CompletionRequest", {"prompt": "hi", "max_tokens": 1}),
     "/v1/chat/completions": (
@@ -19,7 +22,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 TAKEN_TOGETHER = {"top_logprobs": {"logprobs": True}}
-ELSEWHERE = {"data_parallel_rank"}
+ELSEWHERE = {"data_parallel_rank", "routed_dp_rank"}
 """What else limits it: the engines that serve."""
 
 
@@ -46,7 +49,7 @@ def test_limits(house: House, path: str, name: str, taken: float, refused: float
     wish = {"model": MODEL, **BODIES[path][1], **TAKEN_TOGETHER.get(name, {})}
     told = house.client.post(path, json={**wish, name: refused})
     assert told.status_code == 400
-    assert told.json()["error"]["param"] == ("logprobs" if name == "top_logprobs" else name)
+    assert told.json()["error"]["param"] == REFUSED_AS.get(name, name)
     if name not in ELSEWHERE:
         told = house.client.post(path, json={**wish, name: taken})
         assert told.status_code == 200, told.text

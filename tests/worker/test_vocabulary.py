@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 
+from swell.cluster.detokenizer import Detokenizer
+from swell.cluster.params import StructuredOutputs
 from swell.cluster.prompt import end_token_ids, load_tokenizer
+from swell.cluster.structured import compile_grammar
+from swell.cluster.token_texts import TokenTexts
 from swell.worker.sample.vocabulary import load_vocabulary
+from tests.kinds import KINDS, kind
 from tests.worker.test_grammar import END, NANO, TOKENIZER, Answers, lark
 
 
@@ -86,3 +93,75 @@ def test_ids_may_have_gaps(folder):
     batch, logits = answers.batch([0]), torch.zeros(1, 320)
     answers.sampler(logits, batch)
     assert set(np.flatnonzero(torch.isfinite(logits[0, 256:]))) == {END - 256, 300 - 256}
+
+
+def walked(name, lark, seed=0):
+    """The text of a random sentence, as a client sees it."""
+    from llguidance import LLMatcher
+
+    vocabulary, ends = load_vocabulary(str(kind(name).folder())), set(kind(name).end_ids)
+    matcher, rng, ids = LLMatcher(vocabulary, lark, log_level=0), random.Random(seed), []
+    for _ in range(2000):
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        assert allowed, matcher.get_error()
+        token = rng.choice(allowed)
+        if token in ends:
+            return ids, kind(name).tokenizer.decode(ids, skip_special_tokens=True)
+        assert matcher.consume_token(token), matcher.get_error()
+        ids.append(token)
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_grammars_see_the_text_that_clients_see(name):
+    tokenizer = kind(name).tokenizer
+    vocabulary = load_vocabulary(str(kind(name).folder()))
+    texts = TokenTexts(Detokenizer(tokenizer))
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for token in range(len(tokenizer)):
+        if texts[token] == b"\xff":
+            continue  # no byte of UTF-8, and the library's mark of special tokens
+        assert vocabulary.is_special_token(token) == (token in special)
+        if token not in special:
+            assert vocabulary.decode_bytes([token]) == texts[token]
+
+
+PATTERN = "a?<think>[bc]{2}</think>|<.im_end.>y"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_names_of_added_tokens_are_texts_like_others(name):
+    """In a choice, an expression and a schema; forced, and one of several ways to go on."""
+    tokenizer = kind(name).tokenizer
+    names = [str(token) for token in tokenizer.added_tokens_decoder.values()] + ["<think>"]
+    forced = compile_grammar(StructuredOutputs(choice=["".join(f"x{text}" for text in names)]))
+    assert walked(name, forced.lark)[1] == "".join(f"x{text}" for text in names)
+    chosen = compile_grammar(StructuredOutputs(choice=names)).lark
+    assert {walked(name, chosen, seed)[1] for seed in range(8)} <= set(names)
+    schema = {
+        "type": "object",
+        "properties": {
+            names[-1]: {"const": names[0]},
+            "one": {"enum": names},
+            "like": {"type": "string", "pattern": "^(<think>|<.im_end.>)$"},
+        },
+        "required": [names[-1], "one", "like"],
+        "additionalProperties": False,
+    }
+    for seed in range(3):
+        _, text = walked(name, compile_grammar(StructuredOutputs(json=schema)).lark, seed)
+        answer = json.loads(text)
+        assert answer[names[-1]] == names[0] and answer["one"] in names
+        pattern = compile_grammar(StructuredOutputs(regex=PATTERN))
+        _, text = walked(name, pattern.lark, seed)
+        assert re.fullmatch(PATTERN, text)
+
+
+@pytest.mark.parametrize("name", [n for n in KINDS if "<think>" in kind(n).tokenizer.get_vocab()])
+def test_an_added_token_and_its_characters_both_write_its_name(name):
+    tokenizer = kind(name).tokenizer
+    lark = compile_grammar(StructuredOutputs(regex="a?<think>b?")).lark
+    marker = tokenizer.convert_tokens_to_ids("<think>")
+    written = {marker in walked(name, lark, seed)[0] for seed in range(40)}
+    assert written == {False, True}

@@ -1,11 +1,23 @@
-"""A model's tokens as texts, for grammars: what each one spells, and which ones end an answer."""
+"""A model's tokens as texts, for grammars: what each one spells, and which ones end an answer.
+
+A token is text to a grammar exactly if a client sees its text: all but special tokens. The library
+draws the line elsewhere, and does not see two things:
+
+- An added token whose name looks like `<...>` is no text to it, though `<think>` with
+  `special: false` is text to whoever reads the answer. Such tokens become ordinary ones here.
+- It lets the tokenizer write text that a grammar forces, and a tokenizer writes `<|im_end|>` as the
+  special token, which has no text. Special tokens get names here that no text holds, so that the
+  text is written as its characters. Grammars name these tokens by id.
+"""
 
 from __future__ import annotations
 
 import json
+import secrets
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -30,7 +42,7 @@ def load_vocabulary(model_path: str) -> LLTokenizer:
     ends = end_token_ids(model_path, tokenizer)
     if not ends:
         raise ValueError(f"model {model_path!r} names no token that ends an answer (eos_token_id)")
-    return LLTokenizer(_without_gaps(text, tokenizer), eos_token=ends)
+    return LLTokenizer(_as_texts(text, tokenizer), eos_token=ends)
 
 
 def end_token_ids(model_path: str, tokenizer: Tokenizer | None = None) -> list[int]:
@@ -70,21 +82,66 @@ def _converted(folder: Path) -> str:
     return str(tokenizer.backend_tokenizer.to_str())
 
 
-def _without_gaps(text: str, tokenizer: Tokenizer) -> str:
-    """A tokenizer.json with a special token for every id that no token has: the library takes the
-    number of tokens for the largest id."""
+def _as_texts(text: str, tokenizer: Tokenizer) -> str:
+    """A tokenizer.json in which all tokens are text but the special ones, whose names are secret,
+    and which has a special token for every id that no token has: the library takes the number of
+    tokens for the largest id."""
+    data: dict[str, Any] = json.loads(text)
+    byte_level = "ByteLevel" in json.dumps(data["decoder"])
     ids = set(tokenizer.get_vocab(with_added_tokens=True).values())
-    missing = set(range(max(ids))) - ids
-    if not missing:
-        return text
+    nonce = secrets.token_hex(8)
+    names = {id: f"<|{nonce} {id}|>" for id in range(max(ids)) if id not in ids}
+    pieces, added = dict(names), []
+    for token in data["added_tokens"]:
+        id, content = token["id"], token["content"]
+        if token["special"]:
+            names[id] = pieces[id] = f"<|{nonce} {id}|>"
+        elif content.startswith("<") and content.endswith(">"):
+            pieces[id] = _byte_level(content) if byte_level else content
+        else:
+            pieces[id] = content
+            added.append(token)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    fillers = {f"<|no token {id}|>": id for id in sorted(missing)}
-    data = json.loads(text)
-    data["model"]["vocab"].update(fillers)
-    data["added_tokens"] += [
-        {"id": id, "content": filler, "special": True, **flags} for filler, id in fillers.items()
-    ]
+    added += [{"id": id, "content": names[id], "special": True, **flags} for id in names]
+    data["added_tokens"] = sorted(added, key=lambda token: token["id"])
+    _rename(data["model"], pieces)
     return json.dumps(data)
+
+
+def _byte_level(content: str) -> str:
+    """How a byte-level vocabulary spells an added token. One that is written in the characters
+    which stand for bytes is read as these bytes by decoders too."""
+    chars = _byte_chars()
+    if set(content) <= set(chars):
+        return content
+    return "".join(chars[byte] for byte in content.encode())
+
+
+def _byte_chars() -> list[str]:
+    """The characters by which byte-level vocabularies write the bytes, as GPT-2 chose them: a byte
+    that is a printable character of Latin-1 is this character, the others follow from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (chr(code) for code in range(0x100, 0x200))
+    return [chr(byte) if byte in printable else next(others) for byte in range(256)]
+
+
+def _rename(model: dict[str, Any], pieces: Mapping[int, str]) -> None:
+    """Each id's piece in the vocabulary; merges into what had its name before are dropped."""
+    vocab = model["vocab"]
+    if isinstance(vocab, list):  # pieces with their scores, by id
+        lowest = min((score for _, score in vocab), default=0.0)
+        vocab += [["", lowest]] * (max(pieces, default=-1) + 1 - len(vocab))
+        for id, piece in pieces.items():
+            vocab[id] = [piece, vocab[id][1]]
+        return
+    gone = {piece for piece, id in vocab.items() if pieces.get(id, piece) != piece}
+    model["vocab"] = {piece: id for piece, id in vocab.items() if piece not in gone}
+    if model.get("unk_token") in gone:
+        model["unk_token"] = pieces[vocab[model["unk_token"]]]
+    model["vocab"].update({piece: id for id, piece in pieces.items()})
+    if gone and "merges" in model:
+        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+        model["merges"] = [pair for pair in pairs if gone.isdisjoint({*pair, "".join(pair)})]
 
 
 def _read_json(file: Path) -> dict[str, object]:

@@ -15,7 +15,15 @@ from swell.cluster.parsers.parts import Arguments, Content, Part, Reasoning, Too
 Names = tuple[str | None, str | None]
 """Of a tool format and of a reasoning format."""
 
-ALL = [*itertools.product([None, *PARSERS], [None, *REASONING])]
+_TOOLS = [name for name in PARSERS if name != "harmony"]
+_THOUGHTS = [name for name in REASONING if name not in ("think", "harmony")]
+
+ALL: list[Names] = [
+    *itertools.product([None, *_TOOLS], [None, "think"]),
+    *itertools.product([None, "hermes"], _THOUGHTS),
+    *[("mistral", "mistral"), ("harmony", None), ("harmony", "harmony")],
+]
+"""Each format alone, each tool format with reasoning, each reasoning with calls."""
 
 _DSML = "｜DSML｜"
 _DEEPSEEK = [
@@ -27,7 +35,7 @@ MARKERS = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
     "deepseek_v32": [f"<{_DSML}function_calls>", f"</{_DSML}function_calls>", _DSML],
-    "glm45": [
+    "glm": [
         *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ],
     "hermes": ["<tool_call>", "</tool_call>"],
@@ -35,13 +43,28 @@ MARKERS = {
         *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
         *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ],
-    "llama3": ["<|python_tag|>"],
+    "llama3": ["<|python_tag|>", "<|python_start|>", "<|python_end|>"],
     "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
     "qwen3_coder": ["<tool_call>", "</tool_call>", "<function="],
+    "pythonic": ["<|python_start|>", "<|python_end|>"],
+    "harmony": [
+        *["<|channel|>", "<|start|>", "<|message|>", "<|constrain|>"],
+        *["<|end|>", "<|call|>", "<|return|>"],
+    ],
+    "functiongemma": ["<start_function_call>", "<end_function_call>", "<escape>"],
+    "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>'],
+    "phi4": ["<|tool_call|>", "<|/tool_call|>"],
+}
+
+TAGS = {
     "think": ["<think>", "</think>"],
     "think-open": ["<think>", "</think>"],
+    "mistral": ["[THINK]", "[/THINK]"],
+    "gemma4": ["<|channel>thought\n", "<channel|>"],
+    "harmony": MARKERS["harmony"],
 }
+"""The markers of reasoning formats."""
 
 SHOWN = [
     Tool(
@@ -100,7 +123,7 @@ CALLS = {
         f'</{_DSML}invoke>\n<{_DSML}invoke name="g">\n</{_DSML}invoke>\n'
         f"</{_DSML}function_calls>",
     ],
-    "glm45": [
+    "glm": [
         _glm("f", _VALUES),
         _glm("g", {"b": '{"c": "</arg_value>"}', "d": "text"}, ""),
         "<tool_call>g</tool_call>",
@@ -119,6 +142,9 @@ CALLS = {
         '{"name": "f", "parameters": {"a": "<|python_tag|>{}; \\\\"}}',
         '<|python_tag|>{"type": "function", "name": "g", "arguments": {"b": [{}, null]}}',
         '{"parameters": {}, "name": "\\u0066"}',
+        'So {"name": "f", "parameters": {"a": "{"}}',
+        '<|python_tag|>search.call(query="x")',
+        '<function=f>{"a": 1}</function>',
     ],
     "mistral": [
         '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "[TOOL_CALLS]"}}, '
@@ -136,8 +162,39 @@ CALLS = {
         _qwen("g", {"b": "True", "c": '{"d": "</parameter>"}', "e": "nullx"}),
         "<function=f>\n<parameter=a>\nx\n<parameter=n>\n1.5x\n</function>\n</tool_call>",
     ],
+    "pythonic": [
+        "[f(a=1, b='x]\\'\\n', c={'k': [True, None]}), g()]",
+        "<|python_start|>[f(a=.5, b=word)]<|python_end|>",
+        '```tool_code\nf(a="""x"y""")\n```',
+    ],
+    "harmony": [
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "<|channel|>final<|message|>It is.<|end|><|start|>assistant to=functions.g"
+        "<|channel|>commentary json<|message|>{}",
+    ],
+    "functiongemma": [
+        "<start_function_call>call:f{a:1,b:<escape>x{}<escape>}<end_function_call>",
+        "<start_function_call>call:g{}<end_function_call>",
+    ],
+    "gemma4": [
+        '<|tool_call>call:f{a:{b:[<|"|>x<|"|>,true]},<|"|>k<|"|>:word}<tool_call|>',
+        "<|tool_call>call:g{}<tool_call|>",
+    ],
+    "phi4": [
+        '<|tool_call|>[{"name": "f", "arguments": {"a": "]"}}]<|/tool_call|>',
+        'functools[{"name": "f", "arguments": {}}, {"arguments": {}, "name": "g"}]',
+    ],
+}
+
+THOUGHTS = {
     "think": ["<think>\nso it is 4.\n</think>\n\n"],
     "think-open": ["so it is 4.\n</think>\n\n"],
+    "mistral": ["[THINK]so it is 4.\n[/THINK]"],
+    "gemma4": ["<|channel>thought\nso it is 4.<channel|>"],
+    "harmony": [
+        "<|channel|>analysis<|message|>so it is 4.<|end|><|start|>assistant"
+        "<|channel|>final<|message|>It is 4.<|return|>"
+    ],
 }
 
 _COMMON = [
@@ -155,12 +212,22 @@ _COMMON = [
 ]
 
 
+def markers(names: Names) -> list[str]:
+    tools, reasoning = names
+    return (MARKERS[tools] if tools else []) + (TAGS[reasoning] if reasoning else [])
+
+
+def whole(names: Names) -> list[str]:
+    """Thoughts and calls, each complete."""
+    tools, reasoning = names
+    return (THOUGHTS[reasoning] if reasoning else []) + (CALLS[tools] if tools else [])
+
+
 def fragments(names: Names) -> list[str]:
     found = list(_COMMON)
-    for name in filter(None, names):
-        found += [marker[:size] for marker in MARKERS[name] for size in (3, len(marker) - 1)]
-        found += MARKERS[name] * 3 + CALLS[name] * 2
-        found += [call[: len(call) // 2] for call in CALLS[name]]
+    found += [marker[:size] for marker in markers(names) for size in (3, len(marker) - 1)]
+    found += markers(names) * 3 + whole(names) * 2
+    found += [one[: len(one) // 2] for one in whole(names)]
     return found
 
 

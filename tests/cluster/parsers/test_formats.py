@@ -27,7 +27,7 @@ from swell.cluster.parsers.parts import (
     WholeCall,
     collect,
 )
-from tests.cluster.parsers.answers import MARKERS, Names, dumped, parser, read
+from tests.cluster.parsers.answers import CALLS, MARKERS, Names, dumped, markers, parser, read
 
 LLAMA, HERMES, MISTRAL = ("llama3", None), ("hermes", None), ("mistral", None)
 
@@ -123,7 +123,7 @@ EXACT: list[tuple[Names, str, list[Part]]] = [
         call(0, "f", "{}"),
     ),
     (LLAMA, '{"name": "Bob", "age": 3}', [Content('{"name": "Bob", "age": 3}')]),
-    (LLAMA, ';{"name": "f", "parameters": {}}', [Content(';{"name": "f", "parameters": {}}')]),
+    (LLAMA, ';{"name": "f", "parameters": {}}', [Content(";"), *call(0, "f", "{}")]),
     (LLAMA, "<|python_tag|>print(1)", [Content("<|python_tag|>print(1)")]),
     (LLAMA, 'I call {"name": "f"}', [Content('I call {"name": "f"}')]),
     (
@@ -210,6 +210,15 @@ _ARGUMENTS = st.dictionaries(st.text(max_size=4) | _TRICKS, _JSON | _TRICKS, max
 _CALLS = st.lists(st.tuples(st.from_regex(r"[a-z_]{1,9}", fullmatch=True), _ARGUMENTS), max_size=3)
 
 
+JSON_FORMATS = ["hermes", "llama3", "mistral", "mistral v11", "phi4"]
+JSON_FORMATS += ["kimi_k2", "deepseek_v3", "deepseek_v31"]
+
+
+def deepseek(calls: list[str], between: str) -> str:
+    marked = [f"<｜tool▁call▁begin｜>{one}<｜tool▁call▁end｜>" for one in calls]
+    return f"<｜tool▁calls▁begin｜>{between.join(marked)}<｜tool▁calls▁end｜>"
+
+
 def rendered(name: str, content: str, calls: list[tuple[str, str]]) -> str:
     """An answer in this format, as the models' chat templates write it."""
     if not calls:
@@ -224,13 +233,28 @@ def rendered(name: str, content: str, calls: list[tuple[str, str]]) -> str:
             return f"{content}<|python_tag|>" + "; ".join(objects).replace(
                 "arguments", "parameters"
             )
+        case "phi4":
+            return f"{content}functools[" + ", ".join(objects) + "]"
         case "mistral":
             return f"{content}[TOOL_CALLS] [" + ", ".join(objects) + "]"
+        case "kimi_k2":
+            marked = [
+                f"<|tool_call_begin|>functions.{one}:{index}<|tool_call_argument_begin|>{text}"
+                f"<|tool_call_end|>"
+                for index, (one, text) in enumerate(calls)
+            ]
+            section = "".join(marked)
+            return f"{content}<|tool_calls_section_begin|>{section}<|tool_calls_section_end|>"
+        case "deepseek_v3":
+            marked = [f"function<｜tool▁sep｜>{one}\n```json\n{text}\n```" for one, text in calls]
+            return content + deepseek(marked, "\n")
+        case "deepseek_v31":
+            return content + deepseek([f"{one}<｜tool▁sep｜>{text}" for one, text in calls], "")
     return content + "".join(f"[TOOL_CALLS]{one}[ARGS]{text}" for one, text in calls)
 
 
 @settings(max_examples=250, deadline=None)
-@given(st.sampled_from([*PARSERS, "mistral v11"]), _TEXT, _CALLS, st.booleans())
+@given(st.sampled_from(JSON_FORMATS), _TEXT, _CALLS, st.booleans())
 def test_what_a_template_renders_is_read_back(
     name: str, content: str, asked: list[tuple[str, dict[str, Any]]], compact: bool
 ) -> None:
@@ -244,7 +268,10 @@ def test_what_a_template_renders_is_read_back(
     assert message == Message(
         content or None,
         None,
-        [WholeCall(f"id{index}", *one) for index, one in enumerate(calls)],
+        [
+            WholeCall(f"functions.{one[0]}:{index}" if name == "kimi_k2" else f"id{index}", *one)
+            for index, one in enumerate(calls)
+        ],
     )
 
 
@@ -252,30 +279,36 @@ def test_what_a_template_renders_is_read_back(
 
 
 def test_unknown_names_are_told_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"tool parser 'pythonic' is unknown.*hermes, llama3, mis"):
-        make_parser("pythonic", None)
+    with pytest.raises(ValueError, match=r"tool parser 'xlam' is unknown.*hermes, .*mistral, "):
+        make_parser("xlam", None)
     with pytest.raises(ValueError, match=r"reasoning parser 'r1' is unknown.*think, think-open"):
         make_parser(None, "r1")
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", [name for name in JSON_FORMATS if name in PARSERS])
 def test_call_ids_are_unique_and_of_their_formats_form(name: str) -> None:
     form = "[0-9A-Za-z]{9}" if name == "mistral" else "call_[0-9a-f]{24}"
     ids = {tool_format(name).random_id() for _ in range(100)}
     assert len(ids) == 100 and all(re.fullmatch(form, one) for one in ids)
+    if name == "kimi_k2":
+        return  # the model gives the ids
     parser = make_parser(name, None)
-    parts = parser.push(rendered(name, "", [("f", "{}")])) + parser.flush()
+    parts = parser.push(CALLS[name][0]) + parser.flush()
     assert re.fullmatch(form, collect(parts).tool_calls[0].id)
+
+
+KEPT = ("llama3", "mistral", "harmony", "functiongemma", "gemma4")
 
 
 def test_special_tokens_are_kept_where_a_marker_is_one() -> None:
     for tools in (None, *PARSERS):
         for reasoning in (None, *REASONING):
             parser = make_parser(tools, reasoning)
-            assert parser.keeps_special_tokens == (tools in ("llama3", "mistral"))
-            assert set(parser.markers) == {
-                marker for name in (tools, reasoning) if name for marker in MARKERS[name]
-            }
+            one = {"harmony"} & {tools, reasoning}
+            names = ("harmony", "harmony") if one else (tools, reasoning)
+            kept = tools in KEPT or reasoning in ("mistral", "gemma4", "harmony")
+            assert parser.keeps_special_tokens == kept, (tools, reasoning)
+            assert set(parser.markers) == set(markers(names))
 
 
 QWEN3_END = (
@@ -297,7 +330,20 @@ R1_END = "{% if add_generation_prompt %}{{'<｜Assistant｜><think>\\n'}}{% endi
         ),
         ("{{ content.split('</think>')[-1] }}" + R1_END, None, "think-open"),
         ("{{ '<think>' + reasoning + '</think>' }}", None, "think"),
-        ("<tool_call>\\n<function=f>\\n<parameter=a>", None, None),
+        ("<tool_call>\\n<function=f>\\n<parameter=a>", "qwen3_coder", None),
+        ("{{ '\\n<tool_call>' + tc.name }}<arg_key>{{ k }}</arg_key>", "glm", None),
+        ("<|tool_calls_section_begin|>{%- for call in calls %}", "kimi_k2", None),
+        ("'<｜tool▁calls▁begin｜>' + type + name + '\\n```json\\n'", "deepseek_v3", None),
+        ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name", "deepseek_v31", None),
+        ('{%- set dsml_token = "｜DSML｜" -%}', "deepseek_v32", None),
+        ("{%- set toolcall_begin_token = '<minimax:tool_call>' -%}", "minimax_m2", None),
+        ("{{- '<|start|>assistant<|channel|>final<|message|>' }}", None, "harmony"),
+        ("Use exact format: [func_name1(param1=value1), func_name2(...)]", "pythonic", None),
+        ("{{- '<|header_start|>' }}{{- '\"parameters\": ' }}", "llama3", None),
+        ("<start_function_call>call:name{key:<escape>value<escape>}", "functiongemma", None),
+        ("'<|tool_call>call:' '<|channel>thought\\n<channel|>'", "gemma4", "gemma4"),
+        ("all function calls in a list formatted as functools[{...}]", "phi4", None),
+        ("add_generation_prompt {{ '<think>' if thinking else '</think>' }}", None, "think"),
         ("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral", None),
         ("{{- '<|python_tag|>' + name }}", "llama3", None),
         ("{{- '<|start_header_id|>' }}{{- '\"parameters\": ' }}", "llama3", None),

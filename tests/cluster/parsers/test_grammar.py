@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 
 from swell.cluster.parsers import PARSERS, tool_format
-from swell.cluster.parsers.grammar import answer
+from swell.cluster.parsers.grammar import answer, mark
+from swell.cluster.parsers.markup import MarkupParser
 from swell.cluster.parsers.parts import Content, Tool, ToolCall, collect
 from tests.cluster.parsers.answers import MARKERS, read
 
@@ -35,11 +36,55 @@ TOOLS = [
     ),
     Tool("no-op"),
 ]
+ELEMENTS = Tool(
+    "put",
+    parameters={
+        "type": "object",
+        "$defs": {
+            "Unit": {"enum": ["C", "F", ""]},
+            "Place": {"type": "object", "properties": {"at": {"type": "string"}}},
+        },
+        "properties": {
+            "note": {"type": "string", "minLength": 2, "maxLength": 9},
+            "unit": {"$ref": "#/$defs/Unit"},
+            "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]+$"},
+            "day": {"type": "string", "format": "date"},
+            "or_null": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "or_number": {"type": ["string", "number"], "minimum": 3},
+            "any": {"description": "anything"},
+            "place": {"$ref": "#/$defs/Place"},
+            "list": {"type": "array", "items": {"$ref": "#/$defs/Unit"}},
+            "level": {"enum": [1, 2, None, "top"]},
+        },
+        "required": ["unit", "list"],
+        "additionalProperties": {"type": "boolean"},
+    },
+)
+"""What formats whose arguments are elements can hold."""
+
+
+def tools(name: str) -> list[Tool]:
+    return [*TOOLS, ELEMENTS] if issubclass(tool_format(name), MarkupParser) else TOOLS
+
 
 EOS = 256
 SPECIAL_TEXTS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"]
+SPECIAL_TEXTS += [*MARKERS["glm"][2:], *MARKERS["kimi_k2"], *MARKERS["deepseek_v3"]]
+SPECIAL_TEXTS += [*MARKERS["minimax_m2"], "｜DSML｜"]
+OWN_TOKENS = ("harmony", "functiongemma", "gemma4", "phi4", "pythonic")
+SPECIAL_TEXTS += [text for name in OWN_TOKENS for text in MARKERS[name]]
 SPECIAL = {text: EOS + 1 + index for index, text in enumerate(SPECIAL_TEXTS)}
 SPANNING = ["}}", '"}', '"}}', "<tool", "_call>\n", '", "', "}; {", '{"', "[TOOL", "<|python"]
+SPANNING += [
+    "</param",
+    "eter>",
+    "</parameter>\n",
+    "\n</parameter>",
+    "</function>",
+    "</arg_val",
+    "ue>",
+]
+SPANNING += ["</｜DSML｜parameter>", "</｜DSML｜invoke>\n", "</invoke>\n", "list", "unit"]
 """Tokens across the places where a grammar goes from literal text to JSON and back."""
 
 _OPTIONS = [
@@ -65,7 +110,7 @@ class ByteTokenizer:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-_PLAIN = [EOS, *range(32, 127), 10, *range(EOS + 1, len(ByteTokenizer.tokens))]
+_PLAIN = [EOS, *range(32, 127), 10, *"｜▁".encode(), *range(EOS + 1, len(ByteTokenizer.tokens))]
 _CLOSING = [*b'"}]', *range(EOS + 1, len(ByteTokenizer.tokens))]
 
 
@@ -100,17 +145,27 @@ def walk(matcher: Any, rng: random.Random, opening: str) -> str | None:
     return None
 
 
+BEGUN = {"harmony": "Hm <|channel|>commentary to=fun"}
+"""Answers that are led to a call."""
+
+
 def openings(name: str, required: bool, special: dict[str, int]) -> list[str]:
     """Random text hardly ever begins a call: some sentences are led to one."""
     if required:
         return [""]
-    begun = {"hermes": "Hm {\n<tool_call", "llama3": '{"name": "', "mistral": "Hm [TOOL_CALLS"}
-    return ["", "Hm.\n"] if special and name != "llama3" else ["", "Hm.\n", begun[name]]
+    if special and name not in ("llama3", "pythonic", "deepseek_v32"):
+        return ["", "Hm.\n"]
+    begun = {"llama3": '{"name": "', "pythonic": "[ge", **BEGUN}
+    if special:
+        begun["deepseek_v32"] = "Hm <"
+    return ["", "Hm.\n", begun.get(name, f"Hm {{\n{MARKERS[name][0]}")]
 
 
 def written(name: str, *, required: bool, parallel: bool = True, special: dict[str, int]) -> str:
-    calls = tool_format(name).calls(TOOLS, parallel=parallel, special=special)
-    return answer(calls, special=special, required=required)
+    kind = tool_format(name)
+    calls = kind.calls(tools(name), parallel=parallel, special=special)
+    openers = [opener.strip() for opener in kind.openers]
+    return answer(calls, special=special, required=required, openers=openers)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -123,14 +178,14 @@ def test_every_sentence_is_read_as_valid_calls(
     assert llg.LLMatcher.validate_grammar(grammar, tokenizer) == ""
     rng = random.Random(0)
     counts = set()
-    for opening in openings(name, required, special) * 12:
+    for opening in openings(name, required, special) * 16:
         text = walk(llg.LLMatcher(tokenizer, grammar), rng, opening)
         if text is None:
             continue
-        parts = read((name, None), [text])
+        parts = read((name, None), [text], tools(name))
         message = collect(parts)
         for call in message.tool_calls:
-            tool = next(tool for tool in TOOLS if tool.name == call.name)
+            tool = next(tool for tool in tools(name) if tool.name == call.name)
             nothing = {"type": "object", "maxProperties": 0}
             jsonschema.validate(json.loads(call.arguments), tool.parameters or nothing)
         first = next((i for i, part in enumerate(parts) if isinstance(part, ToolCall)), len(parts))
@@ -141,7 +196,8 @@ def test_every_sentence_is_read_as_valid_calls(
         counts.add(len(message.tool_calls))
     assert min(counts) >= required
     assert max(counts) >= 1 and (max(counts) == 1 or parallel)
-    assert max(counts) > 1 or not (parallel and required)
+    several = parallel and name != "harmony"  # whose answer ends behind a call
+    assert max(counts) > 1 or not (several and required)
 
 
 @pytest.mark.parametrize("required", [False, True])
@@ -167,8 +223,9 @@ def test_text_is_free_unless_calls_are_required(
 def test_markers_are_special_tokens_where_the_tokenizer_has_them(name: str) -> None:
     marker = MARKERS[name][0]
     both = [written(name, required=True, special=special) for special in ({}, SPECIAL)]
-    assert json.dumps(marker) in both[0] and f"<[{SPECIAL[marker]}]>" not in both[0]
-    assert json.dumps(marker) not in both[1] and f"<[{SPECIAL[marker]}]>" in both[1]
+    texts = [mark(marker, special) for special in ({}, SPECIAL)]
+    assert texts[0].strip('"') in both[0] and "<[" not in both[0]
+    assert texts[0] not in both[1] and texts[1] in both[1] and "<[" in texts[1]
 
 
 @pytest.mark.parametrize("name", PARSERS)

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from swell.cluster.parsers.parts import Content, Reasoning, ToolCall
 from tests.cluster.parsers.answers import (
     ALL,
-    CALLS,
-    MARKERS,
+    TAGS,
     Names,
     fragments,
+    markers,
     parser,
     read,
     symbols,
     texts,
+    whole,
 )
 
 every_format = pytest.mark.parametrize("names", ALL, ids=str)
@@ -39,27 +40,26 @@ alone = pytest.mark.parametrize(
 @given(data=st.data())
 def test_parts_do_not_depend_on_how_the_text_is_cut(names: Names, data: st.DataObject) -> None:
     text = data.draw(texts(names))
-    whole = read(names, [text])
-    assert read(names, list(text)) == whole
+    parts = read(names, [text])
+    assert read(names, list(text)) == parts
     for cut in range(len(text) + 1):
-        assert read(names, [text[:cut], text[cut:]]) == whole
+        assert read(names, [text[:cut], text[cut:]]) == parts
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-    assert read(names, pieces) == whole
+    assert read(names, pieces) == parts
 
 
 @every_format
 def test_every_cut_of_a_real_answer_gives_the_same_parts(names: Names) -> None:
     """All 32 cuts of five characters at a time, along the whole answer."""
-    calls = [CALLS[name] for name in filter(None, reversed(names))]
-    text = "\n".join(["Hm." if not calls else "", *itertools.chain(*calls)]).lstrip()
-    whole = read(names, [text])
+    text = "\n".join(whole(names) or ["Hm."])
+    parts = read(names, [text])
     window = 5
     for start in range(0, len(text), window):
         for cuts in itertools.product([False, True], repeat=window):
             ends = [start + i for i, cut in enumerate(cuts) if cut and start + i < len(text)]
             pieces = [text[a:b] for a, b in itertools.pairwise([0, *ends, len(text)])]
-            assert read(names, pieces) == whole
+            assert read(names, pieces) == parts
 
 
 # ---------------------------------------------------------------------------- what is held back
@@ -79,15 +79,14 @@ def _continuations(names: Names) -> list[str]:
     """Wherever a parser may hold text, one of these makes a call or a tag of it."""
     ends = [*_CALL_ENDS, *(f": {end}" for end in _CALL_ENDS), ", " * bool(names[0])]
     for key in ("name", "arguments", "parameters", "type", "id", "x"):
-        whole = [f'{{"{key}": {end}' for end in _CALL_ENDS]
-        ends += [one[at:] for one in whole for at in range(len(key) + 3)]
+        calls = [f'{{"{key}": {end}' for end in _CALL_ENDS]
+        ends += [one[at:] for one in calls for at in range(len(key) + 3)]
         ends += [f', "{key}": {end}' for end in _CALL_ENDS]
     ends += ["n", "e9", "9", "\\ude00", "x", "g[ARGS]{}", "[ARGS]{}"]
     ends += ["9" * size + "[ARGS]{}" for size in range(10)]
-    calls = [call for name in filter(None, names) for call in CALLS[name]]
-    found = [call[at:] for call in calls for at in range(len(call))]
+    found = [one[at:] for one in whole(names) for at in range(len(one))]
     found += [end + tail for end in _ENDS for tail in ends]
-    for marker in [marker for name in filter(None, names) for marker in MARKERS[name]]:
+    for marker in markers(names):
         tails = ['{"name": "g", "arguments": {}}', "g[ARGS]{}", "{}", "9" * 9 + "[ARGS]{}"]
         found += [marker[at:] + tail for at in range(len(marker)) for tail in tails]
     return found
@@ -135,7 +134,7 @@ def test_without_calls_all_text_comes_out(names: Names, data: st.DataObject) -> 
     if names[1] is None:
         assert shown == text
         return
-    for tag in ("<think>", "</think>"):
+    for tag in TAGS[names[1]]:
         if shown.count(tag) < text.count(tag):
             text = text.replace(tag, "", 1)
     assert shown.replace("\n", "").lstrip() == text.replace("\n", "").lstrip()
@@ -243,7 +242,7 @@ _ADVERSARIES = [
 def test_work_grows_with_the_length_of_the_answer_alone(names: Names, unit: str) -> None:
     """A character costs so many steps at most, in one piece and alone, and no step copies text
     that is already held: what is held lies in lists."""
-    begun = [call[: len(call) * 2 // 3] for name in filter(None, names) for call in CALLS[name][:1]]
+    begun = [call[: len(call) * 2 // 3] for call in whole(names)]
     for opening in ("", "[TOOL_CALLS]", '<tool_call>{"arguments":{"a":"', '{"type":"', *begun):
         text = opening + unit * (1000 // len(unit))
         assert _events(names, list(text)) < MAX_STEPS_PER_CHAR * len(text) + 100

@@ -12,7 +12,7 @@ KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 
 
-class Glm45Parser(MarkupParser):
+class GlmParser(MarkupParser):
     markers = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
     openers = (OPEN, "\n" + OPEN)
     section = OPEN
