@@ -166,6 +166,7 @@ SOMETIMES = {
     "reasoning.effort",
     "output_config.effort",
     "thinking.budget_tokens",
+    "thinking_token_budget",
     "skip_special_tokens",
     "stream_options.include_usage",
     "include",
