@@ -177,7 +177,8 @@ def _rules(body: ChatCompletionRequest, tools: list[ToolDefinition]) -> CallRule
 
 def _budget(body: ChatCompletionRequest) -> int | None:
     """The most tokens of reasoning; None: there is no limit."""
-    if body.thinking_token_budget is None and body.reasoning_effort == "none":
+    effort = body.template_variables().get("reasoning_effort")
+    if body.thinking_token_budget is None and effort == "none":
         return 0
     return None if body.thinking_token_budget == -1 else body.thinking_token_budget
 

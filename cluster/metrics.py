@@ -87,16 +87,7 @@ class PrometheusStats(Collector):
         self._parts: list[Histogram | Counter] = []
         self._others: Counts = {}
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"swell_{name}", text, buckets)
-            self._parts.append(made)
-            return made
-
-        def counter(name: str, text: str, label: str = "", values: Sequence[str] = ()) -> Counter:
-            made = Counter(f"swell_{name}", text, label, values)
-            self._parts.append(made)
-            return made
-
+        histogram, counter = self._histogram, self._counter
         self._first_token = histogram(
             "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BUCKETS_S
         )
@@ -145,6 +136,18 @@ class PrometheusStats(Collector):
             IGNORED_FIELDS,
         )
         self.registry.register(self)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(f"swell_{name}", text, buckets)
+        self._parts.append(made)
+        return made
+
+    def _counter(
+        self, name: str, text: str, label: str = "", values: Sequence[str] = ()
+    ) -> Counter:
+        made = Counter(f"swell_{name}", text, label, values)
+        self._parts.append(made)
+        return made
 
     def record(self, stats: IterationStats) -> None:
         if stats.num_output_tokens:

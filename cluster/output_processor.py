@@ -23,7 +23,7 @@ from swell.cluster.outputs import (
 from swell.cluster.params import SamplingParams
 from swell.cluster.stats import IterationStats, NoStats, RequestTimes, StatsSink
 from swell.cluster.stops import stop_checker
-from swell.cluster.token_texts import TokenTexts, Written
+from swell.cluster.token_texts import TokenTexts
 from swell.cluster.told_logprobs import ToldLogprobs
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import TokenLogprobs
@@ -186,12 +186,12 @@ class RequestState:
     def _tell(self, token_id: int, told: TokenLogprobs, *, is_text: bool) -> str:
         """Keep the log probability of the next token with its place. Gives back its text; an end
         token is none."""
-        written = Written("", self._machine.pending_chars, False)
         if is_text:
-            written = self._texts.write(self._machine, token_id)
-        offset = self._num_chars + written.place
-        self._logprobs.add(told, offset, at_beginning=written.at_beginning)
-        return written.text
+            text, place, at_beginning = self._texts.write(self._machine, token_id)
+        else:
+            text, place, at_beginning = "", self._machine.pending_chars, False
+        self._logprobs.add(told, self._num_chars + place, at_beginning=at_beginning)
+        return text
 
     def _show(self, text: str) -> bool:
         """Pass text by the stop strings; True if one of them ended the answer."""

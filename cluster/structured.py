@@ -238,11 +238,17 @@ def _json_object(_value: bool, _param: str) -> Form:
     return Form(rule=inline_json({"type": "object"}))
 
 
+def lark_expression(pattern: str) -> str:
+    """A regular expression as it stands between slashes. Digits and word characters are those of
+    ASCII, as in JSON schema's patterns."""
+    expression: str = regex_to_lark(pattern, "dw")
+    return expression
+
+
 def _regex(value: str, param: str) -> Form:
-    """Digits and word characters are those of ASCII, as in JSON schema's patterns."""
     if not value:
         raise BadRequest(f"{param}='' is empty; an answer has at least one character", param)
-    return Form(terminal=f"/{regex_to_lark(value, 'dw')}/")
+    return Form(terminal=f"/{lark_expression(value)}/")
 
 
 def _choice(value: list[str], param: str) -> Form:

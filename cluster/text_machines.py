@@ -216,7 +216,7 @@ class PieceText(TextMachine):
 
     @property
     def pending_chars(self) -> int:
-        found = _characters(self._run)
+        found = _characters(self._run) if self._run else None
         return 0 if found is None else len(found[0])
 
     def push(self, token_id: int) -> str:

@@ -32,9 +32,16 @@ class Places(NamedTuple):
 class Texts(dict[int, bytes]):
     """id -> the bytes that the token adds to a text."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._texts: dict[int, str] = {}
+
     def text(self, token_id: int) -> str:
         """A part of a character shows as a replacement character."""
-        return self[token_id].decode(errors="replace")
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self[token_id].decode(errors="replace")
+        return text
 
 
 class TokenTexts(Texts):
@@ -65,10 +72,11 @@ class TokenTexts(Texts):
         """Push a token, and see where its own text stands."""
         at_beginning, place = machine.at_beginning, machine.pending_chars
         text = machine.push(token_id)
-        own = (self.at_beginning if at_beginning else self).text(token_id)
-        before = len(text) - len(own)
-        if own and before > place and text.endswith(own):
-            place = before
+        own = self.at_beginning.text(token_id) if at_beginning else self.text(token_id)
+        if text != own:
+            before = len(text) - len(own)
+            if own and before > place and text.endswith(own):
+                place = before
         return Written(text, place, at_beginning)
 
     def places(
@@ -80,18 +88,22 @@ class TokenTexts(Texts):
         """Of the tokens of a text. `sent`: the text that they were made from, which may spell
         special tokens that are skipped, and lack a space that the tokenizer puts behind those."""
         machine = self._detokenizer.start(skip_special_tokens)
-        chars, at_beginning = 0, 0
+        chars, at_beginning, is_open = 0, 0, True
+        """`is_open`: the token before may have left something that the next one brings."""
         offsets = []
         for token_id in token_ids:
-            written = self.write(machine, token_id)
-            text, place = written.text, written.place
+            if is_open:
+                text, place, first = self.write(machine, token_id)
+                at_beginning += first
+            else:
+                text, place = machine.push(token_id), 0
+            is_open = not text or text != self.text(token_id)
             if sent is not None and not sent.startswith(text or self.text(token_id), chars):
                 added = text.startswith(" ") and sent.startswith(text[1:], chars)
                 text, place = (text[1:], max(0, place - 1)) if added else (text, place)
             elif sent is not None and not text and self._detokenizer.is_special(token_id):
                 text = self.text(token_id)
             offsets.append(chars + place)
-            at_beginning += written.at_beginning
             chars += len(text)
         return Places(offsets, at_beginning)
 
@@ -109,11 +121,13 @@ class FirstTexts(Texts):
 
     def __init__(self, texts: TokenTexts) -> None:
         super().__init__()
-        self._texts = texts
+        self._behind = texts
 
     def __missing__(self, token_id: int) -> bytes:
-        pieces = self._texts.pieces
-        data = self._texts[token_id] if pieces is None else _as_bytes(pieces.at_beginning(token_id))
+        pieces = self._behind.pieces
+        data = (
+            self._behind[token_id] if pieces is None else _as_bytes(pieces.at_beginning(token_id))
+        )
         self[token_id] = data
         return data
 

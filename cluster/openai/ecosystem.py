@@ -48,7 +48,6 @@ _SAMPLING: Mapping[str, Values] = {
     "xtc_probability": (0,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
-    "thinking_token_budget": (-1,),
     # Forms of an answer, and where it ends.
     "guided_whitespace_pattern": _NULL,
     "structural_tag": _NULL,
@@ -103,7 +102,9 @@ _MEANS = {
     "no_stop_trim": "include_stop_str_in_output",
 }
 
-COMPLETIONS = Ecosystem({**_SAMPLING, "prompt_embeds": _NULL}, _TAKEN, _MEANS)
+_BUDGET: Mapping[str, Values] = {"thinking_token_budget": (-1,)}
+
+COMPLETIONS = Ecosystem({**_SAMPLING, **_BUDGET, "prompt_embeds": _NULL}, _TAKEN, _MEANS)
 
 CHAT = Ecosystem(
     {
@@ -131,6 +132,7 @@ CHAT = Ecosystem(
 RESPONSES = Ecosystem(
     {
         **_SAMPLING,
+        **_BUDGET,
         "skip_special_tokens": _ON,
         "include_stop_str_in_output": _OFF,
         "enable_response_messages": _OFF,

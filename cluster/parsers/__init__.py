@@ -58,7 +58,8 @@ def make_parser(
     """
     for name in (tools, reasoning):
         if name in PARSERS and PARSERS[name] == REASONING.get(name):
-            return tool_format(name)(make_id, shown, prompt)
+            one: Parser = _load(PARSERS, "tool parser", name)(make_id, shown, prompt)
+            return one
 
     def make_inner() -> Parser:
         if tools is None:

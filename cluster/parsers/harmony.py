@@ -48,6 +48,9 @@ class HarmonyParser(ToolParser):
     content = f"{CHANNEL}final{MESSAGE}"
     """How reasoning and content begin and end behind the prompt, as a grammar writes them."""
 
+    _in_marker = False
+    _matcher_is_idle = True
+
     def __init__(
         self,
         make_id: Callable[[], str] | None = None,

@@ -340,9 +340,8 @@ class CallReader(Call):
 
     def _end_name(self, name: str) -> None:
         self.name = name
-        fits = bool(name) and (self._names is None or name in self._names)
-        self.known = fits and self._arguments is not None
-        self.ended = not fits
+        self.ended = not name or (self._names is not None and name not in self._names)
+        self.known = not self.ended and self._arguments is not None
         self._state = self._before_comma
 
     def _end_other(self, _: str) -> None:

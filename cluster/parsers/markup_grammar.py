@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from swell.cluster.parsers import grammar
 from swell.cluster.parsers.grammar import CallGrammar
 from swell.cluster.parsers.parts import Tool
-from swell.cluster.parsers.text_grammar import ANNOTATIONS, TextGrammar, split_schema
+from swell.cluster.parsers.text_grammar import ANNOTATIONS, TextGrammar, field, split_schema
 from swell.cluster.parsers.values import STRING, schema_kinds
-from swell.cluster.structured import inline_json
+from swell.cluster.structured import MAX_BYTES, inline_json
 
 if TYPE_CHECKING:
     from swell.cluster.parsers.markup import Markup, MarkupParser
@@ -46,9 +46,13 @@ def calls(
     end = f"nl {grammar.mark(kind.section_ends[0], special)}" if kind.section_ends else ""
     several = "+" if parallel and kind.calls_share_section else ""
     body = f"call{several} {end}".strip()
-    rules = [f"call: {one}"]
+    rules, size = [f"call: {one}"], 0
     for index, tool in enumerate(tools):
-        rules += _ToolRules(markup, tool, str(index), special).rules()
+        added = _ToolRules(markup, tool, str(index), special).rules()
+        rules += added
+        size += sum(map(len, added))
+        if size > MAX_BYTES:
+            raise ValueError(f"need a grammar of over {MAX_BYTES} bytes; ask for fewer at once")
     return CallGrammar(
         marker=kind.section,
         body=body,
@@ -70,6 +74,8 @@ class _ToolRules:
         self._text = TextGrammar(end, markup.value_ends(), special)
         self._schema = self._object()
         self._rules: list[str] = []
+        self._size = 0
+        """Characters of schemas in the rules: each repeats its definitions."""
 
     def rules(self) -> list[str]:
         if not NAME.fullmatch(self._tool.name):
@@ -90,11 +96,20 @@ class _ToolRules:
             )
         return schema
 
+    def _properties(self) -> dict[str, Any]:
+        return field(self._schema, "properties", dict) if "properties" in self._schema else {}
+
+    def _required(self) -> list[Any]:
+        names = field(self._schema, "required", list) if "required" in self._schema else []
+        for name in names:
+            if not isinstance(name, str) or not KEY.fullmatch(name):
+                raise self._refused(name, "has a name that no call can hold")
+        return names
+
     def _arguments(self) -> Iterator[tuple[str, bool, Any]]:
         """Key, whether it must be there, schema. What may be left out and has a name that no call
         can hold is left out."""
-        properties = self._schema.get("properties") or {}
-        required = self._schema.get("required") or []
+        properties, required = self._properties(), self._required()
         others = self._schema.get("additionalProperties")
         for key in properties:
             if key in required or KEY.fullmatch(key):
@@ -107,15 +122,13 @@ class _ToolRules:
 
     def _element(self, number: str, key: str, required: bool, schema: Any) -> str:
         """`key` is empty for those that the schema does not name."""
-        rule, names = f"{self._index}_{number}", set(self._schema.get("properties") or {})
+        rule, names = f"{self._index}_{number}", set(self._properties())
         begin = grammar.mark(self._markup.key_begin + key, self._special)
         if not key:
             taken = "|".join(map(grammar.escaped, sorted(names)))
             but = f" & ~/({taken})/" if names else ""
             self._rules.append(f"KEY_{rule}: /{_EXTRA_KEY}/{but}")
             begin = f"{begin} KEY_{rule}"
-        elif not KEY.fullmatch(key):
-            raise self._refused(key, "has a name that no call can hold")
         try:
             values = self._values(rule, schema)
         except ValueError as error:
@@ -133,7 +146,11 @@ class _ToolRules:
             self._rules += self._text.rules(name, text, kinds)
             values.append(f"{self._begin(0)} {name}")
         if other is not None:
-            self._rules.append(f"json_{rule}: {inline_json(self._with_defs(other))}")
+            line = f"json_{rule}: {inline_json(self._with_defs(other))}"
+            self._rules.append(line)
+            self._size += len(line)
+            if self._size > MAX_BYTES:
+                raise ValueError(f"makes the tool's grammar longer than {MAX_BYTES} bytes")
             values.append(f"{self._begin(-1)} json_{rule} {self._end}")
         return values
 
@@ -147,13 +164,14 @@ class _ToolRules:
     def _with_defs(self, schema: Any) -> dict[str, Any]:
         if not isinstance(schema, dict):
             return {}
-        for reference in _references(schema):
+        references = [*_references(schema)]
+        for reference in references:
             if not reference.startswith(("#/$defs/", "#/definitions/")):
                 raise ValueError(f"refers to {reference!r}; only '#/$defs/...' is known here")
         defs = {key: self._schema[key] for key in _DEFS if key in self._schema}
-        return {**defs, **schema} if "$ref" in str(schema) else schema
+        return {**defs, **schema} if references else schema
 
-    def _refused(self, key: str, reason: str) -> ValueError:
+    def _refused(self, key: object, reason: str) -> ValueError:
         what = f"argument {key!r}" if key else "additionalProperties"
         return ValueError(
             f"{what} of tool {self._tool.name!r} {reason}: calls in this model's format cannot be "

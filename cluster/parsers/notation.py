@@ -348,6 +348,7 @@ class NotedCall(Call):
         self._separate()
         self.known = self.known or after == self._after_value
         self._value, self._after, self._state = value, after, self._in_value
+        self._out.append(value.take())
 
     def _word_or_mark(self, after: Callable[[str, int], int]) -> None:
         self._mark, self._after, self._state = "", after, self._in_mark

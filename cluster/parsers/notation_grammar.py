@@ -122,7 +122,9 @@ class _PythonArguments(_Arguments):
         for reference in re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema)):
             if not reference.startswith(("#/$defs/", "#/definitions/")):
                 raise ValueError(f"{where} refer to {reference!r}, which is not in '#/$defs'")
-        shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        shared: dict[str, Any] = {
+            key: self._root[key] for key in ("$defs", "definitions") if key in self._root
+        }
         return self._rule(inline_json({**schema, **shared}))
 
     def any_value(self) -> str:

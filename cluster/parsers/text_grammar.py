@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from llguidance import regex_to_lark
+from typing import Any, TypeVar
 
 from swell.cluster.parsers import grammar
 from swell.cluster.parsers.json_check import KINDS, JsonChecker
-from swell.cluster.parsers.values import STRING, resolve, schema_kinds
+from swell.cluster.parsers.values import MAX_SCHEMA_NODES, STRING, resolve, schema_kinds
+from swell.cluster.structured import lark_expression
+
+_Kind = TypeVar("_Kind")
 
 ANNOTATIONS = frozenset(
     (
@@ -64,42 +65,53 @@ _INNER_ANCHOR = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|([$^|])", re.S)
 def split_schema(schema: Any, root: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
     """The schemas of the strings that a schema allows, and the schema of its other values; None:
     it allows no others. ValueError for one that cannot be taken apart."""
-    kinds = schema_kinds(schema, root)
-    if not kinds & STRING:
-        return [], schema
-    if not isinstance(schema, dict):
-        return [{}], {"type": sorted(KINDS - STRING)}
-    if isinstance(reference := schema.get("$ref"), str) and not set(schema) - ANNOTATIONS - {
-        "$ref"
-    }:
-        return _split_target(reference, root)
-    for keyword in ("anyOf", "oneOf"):
-        if keyword in schema and not set(schema) - ANNOTATIONS - {keyword}:
-            parts = [split_schema(option, root) for option in schema[keyword]]
-            others = [other for _, other in parts if other is not None]
-            return [one for texts, _ in parts for one in texts], {
-                keyword: others
-            } if others else None
-    if "anyOf" in schema or "oneOf" in schema or "allOf" in schema or "$ref" in schema:
-        raise ValueError("combines anyOf, oneOf, allOf or $ref with other keywords")
-    return _split_plain(schema, kinds)
+    return _Splitter(root).split(schema)
 
 
-def _split_target(reference: str, root: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
-    target = resolve(reference, root)
-    if isinstance(target, dict) and target.get("$ref") == reference:
-        raise ValueError(f"refers to {reference!r}, which refers to itself")
-    try:
-        return split_schema(target, root)
-    except RecursionError:
-        raise ValueError(f"refers to {reference!r}, which refers to itself") from None
+class _Splitter:
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._nodes_left = MAX_SCHEMA_NODES
+
+    def split(self, schema: Any) -> tuple[list[dict[str, Any]], Any]:
+        self._nodes_left -= 1
+        if self._nodes_left < 0:
+            raise ValueError(f"has more than {MAX_SCHEMA_NODES} alternatives, or refers to itself")
+        kinds = schema_kinds(schema, self._root)
+        if not kinds & STRING:
+            return [], schema
+        if not isinstance(schema, dict):
+            return [{}], {"type": sorted(KINDS - STRING)}
+        asked = set(schema) - ANNOTATIONS
+        if asked == {"$ref"}:
+            return self.split(resolve(field(schema, "$ref", str), self._root))
+        if asked in ({"anyOf"}, {"oneOf"}):
+            return self._split_options(schema, asked.pop())
+        if asked & {"anyOf", "oneOf", "allOf", "$ref"}:
+            raise ValueError("combines anyOf, oneOf, allOf or $ref with other keywords")
+        return _split_plain(schema, kinds)
+
+    def _split_options(
+        self, schema: dict[str, Any], keyword: str
+    ) -> tuple[list[dict[str, Any]], Any]:
+        parts = [self.split(option) for option in field(schema, keyword, list)]
+        others = [other for _, other in parts if other is not None]
+        return [one for texts, _ in parts for one in texts], {keyword: others} if others else None
+
+
+def field(schema: dict[str, Any], keyword: str, kind: type[_Kind]) -> _Kind:
+    """The value of a keyword. ValueError for one of another kind than JSON schema's."""
+    value = schema[keyword]
+    if not isinstance(value, kind):
+        raise ValueError(f"has {keyword!r}, which is no {kind.__name__}")
+    return value
 
 
 def _split_plain(
     schema: dict[str, Any], kinds: frozenset[str]
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
+    if "const" in schema or "enum" in schema:
+        values = [schema["const"]] if "const" in schema else field(schema, "enum", list)
         texts = [{"enum": [value for value in values if isinstance(value, str)]}]
         others = [value for value in values if not isinstance(value, str)]
         return texts, {"enum": others} if others else None
@@ -164,18 +176,28 @@ def _bodies(schema: dict[str, Any]) -> tuple[list[str], bool]:
     known = {"type", "enum"} | _TEXT_KEYWORDS | _OTHER_KEYWORDS | ANNOTATIONS
     for keyword in sorted(set(schema) - known):
         raise ValueError(f"has {keyword!r}")
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    least = field(schema, "minLength", int) if "minLength" in schema else 0
+    most = field(schema, "maxLength", int) if "maxLength" in schema else None
     most = None if most is not None and most > MAX_LENGTH else most
     bodies, nullable = [], least == 0
     if least or most is not None:
         bodies.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
-    if pattern := schema.get("pattern"):
+    if "pattern" in schema:
+        pattern = field(schema, "pattern", str)
         bodies.append(f"/{searched(pattern)}/")
-        nullable = nullable and re.search(pattern, "") is not None
-    if pattern := _FORMATS.get(schema.get("format", "")):
-        bodies.append(f"/{pattern}/")
+        nullable = nullable and _finds_nothing(pattern)
+    if known_format := _FORMATS.get(str(schema.get("format"))):
+        bodies.append(f"/{known_format}/")
         nullable = False
     return bodies or ["/(?s:.*)/"], nullable
+
+
+def _finds_nothing(pattern: str) -> bool:
+    """It is found in an empty text; one that Python does not know is taken for one that is not."""
+    try:
+        return re.search(pattern, "") is not None
+    except re.error:
+        return False
 
 
 def searched(pattern: str) -> str:
@@ -188,7 +210,7 @@ def searched(pattern: str) -> str:
     inner = {found[1] for found in _INNER_ANCHOR.finditer(body) if found[1]}
     if inner & {"^", "$"} or ("|" in inner and (not head or ends) and _top_level_choice(body)):
         raise ValueError(f"has the pattern {pattern!r}: ^ and $ may only stand around all of it")
-    return f"{head}({regex_to_lark(body, 'dw')}){'' if ends else '(?s:.*)'}"
+    return f"{head}({lark_expression(body)}){'' if ends else '(?s:.*)'}"
 
 
 def _top_level_choice(body: str) -> bool:

@@ -11,14 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from swell.cluster.asks import _variables
 from swell.cluster.formats import ModelFormats
 from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.decode import decode
 from swell.cluster.parsers import detect_tools
 from swell.cluster.parsers.base import Parser
 from swell.cluster.parsers.parts import Message, collect
-from swell.cluster.templates import plain_tool
+from swell.cluster.templates import ChatTemplate, TemplateOptions
 from swell.configs.schema import ServeConfig
 from swell.worker.sample.vocabulary import load_vocabulary
 from tests.kinds import KINDS, kind
@@ -92,13 +91,8 @@ def walk(
     one = kind(name)
     tokenizer, ends = one.tokenizer, set(one.end_ids)
     asked = formats(name).of(body)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "How is it?"}],
-        tools=[plain_tool(tool) for tool in asked.tools] or None,
-        tokenize=False,
-        add_generation_prompt=True,
-        **_variables(body),
-    )
+    options = TemplateOptions(tools=asked.tools, variables=body.template_variables())
+    prompt = ChatTemplate(tokenizer, name).render(body.messages, options)
     answer = asked.of(prompt[-40:])
     assert answer.grammar is not None, "the request asks for a grammar"
     matcher = LLMatcher(load_vocabulary(str(one.folder())), answer.grammar().lark, log_level=0)

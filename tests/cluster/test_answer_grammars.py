@@ -10,7 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from swell.cluster.params import BadRequest
+from swell.cluster.local import LLM, SamplingParams
+from swell.cluster.params import BadRequest, StructuredOutputs
 from swell.cluster.parsers.parts import Message
 from tests.cluster.grammar_walk import SCHEMA, TOOLS, WITH_TOOLS, request, walk
 from tests.kinds import KINDS, kind
@@ -19,7 +20,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "form", "schema": SCHEMA}
 NAMED = {"type": "function", "function": {"name": "wait"}}
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 THINKING = [name for name in KINDS if kind(name).reasoning in ("think", "think-open")]
-OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>", "<|channel|>")
 OPENERS += ("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>")
 
 
@@ -188,9 +189,7 @@ def test_a_budget_of_reasoning_holds(name: str):
 @pytest.mark.parametrize("name", THINKING)
 def test_effort_none_is_no_reasoning(name: str):
     for seed in range(3):
-        body = request(
-            response_format=FORM, reasoning_effort="none", chat_template_kwargs={"thinking": True}
-        )
+        body = request(response_format=FORM, reasoning_effort="none")
         answer = walk(name, body, seed, likes=("<think>",))
         assert answer.message.reasoning is None
         check_form(answer.message.content, {})
@@ -218,3 +217,17 @@ def test_choices_that_are_refused(choice: Any, reason: str):
 def test_budgets_that_are_refused(budget: int):
     with pytest.raises(BadRequest, match="thinking_token_budget"):
         request(thinking_token_budget=budget)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama2", "deepseek_v3"])
+def test_names_of_tokens_are_written_by_a_model(name: str):
+    """A whole engine, whose model has random weights."""
+    added = [str(token) for token in kind(name).tokenizer.added_tokens_decoder.values()]
+    texts = ["".join(f"{text}," for text in added), "<think>a</think>"]
+    forms = [StructuredOutputs(choice=[texts[0]]), StructuredOutputs(choice=texts)]
+    wishes = [SamplingParams(structured_outputs=form, max_tokens=2000) for form in forms]
+    with LLM(str(kind(name).folder()), **{"model.dtype": "float32"}) as llm:
+        answers = llm.generate(["a", "a"], wishes)
+    assert answers[0].outputs[0].text == texts[0]
+    assert answers[1].outputs[0].text in texts
+    assert {answer.outputs[0].finish_reason for answer in answers} == {"stop"}

@@ -226,3 +226,24 @@ def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param:
         wish(**fields)
     assert caught.value.param == param
     assert param in caught.value.message
+
+
+def test_tools_and_a_form_in_one_request() -> None:
+    schema = {"type": "object", "properties": {}}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    chat = chat_request(wish(tools=[{**ADD, "type": "custom"}], output_config=config))
+    chat.check()
+    assert chat.tools and chat.form().json == schema
+
+
+@pytest.mark.parametrize(
+    ("thinking", "budget"),
+    [
+        (None, None),
+        ({"type": "enabled", "budget_tokens": 1024}, 1024),
+        ({"type": "disabled"}, 0),
+        ({"type": "adaptive"}, None),
+    ],
+)
+def test_budgets_of_thinking(thinking: object, budget: int | None) -> None:
+    assert chat_request(wish(thinking=thinking, max_tokens=2000)).thinking_token_budget == budget

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from swell.cluster.ingress import Ingress
 from swell.cluster.openai.admin import DrainRequest, ScaleRequest
 from swell.cluster.openai.base import error_body
+from swell.cluster.openai.chat import ChatCompletionRequest as CHAT
 from swell.cluster.openai.decode import decode
 from swell.cluster.openapi import openapi_document
 from swell.cluster.params import BadRequest
@@ -106,6 +107,33 @@ def test_schemas_say_what_the_types_accept() -> None:
     assert not requests.is_valid({"model": "m", "messages": messages, "top_kk": 3})
     assert not requests.is_valid({"model": "m"})
     assert validator("ErrorBody").is_valid(json.loads(error_body(BadRequest("no", "x"))))
+
+
+def test_histories_are_open_and_fields_of_other_servers_are_told() -> None:
+    requests = validator("ChatCompletionRequest")
+    message = {"role": "user", "content": "hi"}
+    assert requests.is_valid({"messages": [{**message, "parsed": {}, "mine": 1}]})
+    for name, taken, refused in (
+        ("length_penalty", 1.0, 2.0),
+        ("use_beam_search", False, True),
+        ("logits_processors", [], ["x"]),
+        ("max_new_tokens", 3, "three"),
+    ):
+        for value in (taken, None):
+            assert requests.is_valid({"messages": [message], name: value})
+            decode(json.dumps({"messages": [message], name: value}).encode(), CHAT)
+        assert not requests.is_valid({"messages": [message], name: refused})
+        with pytest.raises(BadRequest):
+            decode(json.dumps({"messages": [message], name: refused}).encode(), CHAT)
+    assert requests.is_valid({"messages": [message], "request_id": ["any", "thing"]})
+
+
+def test_a_server_that_ignores_unknown_fields_says_so() -> None:
+    schemas = openapi_document("ignore")["components"]["schemas"]
+    for name in ("ChatCompletionRequest", "StreamOptions", "MessagesRequest"):
+        assert schemas[name]["additionalProperties"] is True
+        assert DOCUMENT["components"]["schemas"][name]["additionalProperties"] is False
+    assert schemas["ScaleRequest"]["additionalProperties"] is False
 
 
 def test_fields_that_are_not_served_say_so() -> None:

@@ -18,7 +18,7 @@ from swell.cluster.openai import items as api
 from swell.cluster.openai.as_chat import chat_messages, chat_request, in_our_words
 from swell.cluster.openai.decode import decode
 from swell.cluster.openai.input_items import read_input
-from swell.cluster.openai.messages import ChatMessage, NamedToolChoice
+from swell.cluster.openai.messages import ChatMessage, NamedToolChoice, call_rules
 from swell.cluster.openai.response_body import begin_response, item_list
 from swell.cluster.openai.responses import ResponsesRequest
 from swell.cluster.params import BadRequest
@@ -306,6 +306,27 @@ def test_wishes_reach_the_chat_request() -> None:
         True,
     )
     assert isinstance(chat.tool_choice, NamedToolChoice)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_tools_that_may_be_called_beside_a_form(mode: str) -> None:
+    names = [{"type": "function", "name": name} for name in ("f", "g")]
+    fields = {
+        "tools": names,
+        "text": {"format": {"type": "json_object"}},
+        "tool_choice": {"type": "allowed_tools", "mode": mode, "tools": names[:1]},
+    }
+    chat = chat_of({"role": "user", "content": "hi"}, **fields)
+    assert [tool.function.name for tool in chat.tools] == ["f", "g"]
+    rules = call_rules(chat.tool_choice)
+    assert (rules.names, rules.required) == ({"f"}, mode == "required")
+    assert chat.form() is not None
+    fields["tool_choice"]["tools"] = [{"type": "function", "name": "evil"}]
+    with pytest.raises(BadRequest, match="names 'evil'"):
+        chat_of({"role": "user", "content": "hi"}, **fields)
+    fields["tool_choice"] = {"type": "allowed_tools", "mode": "any", "tools": []}
+    with pytest.raises(BadRequest, match="mode"):
+        chat_of({"role": "user", "content": "hi"}, **fields)
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,17 @@ from swell.cluster.parsers.parts import Arguments, Content, Part, Reasoning, Too
 Names = tuple[str | None, str | None]
 """Of a tool format and of a reasoning format."""
 
-_TOOLS = [name for name in PARSERS if name != "harmony"]
-_THOUGHTS = [name for name in REASONING if name not in ("think", "harmony")]
+_THOUGHTS = [name for name in REASONING if name != "harmony"]
+_BEHIND_THOUGHTS = ("hermes", "kimi_k2", "llama3", "pythonic", "qwen3_coder")
 
 ALL: list[Names] = [
-    *itertools.product([None, *_TOOLS], [None, "think"]),
-    *itertools.product([None, "hermes"], _THOUGHTS),
-    *[("mistral", "mistral"), ("harmony", None), ("harmony", "harmony")],
+    (None, None),
+    *((name, None) for name in PARSERS),
+    *((None, name) for name in _THOUGHTS),
+    *((name, "think") for name in _BEHIND_THOUGHTS),
+    *[("mistral", "mistral"), ("gemma4", "gemma4"), ("harmony", "harmony")],
 ]
-"""Each format alone, each tool format with reasoning, each reasoning with calls."""
+"""Each format alone, and some of each way to begin a call with reasoning before it."""
 
 _DSML = "｜DSML｜"
 _DEEPSEEK = [

@@ -126,6 +126,8 @@ def test_what_is_out_is_what_every_continuation_brings_out(
 @given(data=st.data())
 def test_without_calls_all_text_comes_out(names: Names, data: st.DataObject) -> None:
     """With reasoning, all but its tags and the newlines around them."""
+    if names[0] == "harmony":
+        return  # it marks all text, and its headers are dropped
     text = data.draw(texts(names))
     parts = read(names, [text])
     if any(isinstance(part, ToolCall) for part in parts):

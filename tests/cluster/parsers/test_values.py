@@ -71,6 +71,10 @@ def test_references_may_go_round() -> None:
     assert len(parameter_kinds(loop, "x")) == 6
 
 
+DIAMONDS = {f"A{i}": {"anyOf": [{"$ref": f"#/$defs/A{i - 1}"}] * 2} for i in range(1, 10)}
+DIAMONDS |= {"A0": {"type": "string"}}
+
+
 @pytest.mark.parametrize(
     ("parameters", "reason"),
     [
