@@ -168,11 +168,13 @@ class ModelFormats:
 def _rules(body: ChatCompletionRequest, tools: list[ToolDefinition]) -> CallRules | None:
     """Of the calls that the answer may have; None: there are no tools, or the model is free to call
     as it likes, and its text too."""
+    if not tools:
+        return None
     rules = call_rules(body.tool_choice)
     strict = any(tool.function and tool.function.strict for tool in tools)
     single = rules.single or body.parallel_tool_calls is False
     held = rules.required or rules.names is not None or strict or single or body.form()
-    return msgspec.structs.replace(rules, single=single) if tools and held else None
+    return msgspec.structs.replace(rules, single=single) if held else None
 
 
 def _budget(body: ChatCompletionRequest) -> int | None:

@@ -82,7 +82,8 @@ class RequestState:
         self._stream_interval = stream_interval
         skip = params.skip_special_tokens
         self._machine = detokenizer.start(skip, opening, request.prompt_token_ids)
-        self._texts = texts
+        self._writer = texts.writer(self._machine, skip)
+        """Of the machine's text, where places are asked for too."""
         self._include_stop = params.include_stop_str_in_output
         self._stops = stop_checker(
             params.stop_strings,
@@ -187,7 +188,7 @@ class RequestState:
         """Keep the log probability of the next token with its place. Gives back its text; an end
         token is none."""
         if is_text:
-            text, place, at_beginning = self._texts.write(self._machine, token_id)
+            text, place, at_beginning = self._writer.write(token_id)
         else:
             text, place, at_beginning = "", self._machine.pending_chars, False
         self._logprobs.add(told, self._num_chars + place, at_beginning=at_beginning)

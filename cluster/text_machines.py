@@ -303,11 +303,10 @@ def _characters(run: bytearray) -> tuple[str, bytes] | None:
     """The characters of a run, and the bytes behind them that begin another one; None: the run is
     no UTF-8."""
     try:
-        return run.decode(), b""
-    except UnicodeDecodeError as error:
-        if error.end < len(run) or error.reason != "unexpected end of data":
-            return None
-        return run[: error.start].decode(), bytes(run[error.start :])
+        text, size = codecs.utf_8_decode(run, "strict", False)
+    except UnicodeDecodeError:
+        return None
+    return text, bytes(run[size:])
 
 
 class WindowText(TextMachine):

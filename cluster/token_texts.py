@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 from swell.cluster.detokenizer import Detokenizer
@@ -58,6 +60,7 @@ class TokenTexts(Texts):
         """The same of a token that no text stands before."""
         self._detokenizer = detokenizer
         self._machine = detokenizer.start(skip_special_tokens=False)
+        self._whole = {skip: WholeTexts(detokenizer.start(skip)) for skip in (False, True)}
 
     def __missing__(self, token_id: int) -> bytes:
         self[token_id] = data = self._bytes(token_id)
@@ -68,16 +71,9 @@ class TokenTexts(Texts):
         """Where tokens may have another text at a beginning."""
         return self._machine.table if isinstance(self._machine, PieceText) else None
 
-    def write(self, machine: TextMachine, token_id: int) -> Written:
-        """Push a token, and see where its own text stands."""
-        at_beginning, place = machine.at_beginning, machine.pending_chars
-        text = machine.push(token_id)
-        own = self.at_beginning.text(token_id) if at_beginning else self.text(token_id)
-        if text != own:
-            before = len(text) - len(own)
-            if own and before > place and text.endswith(own):
-                place = before
-        return Written(text, place, at_beginning)
+    def writer(self, machine: TextMachine, skip_special_tokens: bool) -> Writer:
+        """Of the text that `machine` makes."""
+        return Writer(self, machine, self._whole[skip_special_tokens])
 
     def places(
         self,
@@ -88,24 +84,27 @@ class TokenTexts(Texts):
         """Of the tokens of a text. `sent`: the text that they were made from, which may spell
         special tokens that are skipped, and lack a space that the tokenizer puts behind those."""
         machine = self._detokenizer.start(skip_special_tokens)
-        chars, at_beginning, is_open = 0, 0, True
-        """`is_open`: the token before may have left something that the next one brings."""
-        offsets = []
-        for token_id in token_ids:
-            if is_open:
-                text, place, first = self.write(machine, token_id)
-                at_beginning += first
-            else:
-                text, place = machine.push(token_id), 0
-            is_open = not text or text != self.text(token_id)
-            if sent is not None and not sent.startswith(text or self.text(token_id), chars):
-                added = text.startswith(" ") and sent.startswith(text[1:], chars)
-                text, place = (text[1:], max(0, place - 1)) if added else (text, place)
-            elif sent is not None and not text and self._detokenizer.is_special(token_id):
+        written = list(map(self.writer(machine, skip_special_tokens).write, token_ids))
+        if sent is not None and "".join([one.text for one in written]) != sent:
+            written = self._as_sent(token_ids, written, sent)
+        starts = accumulate([len(one.text) for one in written], initial=0)
+        offsets = list(map(add, starts, [one.place for one in written]))
+        return Places(offsets, sum([one.at_beginning for one in written]))
+
+    def _as_sent(
+        self, token_ids: Sequence[int], written: list[Written], sent: str
+    ) -> list[Written]:
+        """The same with the texts of `sent`, where that differs from what was written."""
+        found, chars = [], 0
+        for token_id, (text, place, at_beginning) in zip(token_ids, written, strict=True):
+            if not sent.startswith(text or self.text(token_id), chars):
+                if text.startswith(" ") and sent.startswith(text[1:], chars):
+                    text, place = text[1:], max(0, place - 1)
+            elif not text and self._detokenizer.is_special(token_id):
                 text = self.text(token_id)
-            offsets.append(chars + place)
+            found.append(Written(text, place, at_beginning))
             chars += len(text)
-        return Places(offsets, at_beginning)
+        return found
 
     def _bytes(self, token_id: int) -> bytes:
         machine, pieces = self._machine, self.pieces
@@ -130,6 +129,60 @@ class FirstTexts(Texts):
         )
         self[token_id] = data
         return data
+
+
+class WholeTexts(dict[int, Written | None]):
+    """id -> what the token writes behind a finished character; None: that depends on others."""
+
+    def __init__(self, machine: TextMachine) -> None:
+        super().__init__()
+        self._machine = machine
+
+    def __missing__(self, token_id: int) -> Written | None:
+        text = self._text(token_id)
+        self[token_id] = written = Written(text, 0, False) if text else None
+        return written
+
+    def _text(self, token_id: int) -> str:
+        machine = self._machine
+        if isinstance(machine, PieceText):
+            piece = machine.table.behind(token_id)
+            return piece if isinstance(piece, str) else ""
+        if not isinstance(machine, ByteLevelText):
+            return ""
+        try:
+            return machine.table[token_id].decode()
+        except UnicodeDecodeError:
+            return ""
+
+
+class Writer:
+    """One text, written token by token.
+
+    Behind a token with a whole text nothing is open: the next such token is not pushed, for the
+    machine would give its text and remember nothing.
+    """
+
+    def __init__(self, texts: TokenTexts, machine: TextMachine, whole: WholeTexts) -> None:
+        self._texts = texts
+        self._machine = machine
+        self._whole = whole
+        self._is_closed = False
+
+    def write(self, token_id: int) -> Written:
+        """Push a token, and see where its own text stands."""
+        whole = self._whole[token_id]
+        if whole is not None and self._is_closed:
+            return whole
+        texts, machine = self._texts, self._machine
+        at_beginning, place = machine.at_beginning, machine.pending_chars
+        text = machine.push(token_id)
+        self._is_closed = whole is not None and text != ""
+        if len(text) > place:
+            own = (texts.at_beginning if at_beginning else texts).text(token_id)
+            if own and text.endswith(own):
+                place = max(place, len(text) - len(own))
+        return Written(text, place, at_beginning)
 
 
 def _as_bytes(piece: str | int | None) -> bytes:

@@ -22,7 +22,7 @@ MAX_LOGPROBS = 20
 """Most likely tokens that are told beside each token."""
 WHOLE_VOCABULARY = -1
 """Of `prompt_logprobs`: every token is told beside each token of the prompt."""
-MAX_TOLD_LOGPROBS = 512 * 1024
+MAX_VOCABULARY_LOGPROBS = 512 * 1024
 """Of the whole vocabulary, over all prompt tokens and answers of a request: 40 MB of JSON."""
 MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0
@@ -59,11 +59,11 @@ def with_vocabulary(
     if params.prompt_logprobs != WHOLE_VOCABULARY:
         return params
     count = num_prompt_tokens * (params.best_of or params.n) * vocab_size
-    if count > MAX_TOLD_LOGPROBS:
+    if count > MAX_VOCABULARY_LOGPROBS:
         raise BadRequest(
             f"prompt_logprobs=-1 of {num_prompt_tokens} prompt tokens and a vocabulary of "
             f"{vocab_size} are {count} log probabilities for {params.best_of or params.n} "
-            f"answers; at most {MAX_TOLD_LOGPROBS} are told. Send a shorter prompt, or "
+            f"answers; at most {MAX_VOCABULARY_LOGPROBS} are told. Send a shorter prompt, or "
             f"prompt_logprobs of at most {MAX_LOGPROBS}",
             "prompt_logprobs",
         )

@@ -26,6 +26,8 @@ SLOW = (
     *("test_dead_loops", "test_process"),
     *("test_laws", "test_json_stream", "test_structured.py"),
     *("test_access", "test_bodies", "test_connection", "test_submission"),
+    *("test_continuations", "test_cors", "test_ecosystem", "test_half_close"),
+    *("test_request_forms", "test_sdk_loops", "test_tokenize", "test_answer_grammars", "/kinds/"),
 )
 """What starts clusters or processes, talks over sockets, computes with tensors, or searches long:
 not part of `make test-fast`."""

@@ -33,7 +33,9 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def refuse_unsupported(self, path: str = "") -> None:
         for name, neutral in self.NOT_SERVED.items():
-            check_neutral(f"{path}{name}", getattr(self, name), neutral)
+            value = getattr(self, name)
+            if value is not None:
+                check_neutral(f"{path}{name}", value, neutral)
 
 
 def check_neutral(path: str, value: Any, neutral: tuple[Any, ...]) -> None:

@@ -7,6 +7,7 @@ OpenAI's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
@@ -24,6 +25,12 @@ from swell.cluster.openai.messages import (
     keep_tools,
 )
 from swell.cluster.params import BadRequest, shown
+
+_SWITCHES = attrgetter(
+    "chat_template_kwargs", "enable_thinking", "thinking", "reasoning", "reasoning_effort"
+)
+"""The fields that `template_variables` reads."""
+_NO_SWITCH = (None,) * 5
 
 
 class ThinkingSwitch(RequestBody, kw_only=True):
@@ -137,6 +144,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         """What the chat template is told beside the messages. Raises `BadRequest` where two fields
         say different things."""
         told: dict[str, tuple[str, Any]] = {}
+        if _SWITCHES(self) == _NO_SWITCH:
+            return {}
         for field, name, value in self._variables():
             before, known = told.setdefault(name, (field, value))
             if known != value:

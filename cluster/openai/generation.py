@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Literal
 
 from swell.cluster.openai.base import RequestBody
@@ -173,8 +174,7 @@ class GenerationRequest(TokenWishes, kw_only=True):
         """The wish in our own form; to be checked with `validate`. `defaults` are the model's, for
         fields that the request leaves out."""
         wishes: dict[str, Any] = dict(defaults or {})
-        for name in SAME_NAME:
-            value = getattr(self, name)
+        for name, value in zip(SAME_NAME, _SAME(self), strict=True):
             if value is not None:
                 wishes[name] = value
         if wishes.get("stop") == "":
@@ -194,6 +194,7 @@ SAME_NAME = tuple(
     if name in GenerationRequest.__struct_fields__ and name not in _OTHERWISE
 )
 """Fields that mean the same in a request and in `SamplingParams`."""
+_SAME = attrgetter(*SAME_NAME)
 
 
 _SHOWN_KEYS = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from swell.cluster.openai.base import RequestBody
@@ -18,6 +19,8 @@ FORMS = {
     "ebnf": "grammar",
 }
 """Earlier names of vLLM, and those of SGLang -> the same field of `structured_outputs`."""
+_FORM_VALUES = attrgetter(*FORMS)
+_NO_FORM = (None,) * len(FORMS)
 
 
 class TokenWishes(RequestBody, kw_only=True):
@@ -64,8 +67,10 @@ class TokenWishes(RequestBody, kw_only=True):
         found: dict[str, StructuredOutputs] = {}
         if self.structured_outputs is not None:
             found["structured_outputs"] = self.structured_outputs
-        for name, own in FORMS.items():
-            value = getattr(self, name)
+        values = _FORM_VALUES(self)
+        if values == _NO_FORM:
+            return found
+        for (name, own), value in zip(FORMS.items(), values, strict=True):
             if value is not None and (own, value) != ("json_object", False):
                 found[name] = StructuredOutputs(**{own: value})
         return found

@@ -284,9 +284,9 @@ def test_a_continuation_goes_on_after_a_move(name: str, cut: int) -> None:
             await cluster.remove(0)
             cluster._script = script
             engine = await cluster.join(1, steps=cut)
-            wish = {"model": "fake", "prompt": prompt, "max_tokens": len(script), "echo": True}
-            wish |= {"return_token_ids": True, "ignore_eos": True}
-            stream = Stream(cluster, wish)
+            payload = {"model": "fake", "prompt": prompt, "max_tokens": len(script), "echo": True}
+            payload |= {"return_token_ids": True, "ignore_eos": True}
+            stream = Stream(cluster, payload)
             await stream.has(cut)
             await cluster.join(2)
             await cluster.kill(engine)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from swell.cluster import admin
 from swell.cluster.openapi import OPERATIONS
 from swell.configs.schema import ConfigError, load
 from tests.cluster import tokenizers_for_tests
@@ -94,8 +95,9 @@ def test_every_route_but_the_admins_may_be_called(folder: Path, settings: Any) -
 
 
 @pytest.mark.parametrize("settings", [ON, {"serve.cors_origins": ["*"]}], ids=["listed", "all"])
-def test_the_admin_api_never(folder: Path, settings: Any) -> None:
+def test_the_admin_api_never(folder: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the path is written like, and for whom its own list is."""
+    monkeypatch.setattr(admin, "_CALL_S", 0.05)  # the engine here answers no calls
     paths = [*ADMIN, *(f"{path}/" for path in ADMIN), "/admin", "/%61dmin/cluster"]
     asked = [preflight(path, PAGE) for path in paths]
     asked += [call(path, PAGE) for path in ADMIN]
@@ -154,13 +156,13 @@ def test_a_preflight_needs_no_key(folder: Path) -> None:
 
 def test_a_full_cluster_and_event_streams(folder: Path) -> None:
     """A 429 comes before the body is read; the head of a stream leaves with its first token."""
-    wish = {**BODIES["/v1/chat/completions"], "stream": True}
+    payload = {**BODIES["/v1/chat/completions"], "stream": True}
     settings = {**ON, "serve.max_waiting_requests": 1, "scheduler.max_rows": 1}
 
     async def ask() -> list[httpx.Response]:
         async with FakeCluster(folder, **settings).serving() as cluster:
             engine = await cluster.join(0)
-            post = {"headers": {"origin": PAGE}, "json": wish}
+            post = {"headers": {"origin": PAGE}, "json": payload}
             streamed = await cluster.client.post("/v1/chat/completions", **post)
             engine.call(lambda: setattr(engine, "credit_steps", 0))
             held = [

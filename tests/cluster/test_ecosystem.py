@@ -130,8 +130,8 @@ def test_a_longer_prompt_is_cut(tmp_path: Path) -> None:
 
     async def work(cluster: FakeCluster, engine: FakeEngine) -> None:
         async def prompt(path: str = COMPLETIONS, **fields: Any) -> list[int]:
-            wish = {"prompt": text, "max_tokens": 2} if path == COMPLETIONS else ASKED
-            reply = await cluster.client.post(path, json={**wish, **fields})
+            payload = {"prompt": text, "max_tokens": 2} if path == COMPLETIONS else ASKED
+            reply = await cluster.client.post(path, json={**payload, **fields})
             assert reply.status_code == 200, reply.text
             usage = reply.json()["usage"]["prompt_tokens"]
             assert usage == len(engine.arrived[-1].prompt_token_ids)
@@ -151,8 +151,8 @@ def test_a_longer_prompt_is_cut(tmp_path: Path) -> None:
         talk = await prompt(CHAT)
         assert await prompt(CHAT, truncate_prompt_tokens=4) == talk[-4:]
         for bad in (0, -2, 2000):
-            wish = {"prompt": text, "truncate_prompt_tokens": bad}
-            reply = await cluster.client.post(COMPLETIONS, json=wish)
+            payload = {"prompt": text, "truncate_prompt_tokens": bad}
+            reply = await cluster.client.post(COMPLETIONS, json=payload)
             assert reply.status_code == 400
             assert reply.json()["error"]["param"] == "truncate_prompt_tokens"
         huge = {"prompt": "a " * 1024 * 1024, "truncate_prompt_tokens": 4}
@@ -182,18 +182,18 @@ def test_special_tokens_are_added_where_it_is_asked_for(tmp_path: Path) -> None:
         told = []
         async with FakeCluster(tmp_path).serving() as cluster:
             engine = await cluster.join(0)
-            for path, wish in ((COMPLETIONS, {"prompt": "the", "max_tokens": 2}), (CHAT, ASKED)):
+            for path, payload in ((COMPLETIONS, {"prompt": "the", "max_tokens": 2}), (CHAT, ASKED)):
                 for add in (None, True, False):
-                    asked = {**wish, "add_special_tokens": add}
+                    asked = {**payload, "add_special_tokens": add}
                     reply = await cluster.client.post(path, json=asked)
                     assert reply.status_code == 200, reply.text
                     told.append((engine.arrived[-1].prompt_token_ids[0] == bos, path, add))
-            for wish in ({"prompt": "the"}, {"messages": [USER]}):
+            for payload in ({"prompt": "the"}, {"messages": [USER]}):
                 for add in (None, True, False):
                     reply = await cluster.client.post(
-                        "/tokenize", json={**wish, "add_special_tokens": add}
+                        "/tokenize", json={**payload, "add_special_tokens": add}
                     )
-                    told.append((reply.json()["tokens"][0] == bos, str(*wish), add))
+                    told.append((reply.json()["tokens"][0] == bos, str(*payload), add))
         return told
 
     assert asyncio.run(serve()) == [
@@ -221,10 +221,10 @@ DOCUMENTS = (
 def test_documents_are_written_by_the_template_or_refused(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(DOCUMENTS)
-    wish = {**ASKED, "documents": [{"title": "T", "text": "brown fox"}]}
+    payload = {**ASKED, "documents": [{"title": "T", "text": "brown fox"}]}
 
     async def work(cluster: FakeCluster, engine: FakeEngine) -> Any:
-        reply = await cluster.client.post(CHAT, json=wish)
+        reply = await cluster.client.post(CHAT, json=payload)
         return reply, [TOKENIZER.decode(request.prompt_token_ids) for request in engine.arrived]
 
     reply, prompts = run(tmp_path, work, **{"serve.chat_template": str(file)})
@@ -251,8 +251,8 @@ def test_an_answer_of_chat_may_begin_with_the_last_message(tmp_path: Path) -> No
         plain = await text()
         assert await text(echo=True) == "brown fox" + plain
         streamed = ""
-        wish = {**going, "echo": True, "stream": True}
-        async with cluster.client.stream("POST", CHAT, json=wish) as reply:
+        payload = {**going, "echo": True, "stream": True}
+        async with cluster.client.stream("POST", CHAT, json=payload) as reply:
             async for line in reply.aiter_lines():
                 if line.startswith("data: {"):
                     for choice in json.loads(line[6:])["choices"]:
@@ -289,10 +289,10 @@ def test_unknown_names_are_told_in_a_header_where_they_are_ignored(
     tmp_path: Path, stream: bool
 ) -> None:
     strange = {"naïve\r\nname": 1, "mine": {"a": 1}, **{f"n{n}": n for n in range(20)}}
-    wish = {**ASKED, **strange, "stream": stream}
+    payload = {**ASKED, **strange, "stream": stream}
 
     async def work(cluster: FakeCluster, _: FakeEngine) -> None:
-        reply = await cluster.client.post(CHAT, json=wish)
+        reply = await cluster.client.post(CHAT, json=payload)
         assert reply.status_code == 200, reply.text
         warning = reply.headers["x-swell-warning"]
         assert warning.startswith("unknown fields were ignored: na\\xefve\\r\\nname, mine, n0, n1,")
@@ -311,7 +311,7 @@ def test_unknown_names_are_told_in_a_header_where_they_are_ignored(
 
 
 def test_a_request_without_a_model_is_answered_by_the_one_that_is_served(tmp_path: Path) -> None:
-    wishes = {
+    payloads = {
         CHAT: ASKED,
         COMPLETIONS: {"prompt": "the", "max_tokens": 2},
         "/v1/responses": {"input": "the", "max_output_tokens": 2},
@@ -322,8 +322,8 @@ def test_a_request_without_a_model_is_answered_by_the_one_that_is_served(tmp_pat
     }
 
     async def work(cluster: FakeCluster, _: FakeEngine) -> None:
-        for path, wish in wishes.items():
-            reply = await cluster.client.post(path, json=wish)
+        for path, payload in payloads.items():
+            reply = await cluster.client.post(path, json=payload)
             assert reply.status_code == 200, (path, reply.text)
             assert reply.json().get("model", "fake") == "fake"
 

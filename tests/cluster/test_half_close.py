@@ -44,8 +44,8 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, Any]], 
     return run
 
 
-def post(wish: dict[str, Any], version: str = "1.1", **headers: str) -> bytes:
-    data = json.dumps(wish).encode()
+def post(payload: dict[str, Any], version: str = "1.1", **headers: str) -> bytes:
+    data = json.dumps(payload).encode()
     lines = [f"POST /v1/completions HTTP/{version}", "Host: localhost"]
     lines += ["Content-Type: application/json", f"Content-Length: {len(data)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -113,12 +113,12 @@ def test_a_client_that_stops_sending_gets_its_answer(
     folder: Path, run: Any, version: str, stream: bool
 ) -> None:
     """It comes some time after the end of what was sent."""
-    wish = body([5, 6], 8, stream=stream)
+    payload = body([5, 6], 8, stream=stream)
 
     async def ask() -> bytes:
         async with connected(folder, 0) as (_, engine, connect):
             peer = await connect()
-            await peer.send(post(wish, version))
+            await peer.send(post(payload, version))
             await until(lambda: engine.requests)
             await asyncio.sleep(0.1)  # an end that was taken for leaving would be acted on by now
             engine.allow()
@@ -153,12 +153,12 @@ def test_short_routes_too(folder: Path, run: Any) -> None:
 def test_all_requests_on_the_connection_are_answered_but_one_that_is_cut_off(
     folder: Path, run: Any
 ) -> None:
-    wish = body([5, 6], 4)
+    payload = body([5, 6], 4)
 
     async def ask() -> tuple[bytes, int]:
         async with connected(folder, 0) as (_, engine, connect):
             peer = await connect()
-            await peer.send(post(wish) * 2 + post(wish)[:-3])
+            await peer.send(post(payload) * 2 + post(payload)[:-3])
             await until(lambda: engine.requests)
             engine.allow()
             data = await peer.rest()
@@ -171,12 +171,12 @@ def test_all_requests_on_the_connection_are_answered_but_one_that_is_cut_off(
 
 def test_who_waits_long_is_asked_whether_it_is_there(folder: Path, run: Any) -> None:
     """By an interim answer, which says nothing and is skipped."""
-    wish = body([5, 6], 4)
+    payload = body([5, 6], 4)
 
     async def ask() -> bytes:
         async with connected(folder, 0) as (_, engine, connect):
             peer = await connect()
-            await peer.send(post(wish))
+            await peer.send(post(payload))
             async with asyncio.timeout(30):
                 interim = await peer.reader.readuntil(b"\r\n\r\n")
             assert engine.aborted == []

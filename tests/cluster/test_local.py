@@ -16,7 +16,7 @@ import torch
 from swell.cluster.local import LLM, SamplingParams
 from swell.cluster.output_processor import RequestState
 from swell.cluster.params import BadRequest
-from swell.cluster.validate import MAX_TOLD_LOGPROBS
+from swell.cluster.validate import MAX_VOCABULARY_LOGPROBS
 from swell.configs.schema import ConfigError
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError
@@ -340,9 +340,9 @@ def test_log_probabilities_of_the_whole_vocabulary_are_those_of_few_and_more(llm
         assert told == {token: all_of_it[token] for token in told}
 
 
-def test_more_of_the_vocabulary_than_can_be_told_is_refused(llm):
+def test_more_of_the_vocabulary_than_can_be_given_is_refused(llm):
     vocab = llm._prompts.vocab_size
-    too_long = [65] * (MAX_TOLD_LOGPROBS // vocab // 2 + 1)
+    too_long = [65] * (MAX_VOCABULARY_LOGPROBS // vocab // 2 + 1)
     wish = SamplingParams(max_tokens=1, prompt_logprobs=-1, n=2)
     with pytest.raises(BadRequest, match="prompt_logprobs=-1") as caught:
         llm.generate([too_long], wish)

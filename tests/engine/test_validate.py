@@ -98,7 +98,7 @@ def test_every_field_has_a_case() -> None:
 
 
 def test_the_whole_vocabulary_is_told_of_few_positions() -> None:
-    vocab, most = 5000, limits.MAX_TOLD_LOGPROBS // 5000
+    vocab, most = 5000, limits.MAX_VOCABULARY_LOGPROBS // 5000
     for count, fits in ((most, True), (2 * most + 20, False)):
         wish = limits.with_vocabulary(ingress.SamplingParams(prompt_logprobs=-1), 1, vocab)
         core = ingress.to_core_request(
