@@ -100,7 +100,10 @@ class TokenTexts(Texts):
             is_open = not text or text != self.text(token_id)
             if sent is not None and not sent.startswith(text or self.text(token_id), chars):
                 added = text.startswith(" ") and sent.startswith(text[1:], chars)
-                text, place = (text[1:], max(0, place - 1)) if added else (text, place)
+                if self._detokenizer.is_special(token_id):
+                    text = ""  # the tokenizer has put it there
+                elif added:
+                    text, place = text[1:], max(0, place - 1)
             elif sent is not None and not text and self._detokenizer.is_special(token_id):
                 text = self.text(token_id)
             offsets.append(chars + place)
