@@ -19,7 +19,7 @@ from swell.cluster.parsers import (
     tool_format,
 )
 from swell.cluster.parsers.base import Parser
-from swell.cluster.parsers.formed import CallsOnly, FormOrCalls
+from swell.cluster.parsers.formed import CallsOnly, FormOrCalls, HeldCalls
 from swell.cluster.parsers.grammar import ReasoningGrammar, answer
 from swell.cluster.parsers.parts import Tool
 from swell.cluster.structured import compile_grammar, compile_lark, form_of
@@ -94,10 +94,15 @@ class ModelFormats:
             kind = None
         within = FormOrCalls if calls and form else None
         shown = [_tool(tool) for tool in tools]
+        openers: tuple[str, ...] = ()
+        if name and calls and not (form and form.grammar):
+            openers = tool_format(name).openers
 
         def make() -> Parser:
             parser = make_parser(name, kind, shown=shown, prompt=prompt, within=within)
-            return CallsOnly(parser) if calls and calls.required else parser
+            if calls and calls.required:
+                return CallsOnly(parser)
+            return HeldCalls(parser, openers) if openers else parser
 
         limited = reasoning is not None and reasoning.budget is not None
         grammar = partial(self._compile, body, shown, calls, form, reasoning)
