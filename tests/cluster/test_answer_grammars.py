@@ -279,3 +279,8 @@ def test_names_of_tokens_are_written_by_a_model(name: str):
     assert answers[0].outputs[0].text == texts[0]
     assert answers[1].outputs[0].text in texts
     assert {answer.outputs[0].finish_reason for answer in answers} == {"stop"}
+
+
+def test_a_form_that_only_begins_with_a_line_break_is_refused_behind_reasoning():
+    with pytest.raises(BadRequest, match=r"begin with '.n', which behind reasoning"):
+        walk("qwen3", request(structured_outputs={"choice": ["\nq", "\nr"]}))
