@@ -19,8 +19,8 @@ from swell.cluster.parsers import (
     tool_format,
 )
 from swell.cluster.parsers.base import Parser
-from swell.cluster.parsers.formed import CallsOnly, FormOrCalls
-from swell.cluster.parsers.grammar import ReasoningGrammar, answer
+from swell.cluster.parsers.formed import CallsOnly, FormOrCalls, HeldCalls
+from swell.cluster.parsers.grammar import ReasoningGrammar, answer, unpadded
 from swell.cluster.parsers.parts import Tool
 from swell.cluster.structured import compile_grammar, compile_lark, form_of
 from swell.configs.schema import ConfigError, ServeConfig
@@ -94,10 +94,15 @@ class ModelFormats:
             kind = None
         within = FormOrCalls if calls and form else None
         shown = [_tool(tool) for tool in tools]
+        openers: tuple[str, ...] = ()
+        if name and calls and not (form and form.grammar):
+            openers = tool_format(name).openers
 
         def make() -> Parser:
             parser = make_parser(name, kind, shown=shown, prompt=prompt, within=within)
-            return CallsOnly(parser) if calls and calls.required else parser
+            if calls and calls.required:
+                return CallsOnly(parser)
+            return HeldCalls(parser, openers) if openers else parser
 
         limited = reasoning is not None and reasoning.budget is not None
         grammar = partial(self._compile, body, shown, calls, form, reasoning)
@@ -138,6 +143,8 @@ class ModelFormats:
             alone = compile_grammar(form, body.form_field)  # so that an error is about the form
             if rules is None and reasoning is None:
                 return alone
+            if reasoning is not None:
+                _check_behind(reasoning, form, body.form_field)
         kind = tool_format(self._tools) if tools and self._tools else None
         calls = None
         if kind is not None and rules is not None:
@@ -163,6 +170,22 @@ class ModelFormats:
             param = "thinking_token_budget"
             raise BadRequest(f"{param}: {error}", param, "unsupported_value") from None
         return compile_lark(lark, "tools" if calls else body.form_field or "structured_outputs")
+
+
+def _check_behind(reasoning: ReasoningGrammar, form: StructuredOutputs, param: str | None) -> None:
+    """Raises BadRequest for a form of which nothing can stand behind reasoning."""
+    behind = unpadded(form_of(form, param), reasoning.padding)
+    if not behind.terminal:
+        return
+    param = param or "structured_outputs"
+    try:
+        compile_lark(behind.alone(), param)
+    except BadRequest:
+        raise BadRequest(
+            f"{param} has only texts that begin with {reasoning.padding!r}, which behind reasoning "
+            "belongs to its end; leave it out, or send reasoning_effort='none'",
+            param,
+        ) from None
 
 
 def _rules(body: ChatCompletionRequest, tools: list[ToolDefinition]) -> CallRules | None:

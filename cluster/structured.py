@@ -44,10 +44,12 @@ _LARK_PART = re.compile(r'["/#<]')
 _LARK_COMMENT = re.compile(r"(?:#|//)[^\n]*")
 _LARK_QUOTED = {
     '"': re.compile(r'"(?:\\.|[^"\\\n])*+("?)'),
-    "/": re.compile(r"/(?:\\.|[^/\\\n])++(/?)"),
+    "/": re.compile(r"/(?:\\.|[^/\\])*+(/?)"),
 }
-"""A string and an expression, with their end where they have one."""
-_LARK_TOKEN = re.compile(r"<[^<>\s]++>")
+"""A string and an expression, with their end where they have one. An expression may hold line
+breaks, as the library reads it: a token may stand between two such expressions."""
+_LARK_TOKEN = re.compile(r"<[^<>\n]*+>?")
+"""Nothing else in Lark begins so."""
 _EXCERPT = re.compile(r"\n[ \t]*\d+ \| ")
 _PLACE = re.compile(r"^(?:at )?\d+\(\d+\): ")
 _DATA = frozenset(("const", "enum", "default", "examples"))
@@ -318,7 +320,7 @@ def _lark_tokens(lark: str) -> Iterator[str]:
     Each character is read a fixed number of times. What opens a string that no quote ends on its
     line is a character like others, and so is every quote behind it on that line: each of them was
     the second half of an escape, so reading from there would go the same way to the same end. The
-    same holds for expressions.
+    same holds for expressions. The library refuses such a grammar.
     """
     at, unclosed = 0, {'"': 0, "/": 0}
     while (part := _LARK_PART.search(lark, at)) is not None:
@@ -326,9 +328,10 @@ def _lark_tokens(lark: str) -> Iterator[str]:
         if comment := _LARK_COMMENT.match(lark, part.start()):
             at = comment.end()
         elif char == "<":
-            if token := _LARK_TOKEN.match(lark, part.start()):
-                at = token.end()
-                yield token[0]
+            token = _LARK_TOKEN.match(lark, part.start())
+            assert token is not None, "the expression matches its first character"
+            at = token.end()
+            yield token[0]
         elif part.start() >= unclosed[char]:
             quoted = _LARK_QUOTED[char].match(lark, part.start())
             if quoted is not None and quoted[1]:

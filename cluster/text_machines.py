@@ -216,8 +216,8 @@ class PieceText(TextMachine):
 
     @property
     def pending_chars(self) -> int:
-        found = _characters(self._run) if self._run else None
-        return 0 if found is None else len(found[0])
+        found = _characters(self._run)
+        return len(self._run) if found is None else len(found[0])
 
     def push(self, token_id: int) -> str:
         table = self.table

@@ -98,7 +98,9 @@ class TokenTexts(Texts):
         found, chars = [], 0
         for token_id, (text, place, at_beginning) in zip(token_ids, written, strict=True):
             if not sent.startswith(text or self.text(token_id), chars):
-                if text.startswith(" ") and sent.startswith(text[1:], chars):
+                if self._detokenizer.is_special(token_id):
+                    text = ""  # the tokenizer has put it there
+                elif text.startswith(" ") and sent.startswith(text[1:], chars):
                     text, place = text[1:], max(0, place - 1)
             elif not text and self._detokenizer.is_special(token_id):
                 text = self.text(token_id)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from swell.cluster.parsers.base import ContentParser, Parser
 from swell.cluster.parsers.parts import Content, Part
 from swell.cluster.parsers.tools import SPACE, ToolParser
@@ -25,6 +28,32 @@ class CallsOnly(Parser):
 
 def _without_content(parts: list[Part]) -> list[Part]:
     return [part for part in parts if not isinstance(part, Content)]
+
+
+class HeldCalls(Parser):
+    """No text of the answer holds what begins a call, so where it was cut off behind that, nothing
+    of the call is content."""
+
+    def __init__(self, parser: Parser, openers: Sequence[str]) -> None:
+        self.markers = parser.markers
+        self.keeps_special_tokens = parser.keeps_special_tokens
+        self._parser = parser
+        self._opener = re.compile("|".join(rf"\n*{re.escape(one.strip())}" for one in openers))
+
+    def push(self, text: str) -> list[Part]:
+        return self._parser.push(text)
+
+    def flush(self) -> list[Part]:
+        shown: list[Part] = []
+        for part in self._parser.flush():
+            found = self._opener.search(part.text) if isinstance(part, Content) else None
+            if found is None:
+                shown.append(part)
+                continue
+            if found.start():
+                shown.append(Content(part.text[: found.start()]))
+            break
+        return shown
 
 
 class FormOrCalls(Parser):

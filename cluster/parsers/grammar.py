@@ -21,6 +21,8 @@ import msgspec
 from swell.cluster.parsers.parts import Tool
 from swell.cluster.structured import Form, inline_json
 
+MAX_BLANKS = 4
+"""Before a mark that opens reasoning."""
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -157,14 +159,15 @@ def _reasoned(
     opening, closing = mark(reasoning.opening, special), mark(reasoning.closing, special)
     gap = "GAP? " if reasoning.padding else ""
     lines = [f"GAP: /{_one_of([reasoning.padding])}{{1,2}}/"] if gap else []
-    behind = rest.rules("rest", ())
+    behind = rest.behind(reasoning).rules("rest", ())
     if reasoning.begun:
         start = [f"start: inside {gap}rest"]
     elif reasoning.budget == 0:
         return rest.rules("start", (reasoning.opening,))
     else:
-        start = [f"start: SPACE? {opening} inside {gap}rest | unreasoned"]
-        start += [r"SPACE: /[ \t\r\n]{1,4}/"]
+        # Bounded, or a model that likes blanks would write nothing else.
+        space = rf"SPACE: /[ \t\r\n]{{1,{MAX_BLANKS}}}/"
+        start = [f"start: SPACE? {opening} inside {gap}rest | unreasoned", space]
         behind += rest.rules("unreasoned", (reasoning.opening,))
     return [*start, *_inside(closing, reasoning, marks), *lines, *behind]
 
@@ -196,6 +199,12 @@ class _Rest(msgspec.Struct, frozen=True):
     form: Form | None
     marks: tuple[str, ...]
     content: str
+
+    def behind(self, reasoning: ReasoningGrammar) -> _Rest:
+        """The same behind reasoning, whose padding no form begins with."""
+        if self.form is None or self.content:
+            return self
+        return msgspec.structs.replace(self, form=unpadded(self.form, reasoning.padding))
 
     def rules(self, name: str, begins: tuple[str, ...]) -> list[str]:
         """Rules of `name`; its text does not begin with one of `begins`."""
@@ -281,6 +290,13 @@ def _text(
 def _unless(expression: str, begins: Sequence[str]) -> str:
     """The same, but nothing that begins with one of these marks; parsers skip space before it."""
     return expression + (rf" & ~/[ \t\r\n]*{_one_of(begins)}(?s:.*)/" if begins else "")
+
+
+def unpadded(form: Form, padding: str) -> Form:
+    """The texts of a form that do not begin with a padding; all of them where it is no terminal."""
+    if not padding or not form.terminal:
+        return form
+    return Form(terminal=f"({form.terminal}) & ~/{escaped(padding)}(?s:.*)/")
 
 
 def _one_of(marks: Sequence[str]) -> str:

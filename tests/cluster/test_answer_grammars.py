@@ -12,6 +12,7 @@ import pytest
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.cluster.params import BadRequest, StructuredOutputs
+from swell.cluster.parsers import tool_format
 from swell.cluster.parsers.parts import Message
 from tests.cluster.grammar_walk import SCHEMA, TOOLS, WITH_TOOLS, request, walk
 from tests.kinds import KINDS, kind
@@ -143,6 +144,21 @@ def test_forced_calls_that_are_cut_off_show_no_markup(name: str):
         assert answer.read(length).content is None
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"response_format": FORM}, {"parallel_tool_calls": False}], ids=str
+)
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_chosen_calls_that_are_cut_off_show_no_markup(name: str, fields: dict[str, Any]):
+    body = request(tools=STRICT, reasoning_effort="none", **fields)
+    answer = walk(name, body, likes=OPENERS)
+    assert answer.message.tool_calls
+    openers = [opener.strip() for opener in tool_format(kind(name).tools).openers]
+    for length in range(len(answer.ids)):
+        for stream in (False, True):
+            message = answer.read(length, stream=stream)
+            assert not any(one in (message.content or "") for one in openers), message
+
+
 # --------------------------------------------------------------------------------- reasoning
 
 
@@ -165,6 +181,38 @@ def test_reasoning_before_a_form(name: str, tools: bool):
         else:
             check_form(answer.message.content, {})
     assert True in thought
+
+
+BLANKS = ("\u0120", "\u010a", "\u0109", "\u010d")
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_blanks_have_an_end(name: str):
+    """Of a model that writes one wherever it may."""
+    variables = {"chat_template_kwargs": {"thinking": True}}
+    for fields in ({"response_format": FORM}, {"tools": TOOLS, "tool_choice": NAMED}):
+        if "tools" in fields and name not in WITH_TOOLS:
+            continue
+        for blank in BLANKS:
+            body = request(**fields, thinking_token_budget=4, **variables)
+            answer = walk(name, body, likes=(blank,), max_tokens=600)
+            assert answer.ended, answer.text_of(answer.ids)[-200:]
+
+
+@pytest.mark.parametrize("form", [r"\n?a", r"\s{0,2}b", r"[^x]{3}"])
+@pytest.mark.parametrize("name", THINKING)
+def test_behind_reasoning_a_form_keeps_its_first_characters(name: str, form: str):
+    """Line breaks behind the mark belong to the mark, so the form does not begin with one."""
+    for seed in range(8):
+        body = request(
+            structured_outputs={"regex": form},
+            thinking_token_budget=3,
+            chat_template_kwargs={"thinking": True},
+        )
+        likes = ("<think>", "</think>", *BLANKS[1:2])
+        answer = walk(name, body, seed, likes=likes)
+        assert answer.ended
+        assert re.fullmatch(form, answer.message.content or ""), answer.text_of(answer.ids)
 
 
 @pytest.mark.parametrize("name", THINKING)
@@ -231,3 +279,8 @@ def test_names_of_tokens_are_written_by_a_model(name: str):
     assert answers[0].outputs[0].text == texts[0]
     assert answers[1].outputs[0].text in texts
     assert {answer.outputs[0].finish_reason for answer in answers} == {"stop"}
+
+
+def test_a_form_that_only_begins_with_a_line_break_is_refused_behind_reasoning():
+    with pytest.raises(BadRequest, match=r"begin with '.n', which behind reasoning"):
+        walk("qwen3", request(structured_outputs={"choice": ["\nq", "\nr"]}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from bisect import bisect_right
 from itertools import accumulate
 from typing import Any
@@ -255,3 +256,28 @@ def test_a_prompt_under_its_ids() -> None:
             for i in (6, 7)
         ),
     ]
+
+
+@pytest.mark.parametrize("name", ["llama2", "gemma"])
+def test_places_never_go_back(name: str) -> None:
+    """Bytes that turn out to be no character stand for one replacement character each."""
+    tokenizer, texts, draw = KINDS[name](), TEXTS[name], random.Random(0)
+    run = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in (0x51, 0x87, 0xE4)]
+    word = tokenizer.token_to_id("on")
+    assert texts.places([word, *run, word]).offsets == [0, 2, 3, 4, 5]
+    for _ in range(300):
+        ids = [draw.randrange(3, 275) for _ in range(draw.randint(1, 12))]
+        offsets = texts.places(ids).offsets
+        assert offsets == sorted(offsets)
+        assert offsets[-1] <= len(tokenizer.decode(ids))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_token_that_the_tokenizer_has_added_has_no_text_in_what_was_sent(skip: bool) -> None:
+    for sent in ("the</s>on", "<s>the", "the on"):
+        ids = made.llama2().encode(sent).ids
+        told = TEXTS["llama2"].places(ids, skip, sent).offsets
+        tokens = [TEXTS["llama2"].text(token_id).strip() for token_id in ids]
+        last = max(place for place, token in enumerate(tokens) if token in ("on", "the", "he", "n"))
+        assert sent[told[last] :].strip().startswith(tokens[last])
+        assert told[:2] == [0, len("<s>") if sent.startswith("<s>") else 0]

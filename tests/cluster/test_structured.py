@@ -218,6 +218,20 @@ def test_gbnf_is_converted(source, yes, no):
         'start: %json {"type": "x"}',
         "start: <|end|>",
         'start: "a" <[260]>',
+        'start: "a" <[\x1c260]>',
+        "start: /a\nb/ <[260]> /c\nd/",
+        'start: "a" // "\nb: <[260]> // "',
+        'start: /"/ <[260]> /"/',
+        'start: "/" <[260]> "/"',
+        "start: /\\// <[260]> /\\//",
+        "start: %lark {start: <[260]>}",
+        "start: @form",
+        "start: @0",
+        '{"grammars": [{"lark_grammar": "start: <[260]>"}]}',
+        ' \n{"grammars": [{"lark_grammar": "start: \'a\'"}]}',
+        '\u00a0{"grammars": [{"lark_grammar": "start: <[260]>"}]}',
+        '\ufeff{"grammars": [{"lark_grammar": "start: <[260]>"}]}',
+        '[{"grammars": [{"lark_grammar": "start: <[260]>"}]}]',
         "start: /\ud800/",
     ],
 )
@@ -230,6 +244,7 @@ def test_grammars_that_are_refused(source):
 def test_what_only_looks_like_a_token_is_text():
     source = lark(grammar='start: "<a>" /<b>|[<]c>/ // <d>\n# <e>\n')
     assert accepts(source, "<a><b>")
+    assert accepts(lark(grammar="start: /a\n<b>/ /[<]c\n>/"), "a\n<b><c\n>")
 
 
 def test_lark_from_elsewhere_may_name_tokens_and_hold_schemas():
