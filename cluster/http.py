@@ -117,6 +117,8 @@ def failure_of(error: Exception) -> Failure:
 
 def error_response(error: Exception, request: Request) -> Response:
     """The error as the API of the route tells it, with the status that its kind asks for."""
+    if isinstance(error, BadRequest):
+        error = error.as_sent(getattr(request.state, "aliases", {}))
     status, message, kind, param, code, headers = failure_of(error)
     if _is_anthropic(request):
         status = anthropic.status_of(status)
