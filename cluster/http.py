@@ -31,6 +31,7 @@ from swell.cluster.deadline import Deadline, RequestTimedOut
 from swell.cluster.encodings import ACCEPTED, UnknownEncoding, unpacker
 from swell.cluster.openai.base import error_body
 from swell.cluster.params import BadRequest, shown
+from swell.cluster.paths import route_path
 from swell.cluster.routing.router import NoEngine
 from swell.cluster.tickets import EngineGone, RequestFailed
 from swell.configs.log import FactLogger
@@ -130,7 +131,7 @@ def error_response(error: Exception, request: Request) -> Response:
 
 def _is_anthropic(request: Request) -> bool:
     """Whether the route is one of Anthropic's API, also where there is none."""
-    return f"{request.url.path}/".startswith("/v1/messages/")
+    return f"{route_path(request.scope)}/".startswith("/v1/messages/")
 
 
 def request_id(request: Request) -> str:

@@ -107,8 +107,9 @@ class ChatAnswer(Answer):
         if not said:
             return [] if rest is PLAIN else [self._stream.chunk("", choice, rest)]
         *before, last = said
+        more = Rest(usage=rest.usage) if rest.usage is not None else PLAIN
         return [
-            *(self._event(choice, one, PLAIN) for one in before),
+            *(self._event(choice, one, more) for one in before),
             self._event(choice, last, rest),
         ]
 
@@ -122,7 +123,8 @@ class ChatAnswer(Answer):
             self._parsers[choice] = self._make_parser()
             yield self._stream.role(choice, ids if choice == 0 else None, used)
             if self._echoed:
-                yield self._stream.chunk(self._echoed, choice, PLAIN)
+                more = PLAIN if used is None else Rest(usage=used)
+                yield self._stream.chunk(self._echoed, choice, more)
 
     def _event(self, choice: int, said: parts.Part, rest: Rest) -> bytes:
         match said:
