@@ -68,6 +68,7 @@ class BodyReader:
                 size, _decoded, parts, kind, self._unknown
             )
             self._on_ignored(decoded.findings.ignored)
+            request.state.aliases = decoded.findings.aliases
             request.state.warning = warning_of(decoded.findings.warnings)
             return decoded.request
         finally:

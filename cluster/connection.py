@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from swell.cluster.cors import CorsRules
 from swell.cluster.early_answer import announcing_end
+from swell.cluster.first_protocol import is_first, without_chunks
 from swell.cluster.half_close import HalfClosed
 from swell.cluster.openai.base import error_body
 from swell.configs.schema import ServeConfig
@@ -169,6 +170,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        app = without_chunks(cycle, app) if is_first(cycle) else app
         super()._start_asgi_task(cycle, announcing_end(cycle, app))
 
     def data_received(self, data: bytes) -> None:

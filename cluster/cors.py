@@ -20,12 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swell.cluster.http import HTTPError, guarded
 from swell.cluster.params import shown
+from swell.cluster.paths import route_path
 from swell.configs.schema import ServeConfig
 
 _ALL = "*"
 _METHODS = "GET, POST, DELETE, OPTIONS"
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-request-id", "x-request-timeout-s")
-_EXPOSED = "x-request-id, request-id, x-swell-engine, retry-after"
+_EXPOSED = "x-request-id, request-id, x-swell-engine, x-swell-warning, retry-after"
 _MAX_AGE_S = 600
 """For so long a browser need not ask again."""
 
@@ -78,11 +79,11 @@ class Cors:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_off = scope["type"] != "http" or not self._rules.origins
-        if is_off or is_closed(scope["path"]):
+        if is_off or is_closed(route_path(scope)):
             await self._app(scope, receive, send)
             return
         asked = Headers(scope=scope)
-        added = self._rules.headers(scope["path"], asked.get("origin"))
+        added = self._rules.headers(route_path(scope), asked.get("origin"))
 
         async def send_readable(message: Message) -> None:
             if message["type"] == "http.response.start":

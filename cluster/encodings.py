@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.requests import Request
 
@@ -16,6 +16,9 @@ from swell.cluster.params import BadRequest, shown
 
 PIECE_BYTES = 64 * 1024
 """Unpacked in some 0.1 ms; the event loop has its turn between two of them."""
+MAX_MEMBERS = 1024
+"""Of a body of gzip: one of 20 bytes unpacks to nothing, and takes a microsecond at least. Those of
+`bgzip` have 64 KiB each."""
 ACCEPTED = "gzip, deflate"
 _NAMES = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "deflate"}
 _GZIP, _ZLIB, _RAW = 31, 15, -15
@@ -52,6 +55,7 @@ class Zipped:
         self._name = name
         self._inflate = zlib.decompressobj(_GZIP) if name == "gzip" else None
         self._head = b""
+        self._members = 1
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
         if self._inflate is None:
@@ -59,20 +63,28 @@ class Zipped:
             if len(part) < 2:
                 return
             self._inflate = zlib.decompressobj(_ZLIB if _is_zlib(part) else _RAW)
-        try:
-            while True:
-                piece = self._inflate.decompress(part, PIECE_BYTES)
-                part = self._inflate.unconsumed_tail
-                if piece:
-                    yield piece
-                if not part and len(piece) < PIECE_BYTES:
-                    break
-                if self._inflate.eof:
-                    break
-        except zlib.error as error:
-            raise self._damaged(f"is not valid: {error}") from None
-        if self._inflate.unused_data:
+        while True:
+            inflate = self._inflate = self._next(self._inflate, part)
+            try:
+                piece = inflate.decompress(part, PIECE_BYTES)
+            except zlib.error as error:
+                raise self._damaged(f"is not valid: {error}") from None
+            if piece:
+                yield piece
+            part = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
+            if not part and (inflate.eof or len(piece) < PIECE_BYTES):
+                return
+
+    def _next(self, inflate: Any, part: bytes) -> Any:
+        """What reads `part`. Behind a member of gzip there may be another (RFC 1952, 2.2)."""
+        if not inflate.eof or not part:
+            return inflate
+        if self._name != "gzip":
             raise self._damaged("has more bytes behind its end")
+        self._members += 1
+        if self._members > MAX_MEMBERS:
+            raise self._damaged(f"has more than {MAX_MEMBERS} members")
+        return zlib.decompressobj(_GZIP)
 
     def end(self) -> None:
         if self._inflate is None or not self._inflate.eof:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from swell.cluster.first_protocol import is_first
 from swell.cluster.http import EVENTS
 
 PROBE_S = 1.0
@@ -33,7 +34,8 @@ KEEPALIVE_S = 10
 _FIRST_LOOK_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_COMMENT = b"3\r\n:\n\n\r\n"
+_COMMENT = b":\n\n"
+_CHUNK = b"%x\r\n%b\r\n"
 """Between two events, which are whole chunks."""
 
 
@@ -82,8 +84,10 @@ def _probe(answering: RequestResponseCycle | None) -> bytes:
     if answering is None:
         return b""
     if answering.response_started:
-        return _COMMENT if EVENTS in answering.scope["state"] else b""
-    return b"" if answering.scope["http_version"] == "1.0" else _CONTINUE
+        if EVENTS not in answering.scope["state"]:
+            return b""
+        return _COMMENT if is_first(answering) else _CHUNK % (len(_COMMENT), _COMMENT)
+    return b"" if is_first(answering) else _CONTINUE
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -31,6 +31,7 @@ from swell.cluster.deadline import Deadline, RequestTimedOut
 from swell.cluster.encodings import ACCEPTED, UnknownEncoding, unpacker
 from swell.cluster.openai.base import error_body
 from swell.cluster.params import BadRequest, shown
+from swell.cluster.paths import route_path
 from swell.cluster.routing.router import NoEngine
 from swell.cluster.tickets import EngineGone, RequestFailed
 from swell.configs.log import FactLogger
@@ -117,6 +118,8 @@ def failure_of(error: Exception) -> Failure:
 
 def error_response(error: Exception, request: Request) -> Response:
     """The error as the API of the route tells it, with the status that its kind asks for."""
+    if isinstance(error, BadRequest):
+        error = error.as_sent(getattr(request.state, "aliases", {}))
     status, message, kind, param, code, headers = failure_of(error)
     if _is_anthropic(request):
         status = anthropic.status_of(status)
@@ -128,7 +131,7 @@ def error_response(error: Exception, request: Request) -> Response:
 
 def _is_anthropic(request: Request) -> bool:
     """Whether the route is one of Anthropic's API, also where there is none."""
-    return f"{request.url.path}/".startswith("/v1/messages/")
+    return f"{route_path(request.scope)}/".startswith("/v1/messages/")
 
 
 def request_id(request: Request) -> str:

@@ -14,6 +14,8 @@ from collections import deque
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from swell.cluster.paths import route_path
+
 PER_TURN = 2
 """Some milliseconds of work, were each of them to submit a prompt of a few thousand tokens."""
 ARRIVED_S = "swell.arrived_s"
@@ -34,7 +36,7 @@ class PacedStart:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scope[ARRIVED_S] = asyncio.get_running_loop().time()
-        if scope["type"] == "http" and not scope["path"].startswith(AT_ONCE):
+        if scope["type"] == "http" and not route_path(scope).startswith(AT_ONCE):
             await self._turn()
         await self._app(scope, receive, send)
 

@@ -7,8 +7,10 @@ stays here and is never sent.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -33,6 +35,14 @@ class BadRequest(ValueError):
         self.message = message
         self.param = param
         self.code = code
+
+    def as_sent(self, names: Mapping[str, str]) -> BadRequest:
+        """The same, where a client sent fields of ours under other names: `names`, by ours."""
+        message, param = self.message, self.param
+        for ours, sent in names.items():
+            message = re.sub(rf"\b{ours}\b", sent, message)
+            param = sent if param == ours else param
+        return BadRequest(message, param, self.code)
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

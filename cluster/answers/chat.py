@@ -61,7 +61,7 @@ class ChatAnswer(Answer):
 
     def _choice(self, part: CompletionOutput) -> ChatChoice:
         parser = self._make_parser()
-        said = parts.collect([*parser.push(part.text), *parser.flush()])
+        said = parts.collect(self._told([*parser.push(part.text), *parser.flush()]))
         calls = [
             ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
             for call in said.tool_calls
@@ -84,6 +84,12 @@ class ChatAnswer(Answer):
             token_ids=part.token_ids if self._body.return_token_ids else None,
         )
 
+    def _told(self, said: list[parts.Part]) -> list[parts.Part]:
+        """What the client is told of it."""
+        if self._body.include_reasoning is not False:
+            return said
+        return [part for part in said if not isinstance(part, parts.Reasoning)]
+
     # ---------------------------------------------------------------- as a stream
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
@@ -93,6 +99,7 @@ class ChatAnswer(Answer):
         said = parser.push(part.text)
         if part.finish_reason is not None:
             said += parser.flush()
+        said = self._told(said)
         for one in said:
             if isinstance(one, parts.ToolCall):
                 self._called.add(choice)
@@ -100,8 +107,9 @@ class ChatAnswer(Answer):
         if not said:
             return [] if rest is PLAIN else [self._stream.chunk("", choice, rest)]
         *before, last = said
+        more = Rest(usage=rest.usage) if rest.usage is not None else PLAIN
         return [
-            *(self._event(choice, one, PLAIN) for one in before),
+            *(self._event(choice, one, more) for one in before),
             self._event(choice, last, rest),
         ]
 
@@ -115,7 +123,8 @@ class ChatAnswer(Answer):
             self._parsers[choice] = self._make_parser()
             yield self._stream.role(choice, ids if choice == 0 else None, used)
             if self._echoed:
-                yield self._stream.chunk(self._echoed, choice, PLAIN)
+                more = PLAIN if used is None else Rest(usage=used)
+                yield self._stream.chunk(self._echoed, choice, more)
 
     def _event(self, choice: int, said: parts.Part, rest: Rest) -> bytes:
         match said:

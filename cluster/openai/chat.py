@@ -71,6 +71,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """The same."""
     reasoning: ReasoningSwitch | None = None
     """The effort again, and whether to reason."""
+    include_reasoning: bool | None = None
+    """false: the answer is told without its reasoning."""
     documents: list[dict[str, Any]] | None = None
     """For chat templates that write documents."""
 

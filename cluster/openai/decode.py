@@ -56,7 +56,17 @@ def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") ->
     """The same, and what of the body was left out; `unknown` is `serve.unknown_fields`."""
     body = body.removeprefix(_BYTE_ORDER_MARK)
     check_size(body)
-    findings, sent = Findings(), body
+    findings = Findings()
+    try:
+        return Decoded(_request(body, kind, unknown, findings), findings)
+    except BadRequest as error:
+        raise error.as_sent(findings.aliases) from None
+
+
+def _request(
+    body: bytes, kind: type[Request], unknown: UnknownFields, findings: Findings
+) -> Request:
+    sent = body
     try:
         if kind.PARTS:  # the decoder alone does not look into them
             body = Sifter(unknown, findings).sift(body, kind)
@@ -67,13 +77,13 @@ def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") ->
                 raise
             body = Sifter(unknown, findings).sift(body, kind)
             request = _decoder(kind).decode(body)
+        request.keep(sent)
     except msgspec.ValidationError as error:
         raise _explain_validation(error, body, kind) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _explain_syntax(error, body) from None
-    request.keep(sent)
     request.check()
-    return Decoded(request, findings)
+    return request
 
 
 def _explain_syntax(error: Exception, body: bytes) -> BadRequest:

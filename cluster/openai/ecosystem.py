@@ -70,7 +70,6 @@ _SAMPLING: Mapping[str, Values] = {
     "kv_transfer_params": _EMPTY,
     "ec_transfer_params": _EMPTY,
     "session_params": _EMPTY,
-    "extra_key": _NULL,
     "ngram_corpus_id": _NULL,
     "bootstrap_host": _NULL,
     "bootstrap_port": _NULL,
@@ -100,6 +99,7 @@ _MEANS = {
     "repeat_penalty": "repetition_penalty",
     "routed_dp_rank": "data_parallel_rank",
     "no_stop_trim": "include_stop_str_in_output",
+    "extra_key": "cache_salt",
 }
 
 _BUDGET: Mapping[str, Values] = {"thinking_token_budget": (-1,)}
@@ -109,7 +109,6 @@ COMPLETIONS = Ecosystem({**_SAMPLING, **_BUDGET, "prompt_embeds": _NULL}, _TAKEN
 CHAT = Ecosystem(
     {
         **_SAMPLING,
-        "include_reasoning": _ON,
         "separate_reasoning": _ON,
         "stream_reasoning": _ON,
         "media_io_kwargs": _EMPTY,
@@ -140,7 +139,7 @@ RESPONSES = Ecosystem(
         "previous_response": _NULL,
     },
     _TAKEN,
-    {"routed_dp_rank": "data_parallel_rank"},
+    {name: _MEANS[name] for name in ("routed_dp_rank", "extra_key")},
 )
 
 MESSAGES = Ecosystem(taken=frozenset({"workspace_id", "betas"}))

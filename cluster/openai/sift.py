@@ -31,6 +31,8 @@ Kinds = Mapping[str | None, type[msgspec.Struct]]
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _OBJECTS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _LABELS = frozenset(IGNORED_FIELDS)
+_MAX_KEPT_CHARS = 64
+"""Of a name that is remembered as JSON: clients make them as long as they like."""
 _NULL = b"null"
 _OPEN_OBJECT, _OPEN_LIST, _QUOTE = b'{["'
 
@@ -42,6 +44,8 @@ class Findings(msgspec.Struct):
     """By label of `IGNORED_FIELDS`."""
     warnings: list[str] = []
     """Paths of what `serve.unknown_fields: ignore` left out of the request itself."""
+    aliases: dict[str, str] = {}
+    """Fields of ours that were sent under another name, which refusals tell."""
 
 
 class _Shape(NamedTuple):
@@ -80,8 +84,10 @@ class Sifter:
             target, raw = table.means[name], fields.pop(name)
             if bytes(raw) != _NULL:
                 if bytes(fields.get(target, _NULL)) != _NULL:
-                    raise BadRequest(f"{name} and {target} mean the same; send one of them", name)
+                    other = self._findings.aliases.get(target, target)
+                    raise BadRequest(f"{name} and {other} mean the same; send one of them", name)
                 fields[target] = raw
+                self._findings.aliases[target] = name
         elif name in table.neutral:
             check_neutral(name, msgspec.json.decode(fields.pop(name)), table.neutral[name])
         else:
@@ -137,8 +143,12 @@ def _written(fields: dict[str, Any]) -> bytes:
     return b"{" + b",".join([b"%b:%b" % (_key(name), raw) for name, raw in fields.items()]) + b"}"
 
 
-@lru_cache(maxsize=1024)
 def _key(name: str) -> bytes:
+    return msgspec.json.encode(name) if len(name) > _MAX_KEPT_CHARS else _short_key(name)
+
+
+@lru_cache(maxsize=1024)
+def _short_key(name: str) -> bytes:
     return msgspec.json.encode(name)
 
 

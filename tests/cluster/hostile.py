@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -272,6 +274,64 @@ def accepted() -> Iterator[tuple[str, bytes]]:
     yield "a long text", made("prompt", "it's 12:45 " * 20_000)
 
 
+def histories() -> Iterator[tuple[str, bytes]]:
+    """Fields that are ignored, as many as a body may hold."""
+    nodes, values = MAX_NODES - 64, MAX_VALUES - 64
+    keys = b",".join(b'"k%d":1' % n for n in range(nodes - 64))
+    much = {
+        "numbers": b'"mine":[' + b",".join([b"1"] * (values - 64)) + b"]",
+        "arrays": b'"mine":[' + b",".join([b"[]"] * (nodes - 64)) + b"]",
+        "names": keys,
+        "long name": b'"' + b"x" * (BODY - 1000) + b'":1',
+        "long text": b'"mine":"' + b"x" * (BODY - 1000) + b'"',
+        "escapes": b'"mine":"' + b"\\u4e2d" * (MAX_ESCAPES - 64) + b'"',
+        "same name": b",".join([b'"parsed":1'] * (nodes - 64)),
+    }
+    bodies = {
+        CHAT: (b'{"messages":[', b'{"role":"user","content":"hi",%b}', b'],"max_tokens":5}'),
+        RESPONSES: (b'{"input":[', b'{"role":"user","content":"hi",%b}', b"]}"),
+        COUNT: (b'{"messages":[', b'{"role":"user","content":"hi",%b}', b"]}"),
+    }
+    for path, (before, message, behind) in bodies.items():
+        for name, fields in much.items():
+            yield f"{path} {name}", post(path, before + message % fields + behind)
+        turn = message % b'"parsed":{},"mine":[1]'
+        turns = b",".join([turn] * (nodes // 10))
+        yield f"{path} turns", post(path, before + turns + behind)
+        part = b'{"role":"user","content":[%b]}'
+        parts = b",".join([b'{"type":"input_text","text":"a","mine":1}'] * (nodes // 8))
+        yield f"{path} parts", post(path, before + part % parts + behind)
+    for name, fields in much.items():
+        tool = b'{"type":"function","function":{"name":"f",%b}}' % fields
+        yield f"tool {name}", with_field(CHAT, "tools", b"[" + tool + b"]", tool_choice="none")
+        yield f"alias {name}", with_field(CHAT, "max_new_tokens", b"{" + fields + b"}")
+
+
+def packed() -> Iterator[tuple[str, bytes]]:
+    """Little to send, and much to unpack."""
+    bodies = {
+        "a bomb": b" " * 64 * MIB,
+        "spaces": json.dumps(BASE[TEXT]).encode() + b" " * (BODY - 100),
+        "one text": b'{"model":"fake","prompt":"' + b"a" * (BODY - 100) + b'"}',
+        "numbers": b'{"model":"fake","prompt":[' + fill(b"1") + b"]}",
+    }
+    for name, body in bodies.items():
+        for coding, pack in (("gzip", gzip.compress), ("deflate", zlib.compress)):
+            yield f"{name} {coding}", post(TEXT, pack(body), f"Content-Encoding: {coding}")
+    yield (
+        "a bomb in a bomb",
+        post(TEXT, gzip.compress(gzip.compress(bytes(64 * MIB))), "Content-Encoding: gzip"),
+    )
+    yield "empty members", post(TEXT, gzip.compress(b"") * 500_000, "Content-Encoding: gzip")
+    yield (
+        "members of a byte",
+        post(TEXT, gzip.compress(b" ") * 1024 + gzip.compress(b"{}"), "Content-Encoding: gzip"),
+    )
+    stored = zlib.compressobj(0, zlib.DEFLATED, -15)
+    tiny = b"".join(stored.compress(b" ") + stored.flush(zlib.Z_FULL_FLUSH) for _ in range(10_000))
+    yield "tiny blocks", post(TEXT, tiny * 100 + stored.flush(), "Content-Encoding: deflate")
+
+
 def long_answers() -> Iterator[tuple[str, bytes]]:
     """Little text to draw, and much to tell."""
 
@@ -313,3 +373,5 @@ def everything() -> Iterator[tuple[str, bytes]]:
     yield from forms()
     yield from wishes()
     yield from accepted()
+    yield from histories()
+    yield from packed()

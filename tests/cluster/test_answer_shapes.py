@@ -192,3 +192,21 @@ def test_an_id_comes_back_as_it_was(id: str) -> None:
 @pytest.mark.parametrize("id", ["toolu_01A09q90qw90lq917835lq9", "toolu_", "x", "toolu_x_nothex"])
 def test_ids_of_other_makers_are_taken(id: str) -> None:
     assert ids.call_id(id) == (id.removeprefix("toolu_") or id)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_reasoning_is_left_out_where_it_is_not_asked_for(told: bool) -> None:
+    texts = ["<think>mm", "m</think>", "yes", ""]
+    (_, *before), text = outputs(texts), "".join(texts)
+    output = before[-1]
+    output.outputs[0] = msgspec.structs.replace(output.outputs[0], text=text)
+    (choice,) = whole(chat_answer(include_reasoning=told), output)["choices"]
+    assert choice["message"]["content"] == "yes"
+    assert choice["message"]["reasoning_content"] == ("mmm" if told else None)
+    deltas = [(0, one) for one in outputs(texts)]
+    events = stream(chat_answer(include_reasoning=told, return_token_ids=True), deltas, 1)
+    said = [event["choices"][0] for event in events]
+    assert "".join(one["delta"].get("content") or "" for one in said) == "yes"
+    reasoning = "".join(one["delta"].get("reasoning_content") or "" for one in said)
+    assert reasoning == ("mmm" if told else "")
+    assert [token for one in said for token in one.get("token_ids", [])] == [0, 1, 2, 3]

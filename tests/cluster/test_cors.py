@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from swell.cluster import admin
+from swell.cluster.cors import Cors, CorsRules
 from swell.cluster.openapi import OPERATIONS
 from swell.configs.schema import ConfigError, load
 from tests.cluster import tokenizers_for_tests
@@ -81,7 +82,7 @@ def test_every_route_but_the_admins_may_be_called(folder: Path, settings: Any) -
     for one in got:
         assert one.status_code == 200, one.text
         assert one.headers[ALLOWED] == origin
-        assert {"x-request-id", "x-swell-engine"} <= set(one.headers[EXPOSED].split(", "))
+        assert {"x-swell-engine", "x-swell-warning"} <= set(one.headers[EXPOSED].split(", "))
         assert one.headers.get("vary") == (None if origin == "*" else "Origin")
     asked = {"access-control-request-headers": "x-stainless-os, authorization"}
     for one in answers(folder, *(preflight(path, PAGE, **asked) for path in ROUTES), **settings):
@@ -240,3 +241,26 @@ def test_origins_are_compared_as_browsers_write_them(folder: Path) -> None:
     pages = [PAGE, "http://[::1]:8080", "http://[::1]", "https://app.example:444"]
     got = answers(folder, *(call("/health", page) for page in pages), **settings)
     assert [one.headers.get(ALLOWED) for one in got] == [PAGE, pages[1], None, None]
+
+
+@pytest.mark.parametrize("path", ["/admin/cluster", "/admin/cluster/"])
+def test_the_admin_api_never_below_a_prefix_of_serves_proxy(path: str) -> None:
+    """There the path has the prefix in front, and the routes are looked for behind it."""
+
+    async def asked() -> list[Any]:
+        sent: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "root_path": "/llm", "path": "/llm" + path}
+        rules = CorsRules(frozenset({PAGE}))
+        scope["headers"] = [(b"origin", PAGE.encode())]
+        await Cors(app, rules)(scope, None, send)  # type: ignore[arg-type]
+        return sent
+
+    (start,) = asyncio.run(asked())
+    assert start["headers"] == []

@@ -328,3 +328,16 @@ def test_a_request_without_a_model_is_answered_by_the_one_that_is_served(tmp_pat
             assert reply.json().get("model", "fake") == "fake"
 
     run(tmp_path, work)
+
+
+def test_a_refusal_of_a_value_names_the_field_that_was_sent(tmp_path: Path) -> None:
+    """Also where the value is looked at long after the body was read."""
+
+    async def work(cluster: FakeCluster, _: FakeEngine) -> None:
+        for name, value in (("n_predict", -1), ("repeat_penalty", -1.0), ("routed_dp_rank", 7)):
+            reply = await cluster.client.post(COMPLETIONS, json={"prompt": "the", name: value})
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"]) == (400, name), reply.text
+            assert error["message"].startswith(f"{name}={value}")
+
+    run(tmp_path, work)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.encodings import PIECE_BYTES, Zipped
+from swell.cluster.encodings import MAX_MEMBERS, PIECE_BYTES, Zipped
 from swell.cluster.params import BadRequest
 
 
@@ -50,3 +50,30 @@ def test_what_is_cut_off_is_missed(name: str, data: bytes, cuts: list[int], miss
 def test_nothing_is_unpacked_that_is_not_asked_for(name: str) -> None:
     pieces = Zipped("gzip" if name == "gzip" else "deflate").pieces(PACKERS[name](bytes(10**8)))
     assert [len(next(pieces)) for _ in range(3)] == [PIECE_BYTES] * 3
+
+
+@given(st.lists(st.binary(max_size=200), min_size=1, max_size=4), CUTS)
+def test_several_members_are_one_body(bodies: list[bytes], cuts: list[int]) -> None:
+    """RFC 1952, 2.2: a gzip file is members, one behind the other."""
+    assert unpacked("gzip", b"".join(map(gzip.compress, bodies)), cuts) == b"".join(bodies)
+
+
+@pytest.mark.parametrize("rest", [b"\0", b"x", b"\x1f", b"\x1f\x8b", gzip.compress(b"b")[:-1]])
+@given(cuts=CUTS)
+def test_what_is_no_whole_member_behind_another_is_refused(rest: bytes, cuts: list[int]) -> None:
+    with pytest.raises(BadRequest):
+        unpacked("gzip", gzip.compress(b"a") + rest, cuts)
+
+
+@pytest.mark.parametrize("name", ["zlib", "raw"])
+@given(cuts=CUTS)
+def test_a_deflated_body_has_one_part(name: str, cuts: list[int]) -> None:
+    with pytest.raises(BadRequest):
+        unpacked(name, PACKERS[name](b"a") + PACKERS[name](b"b"), cuts)
+
+
+def test_members_that_hold_nothing_are_counted() -> None:
+    nothing = gzip.compress(b"")
+    assert unpacked("gzip", nothing * MAX_MEMBERS, []) == b""
+    with pytest.raises(BadRequest, match="members"):
+        unpacked("gzip", nothing * (MAX_MEMBERS + 1), [])

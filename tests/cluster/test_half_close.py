@@ -17,7 +17,7 @@ import uvloop
 
 from swell.cluster import half_close
 from tests.cluster import tokenizers_for_tests
-from tests.cluster.fake_cluster import FakeCluster, FakeEngine, body, truth, until
+from tests.cluster.fake_cluster import ENDLESS, FakeCluster, FakeEngine, body, truth, until
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -286,3 +286,45 @@ def test_a_request_that_is_cut_off_reaches_no_engine(folder: Path, run: Any, cut
             assert engine.arrived == []
 
     run(ask())
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_stream_to_a_client_of_the_first_protocol_has_no_chunks(
+    folder: Path, run: Any, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with the connection; what is written to a client that has stopped sending, too."""
+    monkeypatch.setattr(half_close, "PROBE_S", 0.01)
+
+    async def ask() -> bytes:
+        async with connected(folder, 2) as (_, engine, connect):
+            peer = await connect()
+            wish = post(body([5, 6], 4, stream=True), "1.0", Expect="100-continue")
+            await peer.send(wish, stops=stops)
+            start = await peer.reader.readuntil(b"data: ")
+            if stops:
+                start += await peer.reader.readuntil(b":\n\n")
+            engine.allow()
+            data: bytes = start + await peer.rest()
+            return data
+
+    head, _, text = run(ask()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"transfer-encoding" not in head
+    lines = {line.partition(b":")[0] for line in text.split(b"\n")}
+    assert lines == {b"data", b""}
+    assert text.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_only_the_second_protocol_is_told_to_go_on(folder: Path, run: Any, version: str) -> None:
+    """`Expect: 100-continue` of HTTP/1.0 means nothing (RFC 9110, 10.1.1)."""
+
+    async def ask() -> bytes:
+        async with connected(folder, ENDLESS) as (_, _, connect):
+            peer = await connect()
+            await peer.send(post(body([5, 6], 2), version, Expect="100-continue"))
+            data: bytes = await peer.rest()
+            return data
+
+    data = run(ask())
+    assert data.startswith(b"HTTP/1.1 100 ") == (version == "1.1")
+    assert parsed(data)[0] == 200

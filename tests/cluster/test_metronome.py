@@ -27,6 +27,8 @@ KINDS = (
     hostile.forms,
     hostile.wishes,
     hostile.accepted,
+    hostile.histories,
+    hostile.packed,
 )
 
 

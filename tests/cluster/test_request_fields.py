@@ -64,7 +64,8 @@ EFFECTIVE: dict[str, str] = {
     "ChatCompletionRequest": ANSWER
     + "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls "
     "reasoning_effort thinking_token_budget add_generation_prompt continue_final_message "
-    "chat_template chat_template_kwargs enable_thinking thinking reasoning documents",
+    "chat_template chat_template_kwargs enable_thinking thinking reasoning include_reasoning "
+    "documents",
     "ResponsesRequest": TOKENS
     + "model input instructions previous_response_id max_output_tokens tools tool_choice "
     "parallel_tool_calls text reasoning include top_logprobs stream stream_options store "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tracemalloc
 
 import pytest
 
 from swell.cluster.openai.chat import ChatCompletionRequest
 from swell.cluster.openai.decode import decode, read
+from swell.cluster.openai.models import TokenizeRequest
 from swell.cluster.params import BadRequest
 from tests.cluster.test_request_fields import HELLO, MINIMAL
 
@@ -25,7 +28,7 @@ def test_zero_is_not_false():
     [(k, least, *pair) for k, least in MINIMAL for pair in k.ECOSYSTEM.means.items()],
 )
 def test_another_servers_name_means_our_field(kind, least, name, target):
-    value = True if target.startswith("include") else 1
+    value = {"include_stop_str_in_output": True, "cache_salt": "a"}.get(target, 1)
     request = decode(json.dumps({**least, name: value}).encode(), kind)
     assert getattr(request, target) == value
     decode(json.dumps({**least, name: None, target: value}).encode(), kind)
@@ -71,3 +74,51 @@ def test_ignored_names_are_told_with_their_path():
     body = {"messages": HELLO, "stream": True, "stream_options": {"mine": 1}, "tools": []}
     decoded = read(json.dumps(body).encode(), ChatCompletionRequest, "ignore")
     assert decoded.findings.warnings == ["stream_options.mine"]
+
+
+@pytest.mark.parametrize("kind", [ChatCompletionRequest, TokenizeRequest])
+@pytest.mark.parametrize(
+    "value",
+    [b"1e999", b'"\xff"', *(b"[" * depth + b"]" * depth for depth in range(960, 1010, 3))],
+    ids=lambda value: ascii(value[:8]) + str(len(value)),
+)
+def test_what_no_reader_takes_is_refused_in_ignored_fields_of_tools_too(kind, value):
+    """Tools are read once more, as they were sent."""
+    tool = b'{"type": "function", "function": {"name": "f", "mine": %b}}' % value
+    body = b'{"messages": %b, "tools": [%b]}' % (json.dumps(HELLO).encode(), tool)
+    with contextlib.suppress(BadRequest):
+        decode(body, kind)
+
+
+def test_long_names_are_not_kept():
+    """Of fields that are left in while others are left out."""
+    tracemalloc.start()
+    try:
+        for index in range(8):
+            name = f"{index}{'x' * 500_000}"
+            with pytest.raises(BadRequest):
+                decode(
+                    json.dumps({"messages": HELLO, "rid": 1, name: 1}).encode(),
+                    ChatCompletionRequest,
+                )
+            held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"routed_dp_rank": "x"}, "routed_dp_rank", "routed_dp_rank='x': expected"),
+        ({"routed_dp_rank": -1}, "routed_dp_rank", "routed_dp_rank=-1 must be at least 0"),
+        ({"n_predict": {}}, "n_predict", "n_predict={}: expected integer"),
+        ({"max_new_tokens": 1, "max_completion_tokens": 2}, "max_new_tokens", "max_new_tokens=1"),
+        ({"max_new_tokens": 1, "n_predict": 1}, "n_predict", "n_predict and max_new_tokens mean"),
+    ],
+)
+def test_a_refusal_names_the_field_that_was_sent(fields, param, said):
+    with pytest.raises(BadRequest) as refusal:
+        decode(json.dumps({"messages": HELLO, **fields}).encode(), ChatCompletionRequest)
+    assert refusal.value.param == param
+    assert refusal.value.message.startswith(said)
