@@ -15,12 +15,13 @@ from swell.cluster.parsers import (
     detect_reasoning,
     detect_tools,
     make_parser,
+    message_format,
     reasoning_format,
     tool_format,
 )
 from swell.cluster.parsers.base import Parser
 from swell.cluster.parsers.formed import CallsOnly, FormOrCalls, HeldCalls
-from swell.cluster.parsers.grammar import ReasoningGrammar, answer, unpadded
+from swell.cluster.parsers.grammar import Messages, ReasoningGrammar, answer, unpadded
 from swell.cluster.parsers.parts import Tool
 from swell.cluster.structured import compile_grammar, compile_lark, form_of
 from swell.configs.schema import ConfigError, ServeConfig
@@ -61,6 +62,7 @@ class ModelFormats:
         self._special = special_tokens(tokenizer)
         try:
             make_parser(self._tools, self._reasoning)
+            self._in_messages = message_format(self._tools, self._reasoning)
         except ValueError as error:
             raise ConfigError(f"serve.tool_parser or serve.reasoning_parser: {error}") from None
 
@@ -90,7 +92,8 @@ class ModelFormats:
         held = calls is not None or form is not None
         name = self._tools if tools else None
         kind = self._reasoning
-        if held and reasoning is None:
+        written = self._in_messages
+        if held and reasoning is None and written is None:
             kind = None
         within = FormOrCalls if calls and form else None
         shown = [_tool(tool) for tool in tools]
@@ -99,13 +102,14 @@ class ModelFormats:
             openers = tool_format(name).openers
 
         def make() -> Parser:
-            parser = make_parser(name, kind, shown=shown, prompt=prompt, within=within)
+            parser = make_parser(name, kind, shown=shown, prompt=prompt, within=within, held=held)
             if calls and calls.required:
                 return CallsOnly(parser)
             return HeldCalls(parser, openers) if openers else parser
 
         limited = reasoning is not None and reasoning.budget is not None
-        grammar = partial(self._compile, body, shown, calls, form, reasoning)
+        messages = written.messages(prompt, self._added) if written else None
+        grammar = partial(self._compile, body, shown, calls, form, reasoning, messages)
         return AnswerFormat(make_parser=make, grammar=grammar if held or limited else None)
 
     def _before(
@@ -116,7 +120,7 @@ class ModelFormats:
             return None
         kind = reasoning_format(self._reasoning)
         begun = kind.begun_by(prompt)
-        if not begun and (body.continue_final_message or prompt.rstrip().endswith(kind.close)):
+        if not begun and (body.continue_final_message or kind.closed_by(prompt)):
             return None
         own = form.grammar if form else None
         if not begun and own is not None and kind.open in own:
@@ -126,7 +130,6 @@ class ModelFormats:
             closing=kind.close,
             begun=begun,
             padding=kind.padding,
-            content=kind.content,
             budget=_budget(body),
         )
 
@@ -137,11 +140,12 @@ class ModelFormats:
         rules: CallRules | None,
         form: StructuredOutputs | None,
         reasoning: ReasoningGrammar | None,
+        messages: Messages | None,
     ) -> Grammar:
         """`tools`: those that the model is shown."""
         if form is not None:
             alone = compile_grammar(form, body.form_field)  # so that an error is about the form
-            if rules is None and reasoning is None:
+            if rules is None and reasoning is None and messages is None:
                 return alone
             if reasoning is not None:
                 _check_behind(reasoning, form, body.form_field)
@@ -165,6 +169,7 @@ class ModelFormats:
                 form=form_of(form, body.form_field) if form else None,
                 reasoning=reasoning,
                 openers=[opener.strip() for opener in kind.openers] if kind else (),
+                messages=messages,
             )
         except ValueError as error:
             param = "thinking_token_budget"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from swell.cluster.parsers.base import ContentParser, Parser
+from swell.cluster.parsers.base import ContentParser, Parser, ReasoningFormat
 from swell.cluster.parsers.parts import Tool
-from swell.cluster.parsers.reasoning import ThinkParser
 from swell.cluster.parsers.tools import ToolParser
+
+if TYPE_CHECKING:
+    from swell.cluster.parsers.harmony import HarmonyParser
 
 PARSERS = {
     "deepseek_v3": "swell.cluster.parsers.deepseek_v3:DeepSeekV3Parser",
@@ -47,19 +49,19 @@ def make_parser(
     shown: Sequence[Tool] = (),
     prompt: str = "",
     within: Callable[[ToolParser], Parser] | None = None,
+    held: bool = False,
 ) -> Parser:
     """The parser of one answer: reasoning is read first, tool calls in its content.
 
     `tools` and `reasoning` are names of `PARSERS` and `REASONING`; None: that is not looked for.
     `make_id` gives the ids of calls; by default random ones in the form of the format. `shown`: the
     tools that the model was shown. `prompt`: the end of the prompt's text, which may have opened
-    reasoning. `within`: makes what reads content of the parser of calls. ValueError for an unknown
-    name.
+    reasoning. `within`: makes what reads content of the parser of calls. `held`: a grammar holds
+    the answer. ValueError for an unknown name.
     """
-    for name in (tools, reasoning):
-        if name in PARSERS and PARSERS[name] == REASONING.get(name):
-            one: Parser = _load(PARSERS, "tool parser", name)(make_id, shown, prompt)
-            return one
+    messages = message_format(tools, reasoning)
+    if messages is not None:
+        return messages(make_id, None if tools is None else shown, prompt, held)
 
     def make_inner() -> Parser:
         if tools is None:
@@ -73,10 +75,19 @@ def make_parser(
     return parser
 
 
-def reasoning_format(name: str) -> type[ThinkParser]:
+def reasoning_format(name: str) -> type[ReasoningFormat]:
     """The class of a reasoning format. ValueError for unknown names."""
-    kind: type[ThinkParser] = _load(REASONING, "reasoning parser", name)
+    kind: type[ReasoningFormat] = _load(REASONING, "reasoning parser", name)
     return kind
+
+
+def message_format(tools: str | None, reasoning: str | None) -> type[HarmonyParser] | None:
+    """The class of a format that reads reasoning and calls, if one of the names is that of one."""
+    for name in (tools, reasoning):
+        if name in PARSERS and PARSERS[name] == REASONING.get(name):
+            kind: type[HarmonyParser] = _load(PARSERS, "tool parser", name)
+            return kind
+    return None
 
 
 def tool_format(name: str) -> type[ToolParser]:

@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Protocol
 
 from swell.cluster.parsers.parts import Content, Part, merge
 from swell.cluster.stops import StopAutomaton
@@ -45,6 +46,23 @@ class Parser(ABC):
         """The text that follows ends with `marker`, unless a call begins first. It is reasoning: a
         call in it begins with a marker of its own, not with what only looks like one."""
         raise NotImplementedError
+
+
+class ReasoningFormat(Protocol):
+    """How reasoning is marked. The class of its parser says it."""
+
+    open: str
+    close: str
+    padding: str
+    """Characters that belong to a tag beside them."""
+
+    @classmethod
+    def begun_by(cls, prompt: str) -> bool:
+        """An answer behind this prompt begins inside."""
+
+    @classmethod
+    def closed_by(cls, prompt: str) -> bool:
+        """Behind this prompt no reasoning can begin."""
 
 
 class StateParser(Parser):

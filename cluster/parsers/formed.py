@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from swell.cluster.parsers.base import ContentParser, Parser
+from swell.cluster.parsers.calls import end_of
 from swell.cluster.parsers.parts import Content, Part
 from swell.cluster.parsers.tools import SPACE, ToolParser
 
@@ -66,15 +67,16 @@ class FormOrCalls(Parser):
         self._calls = calls
         self._openers = tuple({opener.lstrip() for opener in calls.openers})
         self._chosen: Parser | None = None
+        self._space: list[str] = []
         self._held = ""
+        """The beginning of a marker, behind the space."""
 
     def push(self, text: str) -> list[Part]:
         if self._chosen is None:
-            self._held += text
-            self._choose()
+            self._choose(text)
             if self._chosen is None:
                 return []
-            text, self._held = self._held, ""
+            text = self._take()
         parts = self._chosen.push(text)
         self.rest = self._chosen.rest
         return parts
@@ -82,18 +84,25 @@ class FormOrCalls(Parser):
     def flush(self) -> list[Part]:
         if self._chosen is None:
             self._chosen = ContentParser()
-        held, self._held = self._held, ""
-        return [*self._chosen.push(held), *self._chosen.flush()]
+        return [*self._chosen.push(self._take()), *self._chosen.flush()]
 
     def until(self, marker: str) -> None:
         """Reasoning is no form."""
         self._chosen = self._calls
         self._calls.until(marker)
 
-    def _choose(self) -> None:
-        found = SPACE.match(self._held)
-        begun = self._held[found.end() if found else 0 :]
-        if begun.startswith(self._openers):
+    def _choose(self, text: str) -> None:
+        if not self._held:
+            end = end_of(SPACE, text, 0)
+            self._space.append(text[:end])
+            text = text[end:]
+        self._held += text
+        if self._held.startswith(self._openers):
             self._chosen = self._calls
-        elif not any(opener.startswith(begun) for opener in self._openers):
+        elif not any(opener.startswith(self._held) for opener in self._openers):
             self._chosen = ContentParser()
+
+    def _take(self) -> str:
+        held, self._held = "".join([*self._space, self._held]), ""
+        self._space.clear()
+        return held

@@ -48,10 +48,23 @@ class ReasoningGrammar(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt has opened it: the answer begins inside."""
     padding: str = "\n"
     """A character that may stand behind `closing`, once or twice; empty: none does."""
-    content: str = ""
-    """A marker before what is neither reasoning nor a call."""
     budget: int | None = None
     """The most tokens between opening and closing."""
+
+
+class Messages(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a format that writes an answer as messages, each behind a header. Calls end an answer."""
+
+    content: str
+    """The header of what is neither reasoning nor a call; empty: the prompt has written it."""
+    before_calls: str
+    """The header of text that calls follow."""
+    between: str
+    """Between text and calls."""
+    free: CallGrammar
+    """A call that no request holds to anything."""
+    marks: tuple[str, ...]
+    """What no message holds."""
 
 
 def literal(text: str) -> str:
@@ -129,6 +142,7 @@ def answer(
     form: Form | None = None,
     reasoning: ReasoningGrammar | None = None,
     openers: Sequence[str] = (),
+    messages: Messages | None = None,
 ) -> str:
     """The grammar of an answer: calls where they are `required`; the form or calls where both are
     given; the form; text, calls, or text and then calls; without both, anything. Reasoning may
@@ -141,7 +155,11 @@ def answer(
     """
     marks = tuple(dict.fromkeys([calls.marker, *openers])) if calls else tuple(openers)
     marks = tuple(one for one in marks if not any(two in one for two in marks if two != one))
-    rest = _Rest(calls, special, required, form, marks, reasoning.content if reasoning else "")
+    rest = _Rest(calls, special, required, form, marks)
+    if messages is not None:
+        marks = messages.marks
+        calls = messages.free if calls is None and form is None else calls
+        rest = _Messages(calls, special, required, form, marks, messages)
     if reasoning is None:
         lines = rest.rules("start", ())
     else:
@@ -166,8 +184,9 @@ def _reasoned(
         return rest.rules("start", (reasoning.opening,))
     else:
         # Bounded, or a model that likes blanks would write nothing else.
-        space = rf"SPACE: /[ \t\r\n]{{1,{MAX_BLANKS}}}/"
-        start = [f"start: SPACE? {opening} inside {gap}rest | unreasoned", space]
+        blanks = [rf"SPACE: /[ \t\r\n]{{1,{MAX_BLANKS}}}/"] if gap else []
+        space = "SPACE? " if gap else ""
+        start = [f"start: {space}{opening} inside {gap}rest | unreasoned", *blanks]
         behind += rest.rules("unreasoned", (reasoning.opening,))
     return [*start, *_inside(closing, reasoning, marks), *lines, *behind]
 
@@ -198,63 +217,58 @@ class _Rest(msgspec.Struct, frozen=True):
     required: bool
     form: Form | None
     marks: tuple[str, ...]
-    content: str
 
     def behind(self, reasoning: ReasoningGrammar) -> _Rest:
         """The same behind reasoning, whose padding no form begins with."""
-        if self.form is None or self.content:
+        if self.form is None:
             return self
         return msgspec.structs.replace(self, form=unpadded(self.form, reasoning.padding))
 
     def rules(self, name: str, begins: tuple[str, ...]) -> list[str]:
         """Rules of `name`; its text does not begin with one of `begins`."""
         calls = self.calls
-        content = f"{mark(self.content, self.special)} " if self.content else ""
         if calls is None and self.form is None:
             return self._anything(name, begins)
         if calls is None:
-            return self._form(name, content, begins)
+            return self._form(name, begins)
         start = mark(calls.marker, self.special)
         behind = f"{calls.body} {calls.more}"
         if self.required:
             return [f"{name}: {start}{'?' if calls.bare else ''} {behind}"]
         if self.form is not None:
-            head, *rules = self._form(name, content, (*begins, *self.marks))
+            head, *rules = self._form(name, (*begins, *self.marks))
             return [f"{head} | {start} {behind}", *rules]
-        return self._text_or_calls(calls, name, content, begins)
+        return self._text_or_calls(calls, name, begins)
 
-    def _form(self, name: str, content: str, begins: tuple[str, ...]) -> list[str]:
+    def _form(self, name: str, begins: tuple[str, ...]) -> list[str]:
         form = self.form
         assert form is not None
         if form.terminal:
             # Its own rule, since a terminal of several texts binds less than `&`.
             own = f"{name.upper()}_FORM"
             return [
-                f"{name}: {content}{own}",
+                f"{name}: {own}",
                 f"{own}: {_unless(own + '_TEXT', begins)}",
                 f"{own}_TEXT: {form.terminal}",
             ]
-        return [f"{name}: {content}{'@form' if form.grammar is not None else form.rule}"]
+        return [f"{name}: {'@form' if form.grammar is not None else form.rule}"]
 
-    def _text_or_calls(
-        self, calls: CallGrammar, name: str, content: str, begins: tuple[str, ...]
-    ) -> list[str]:
+    def _text_or_calls(self, calls: CallGrammar, name: str, begins: tuple[str, ...]) -> list[str]:
         start, behind = mark(calls.marker, self.special), f"{calls.body} {calls.more}"
         ahead, rest = cut(calls.marker, self.special)
         text, bare = f"{name.upper()}_TEXT", calls.bare
         first = rf"/[ \t\r\n]*[^ \t\r\n{escaped(bare)}](?s:.*)/" if bare else "/(?s:.+)/"
         lines = [f"{text}: {_text(first, holding=self.marks, begins=begins)}"]
-        said = f"({content}{text})" if content else text
         if bare:
-            lines.append(f"{name}: {said}? | {start}? {behind}")
+            lines.append(f"{name}: {text}? | {start}? {behind}")
         elif rest and not ahead:
-            lines.append(f"{name}: {said}? ({start} {behind})?")
+            lines.append(f"{name}: {text}? ({start} {behind})?")
         elif rest:
             # The added token in the marker ends the text before it.
             lead = f"{name.upper()}_LEAD"
             pattern = f"/(?s:.*){escaped(ahead)}/"
             lines += [
-                f"{name}: {said}? | {lead} {rest} {behind}",
+                f"{name}: {text}? | {lead} {rest} {behind}",
                 f"{lead}: {_text(pattern, holding=self.marks, begins=begins)}",
             ]
         else:
@@ -262,7 +276,7 @@ class _Rest(msgspec.Struct, frozen=True):
             others = tuple(one for one in self.marks if one != calls.marker)
             lead = f"{name.upper()}_LEAD"
             lines += [
-                f"{name}: {said}? | {name}_lead {behind}",
+                f"{name}: {text}? | {name}_lead {behind}",
                 f"{name}_lead[lazy]: {lead} {start}",
                 f"{lead}: {_text(holding=others, begins=begins)}",
             ]
@@ -277,6 +291,41 @@ class _Rest(msgspec.Struct, frozen=True):
         lines = [f"{text}: {_text('/(?s:.+)/', begins=begins)}"]
         other = f" (<[{','.join(map(str, tokens))}]> <[*]>*)?" if tokens else ""
         return [f"{name}: {text}?{other}", *lines]
+
+
+class _Messages(_Rest, frozen=True):
+    """The same in messages, whose headers say what they are."""
+
+    messages: Messages
+
+    def rules(self, name: str, begins: tuple[str, ...]) -> list[str]:
+        calls, form = self.calls, self.form
+        text, options, lines = f"{name.upper()}_TEXT", [], []
+        if calls is not None:
+            start = f"{self._before_calls(text)} {mark(calls.marker, self.special)}"
+            options.append(f"{start} {calls.body} {calls.more}")
+        if form is not None and not self.required:
+            options.append(f"{self._header} {name}_form")
+            lines = self._form(f"{name}_form", ())
+        elif not self.required:
+            options.append(f"{self._header} {text}?")
+        if any(text in option for option in options):
+            lines.append(f"{text}: {_text('/(?s:.+)/', holding=self.marks)}")
+        return [f"{name}: {' | '.join(options)}", *lines]
+
+    @property
+    def _header(self) -> str:
+        header = self.messages.content
+        return mark(header, self.special) if header else ""
+
+    def _before_calls(self, text: str) -> str:
+        messages = self.messages
+        between = mark(messages.between, self.special)
+        alone = self.required or self.form is not None
+        if not messages.content:
+            return between if alone else f"{text}? {between}"
+        said = f"({mark(messages.before_calls, self.special)} {text} {between})?"
+        return "" if alone else said
 
 
 def _text(

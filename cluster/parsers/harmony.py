@@ -8,7 +8,7 @@ The prompt ends with `<|start|>assistant`, or further on in a message. `to=` may
 channel. What is sent to `functions.NAME`, or to a tool that the model was shown, is a call with the
 message as its arguments; other messages are reasoning in the channel `analysis` and content in all
 others. Headers are markup: they are dropped, also where the answer breaks off in one, unless they
-are none. Text outside of messages is content.
+are none. Text outside of messages is content. A call in an answer that may have none is content.
 
 Source: https://github.com/openai/harmony/blob/main/docs/format.md
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from swell.cluster.parsers import grammar
 from swell.cluster.parsers.base import Matcher
 from swell.cluster.parsers.calls import end_of
-from swell.cluster.parsers.grammar import CallGrammar
+from swell.cluster.parsers.grammar import CallGrammar, Messages
 from swell.cluster.parsers.parts import Arguments, Content, Part, Reasoning, Tool
 from swell.cluster.parsers.tools import SPACE, ToolParser
 
@@ -35,6 +35,8 @@ _HEADER = re.compile(r"[-+\w.:/= \t]*")
 _CHANNEL = re.compile(r"<\|channel\|>[ \t]*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([-\w.:/]+)")
 _NAMESPACE = "functions."
+_ASSISTANT = f"{START}assistant"
+_CALL = f"{CHANNEL}commentary to={_NAMESPACE}"
 
 
 class HarmonyParser(ToolParser):
@@ -43,10 +45,9 @@ class HarmonyParser(ToolParser):
     keeps_special_tokens = True
 
     open = f"{CHANNEL}analysis{MESSAGE}"
-    close = f"<|end|>{START}assistant"
+    close = f"<|end|>{_ASSISTANT}"
     padding = ""
-    content = f"{CHANNEL}final{MESSAGE}"
-    """How reasoning and content begin and end behind the prompt, as a grammar writes them."""
+    """How reasoning begins and ends behind the prompt, as a grammar writes it."""
 
     _in_marker = False
     _matcher_is_idle = True
@@ -54,11 +55,16 @@ class HarmonyParser(ToolParser):
     def __init__(
         self,
         make_id: Callable[[], str] | None = None,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool] | None = (),
         prompt: str = "",
+        held: bool = False,
     ) -> None:
-        """`prompt`: the end of its text, which may have begun a message."""
-        super().__init__(make_id, tools)
+        """`tools`: None where none may be called. `prompt`: the end of its text, which may have
+        begun a message. `held`: a grammar ends the answer with the first content or call that
+        stands in the channel for it, so nothing in that is a marker."""
+        super().__init__(make_id, tools or ())
+        self._may_call = tools is not None
+        self._held_to_last = False
         self._begin_between()
         self._make_part: Callable[[str], Part] = Content
         self._num_header_chars = 0
@@ -69,10 +75,33 @@ class HarmonyParser(ToolParser):
             self._begin_header(START)
             self._read(begun)
             self._take()
+        self._held_to_last = held
 
     @classmethod
     def begun_by(cls, prompt: str) -> bool:
         return prompt.endswith(cls.open)
+
+    @classmethod
+    def closed_by(cls, prompt: str) -> bool:
+        return not prompt.endswith(_ASSISTANT)
+
+    @classmethod
+    def messages(cls, prompt: str, special: Mapping[str, int]) -> Messages:
+        """How a grammar writes what follows this prompt."""
+        header_follows = prompt.endswith(_ASSISTANT) or cls.begun_by(prompt)
+        constrain, message = (grammar.mark(text, special) for text in (CONSTRAIN, MESSAGE))
+        free = CallGrammar(
+            marker=_CALL,
+            body=f'FREE_NAME ({constrain} "json")? {message} FREE_ARGUMENTS?',
+            rules=[r"FREE_NAME: /[-\w.]{1,128} ?/", "FREE_ARGUMENTS: /(?s:.+)/"],
+        )
+        return Messages(
+            content=f"{CHANNEL}final{MESSAGE}" if header_follows else "",
+            before_calls=f"{CHANNEL}commentary{MESSAGE}",
+            between=cls.close,
+            free=free,
+            marks=(START, CHANNEL, *ENDS),
+        )
 
     @classmethod
     def calls(
@@ -81,7 +110,7 @@ class HarmonyParser(ToolParser):
         """One call at most: the model ends its answer behind a call."""
         constrain, message = (grammar.mark(text, special) for text in (CONSTRAIN, MESSAGE))
         return CallGrammar(
-            marker=f"{CHANNEL}commentary to={_NAMESPACE}",
+            marker=_CALL,
             body="call",
             rules=grammar.named_calls(tools, f'" " {constrain} "json" {message}'),
         )
@@ -137,6 +166,10 @@ class HarmonyParser(ToolParser):
             self._on_marker(marker)
         return at
 
+    def _in_last(self, text: str, at: int) -> int:
+        self._parts.append(self._make_part(text[at:]))
+        return len(text)
+
     # ---------------------------------------------------------------------------------- moves
 
     def _on_marker(self, marker: str) -> None:
@@ -187,6 +220,8 @@ class HarmonyParser(ToolParser):
             reasons = channel is not None and channel[1] == "analysis"
             self._make_part = Reasoning if reasons else Content
         self._begin_body()
+        if self._held_to_last and (name or (channel is not None and channel[1] == "final")):
+            self._state = self._in_last
 
     def _begin_body(self) -> None:
         self._held.clear()
@@ -197,5 +232,7 @@ class HarmonyParser(ToolParser):
 
     def _function(self, recipient: str) -> str:
         """The tool that a message is sent to; empty: none of the client's."""
+        if not self._may_call:
+            return ""
         name = recipient.removeprefix(_NAMESPACE)
         return name if name != recipient or name in self._tools else ""

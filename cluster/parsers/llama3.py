@@ -119,8 +119,10 @@ class Llama3Parser(ClosedCallParser):
             return end
         if text[end] == "{":
             self._begin_call(CallReader(argument_keys=_ARGUMENT_KEYS))
-        else:
+        elif self._tag == PYTHON_TAG:
             self._state = self._in_built_in
+        else:
+            self._give_up()
         return end
 
     def _in_built_in(self, text: str, at: int) -> int:
@@ -128,7 +130,7 @@ class Llama3Parser(ClosedCallParser):
         if end == len(text):
             return end
         name = self._name.removesuffix(_CALL)
-        if text[end] != "(" or not name or name == self._name or self._tag != PYTHON_TAG:
+        if text[end] != "(" or not name or name == self._name:
             self._give_up()
             return end
         self._held.append("(")

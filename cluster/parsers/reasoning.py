@@ -35,9 +35,6 @@ class ThinkParser(StateParser):
 
     open, close = "<think>", "</think>"
     padding = "\n"
-    """Characters that belong to a tag beside them."""
-    content = ""
-    """A marker before what is neither reasoning nor a call."""
 
     def __init__(self, make_inner: Callable[[], Parser] = ContentParser, prompt: str = "") -> None:
         """`make_inner` makes what reads the content. `prompt`: the end of the prompt's text."""
@@ -56,8 +53,11 @@ class ThinkParser(StateParser):
 
     @classmethod
     def begun_by(cls, prompt: str) -> bool:
-        """An answer behind this prompt begins inside."""
         return prompt.rstrip().endswith(cls.open.rstrip())
+
+    @classmethod
+    def closed_by(cls, prompt: str) -> bool:
+        return prompt.rstrip().endswith(cls.close)
 
     def flush(self) -> list[Part]:
         if self._state in (self._before, self._opening):
@@ -149,7 +149,7 @@ class OpenThinkParser(ThinkParser):
 
     @classmethod
     def begun_by(cls, prompt: str) -> bool:
-        return not prompt.rstrip().endswith(cls.close)
+        return not cls.closed_by(prompt)
 
 
 class MistralThinkParser(ThinkParser):

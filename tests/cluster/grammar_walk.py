@@ -91,7 +91,13 @@ def walk(
     one = kind(name)
     tokenizer, ends = one.tokenizer, set(one.end_ids)
     asked = formats(name).of(body)
-    options = TemplateOptions(tools=asked.tools, variables=body.template_variables())
+    continues = bool(body.continue_final_message)
+    options = TemplateOptions(
+        tools=asked.tools,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        variables=body.template_variables(),
+    )
     prompt = ChatTemplate(tokenizer, name).render(body.messages, options)
     answer = asked.of(prompt[-40:])
     assert answer.grammar is not None, "the request asks for a grammar"

@@ -21,7 +21,9 @@ FORM = {"type": "json_schema", "json_schema": {"name": "form", "schema": SCHEMA}
 NAMED = {"type": "function", "function": {"name": "wait"}}
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 THINKING = [name for name in KINDS if kind(name).reasoning in ("think", "think-open")]
-OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>", "<|channel|>")
+CHOOSING = [name for name in WITH_TOOLS if name != "gpt_oss"]
+"""All that it writes stands behind a header (test_harmony.py), so no token makes it call."""
+OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>")
 OPENERS += ("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>")
 
 
@@ -60,7 +62,7 @@ def test_forced_calls(name: str, choice: Any, most: int, names: tuple[str, ...])
 
 
 @pytest.mark.parametrize("fields", [{"tools": STRICT}, {"parallel_tool_calls": False}])
-@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("name", CHOOSING)
 def test_calls_that_the_model_chooses(name: str, fields: dict[str, Any]):
     body = request(**{"tools": TOOLS, "reasoning_effort": "none", **fields})
     seen = set()
@@ -73,7 +75,7 @@ def test_calls_that_the_model_chooses(name: str, fields: dict[str, Any]):
     assert True in seen
 
 
-@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("name", CHOOSING)
 def test_allowed_tools_alone_are_called(name: str):
     for seed in range(4):
         body = request(
@@ -97,7 +99,7 @@ def test_allowed_tools_alone_are_called(name: str):
     ],
     ids=["schema", "choice", "regex", "grammar"],
 )
-@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("name", CHOOSING)
 def test_a_form_or_calls(name: str, fields: dict[str, Any]):
     seen = set()
     for seed in range(6):

@@ -17,6 +17,8 @@ from swell.cluster.parsers import (
     make_parser,
     tool_format,
 )
+from swell.cluster.parsers.formed import FormOrCalls
+from swell.cluster.parsers.hermes import HermesParser
 from swell.cluster.parsers.parts import (
     Arguments,
     Content,
@@ -354,3 +356,15 @@ def test_formats_are_guessed_from_templates(
 ) -> None:
     assert detect_tools(template) == tools
     assert detect_reasoning(template) == reasoning
+
+
+def test_space_before_a_form_is_read_once() -> None:
+    """It is held, but not looked at again with each piece that comes."""
+    parser = FormOrCalls(HermesParser())
+    for _ in range(1000):
+        parser.push(" ")
+    assert len(parser._held) <= len("<tool_call>")
+    assert parser.push("a") == [Content(" " * 1000 + "a")]
+    calls = FormOrCalls(HermesParser())
+    parts = [part for char in " " * 9 + CALLS["hermes"][0] for part in calls.push(char)]
+    assert isinstance(parts[0], ToolCall)

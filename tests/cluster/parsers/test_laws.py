@@ -36,7 +36,7 @@ alone = pytest.mark.parametrize(
 
 
 @every_format
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_parts_do_not_depend_on_how_the_text_is_cut(names: Names, data: st.DataObject) -> None:
     text = data.draw(texts(names))
@@ -51,10 +51,10 @@ def test_parts_do_not_depend_on_how_the_text_is_cut(names: Names, data: st.DataO
 
 @every_format
 def test_every_cut_of_a_real_answer_gives_the_same_parts(names: Names) -> None:
-    """All 32 cuts of five characters at a time, along the whole answer."""
+    """All 8 cuts of three characters at a time, along the whole answer."""
     text = "\n".join(whole(names) or ["Hm."])
     parts = read(names, [text])
-    window = 5
+    window = 3
     for start in range(0, len(text), window):
         for cuts in itertools.product([False, True], repeat=window):
             ends = [start + i for i, cut in enumerate(cuts) if cut and start + i < len(text)]
@@ -68,10 +68,10 @@ _ENDS = ["", 'x"', '"', 'x"]', "]", 'x"}', "}", 'x"}]', "}]", 'x"]}', "]}", 'x"}
 """They end a value in which the text stopped."""
 
 _CALL_ENDS = [
-    *['{}, "name": "g"}', '"g", "arguments": {}}', '1, "name": "g", "arguments": {}}'],
-    *['1, "name": "g"}', '1, "arguments": {}}', "{}}", '"g"}'],
+    *['{}, "name": "f"}', '"f", "arguments": {}}', '1, "name": "f", "arguments": {}}'],
+    *['1, "name": "f"}', '1, "arguments": {}}', "{}}", '"f"}'],
 ]
-"""They end a call that stopped before a value."""
+"""They end a call of a shown tool that stopped before a value."""
 
 
 @cache
@@ -82,7 +82,8 @@ def _continuations(names: Names) -> list[str]:
         calls = [f'{{"{key}": {end}' for end in _CALL_ENDS]
         ends += [one[at:] for one in calls for at in range(len(key) + 3)]
         ends += [f', "{key}": {end}' for end in _CALL_ENDS]
-    ends += ["n", "e9", "9", "\\ude00", "x", "g[ARGS]{}", "[ARGS]{}"]
+    ends += ["n", "e9", "9", "\\ude00", "x", "g[ARGS]{}", "[ARGS]{}", 'x"=1)', "x'=1)"]
+    ends += ['\\u007b}"'[at:] for at in range(7)]  # a brace that is escaped
     ends += ["9" * size + "[ARGS]{}" for size in range(10)]
     found = [one[at:] for one in whole(names) for at in range(len(one))]
     found += [end + tail for end in _ENDS for tail in ends]
@@ -122,7 +123,7 @@ def test_what_is_out_is_what_every_continuation_brings_out(
 
 
 @every_format
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_without_calls_all_text_comes_out(names: Names, data: st.DataObject) -> None:
     """With reasoning, all but its tags and the newlines around them."""
@@ -143,7 +144,7 @@ def test_without_calls_all_text_comes_out(names: Names, data: st.DataObject) -> 
 
 
 @every_format
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_parts_are_pieces_of_the_text_in_its_order(names: Names, data: st.DataObject) -> None:
     """Whatever a parser drops, it invents and moves nothing (escapes apart, which it decodes)."""
@@ -240,20 +241,28 @@ _ADVERSARIES = [
 
 
 @alone
-@pytest.mark.parametrize("unit", _ADVERSARIES)
-def test_work_grows_with_the_length_of_the_answer_alone(names: Names, unit: str) -> None:
+def test_work_grows_with_the_length_of_the_answer_alone(names: Names) -> None:
     """A character costs so many steps at most, in one piece and alone, and no step copies text
-    that is already held: what is held lies in lists."""
+    that is already held: what is held lies in lists. Each format reads every unit behind one
+    opening, and its own marks behind all."""
     begun = [call[: len(call) * 2 // 3] for call in whole(names)]
-    for opening in ("", "[TOOL_CALLS]", '<tool_call>{"arguments":{"a":"', '{"type":"', *begun):
-        text = opening + unit * (1000 // len(unit))
-        assert _events(names, list(text)) < MAX_STEPS_PER_CHAR * len(text) + 100
-        assert _events(names, [text]) < MAX_STEPS_PER_CHAR * len(text) + 100
-        one = parser(names)
-        for count, char in enumerate(text):
-            one.push(char)
-            if count % 50 == 0:
-                assert max(map(len, _strings(one)), default=0) <= 300, (unit, opening)
+    openings = ["", "[TOOL_CALLS]", '<tool_call>{"arguments":{"a":"', '{"type":"', *begun]
+    marks = tuple(markers(names))
+    for count, unit in enumerate(_ADVERSARIES):
+        own = bool(marks) and unit.startswith(marks)
+        for opening in openings if own else [openings[count % len(openings)]]:
+            _check_work(names, opening, unit)
+
+
+def _check_work(names: Names, opening: str, unit: str) -> None:
+    text = opening + unit * (600 // len(unit))
+    for pieces in (list(text), [text]):
+        assert _events(names, pieces) < MAX_STEPS_PER_CHAR * len(text) + 100, (unit, opening)
+    one = parser(names)
+    for count, char in enumerate(text):
+        one.push(char)
+        if count % 50 == 0:
+            assert max(map(len, _strings(one)), default=0) <= 300, (unit, opening)
 
 
 def test_fragments_reach_calls_of_every_format() -> None:
@@ -263,3 +272,9 @@ def test_fragments_reach_calls_of_every_format() -> None:
             calls = [f for f in fragments((names[0], None)) if read((names[0], None), [f])]
             found = {type(p) for f in calls for p in read((names[0], None), [f])}
             assert ToolCall in found and Content in found
+
+
+def test_text_behind_a_tag_that_begins_no_code_is_not_held() -> None:
+    """Built-in tools stand behind `<|python_tag|>` alone."""
+    one = parser(("llama3", None))
+    assert one.push("<|python_start|>S") == [Content("<|python_start|>S")]
