@@ -24,6 +24,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from swell.cluster.cors import CorsRules
+from swell.cluster.early_answer import announcing_end
 from swell.cluster.half_close import HalfClosed
 from swell.cluster.openai.base import error_body
 from swell.configs.schema import ServeConfig
@@ -168,7 +169,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, announcing_end(cycle, app))
 
     def data_received(self, data: bytes) -> None:
         if self._closing:

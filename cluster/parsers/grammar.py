@@ -163,7 +163,8 @@ def _reasoned(
     elif reasoning.budget == 0:
         return rest.rules("start", (reasoning.opening,))
     else:
-        start = [f"start: SPACE? {opening} inside {gap}rest | unreasoned", r"SPACE: /[ \t\r\n]+/"]
+        start = [f"start: SPACE? {opening} inside {gap}rest | unreasoned"]
+        start += [r"SPACE: /[ \t\r\n]{1,4}/"]
         behind += rest.rules("unreasoned", (reasoning.opening,))
     return [*start, *_inside(closing, reasoning, marks), *lines, *behind]
 

@@ -3,6 +3,7 @@ test_auth_middleware.py."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,3 +94,20 @@ def test_a_refusal_can_be_read_by_a_page(locked: House) -> None:
 def test_an_answer_with_the_key(locked: House) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
     assert ok(locked.client.post(CHAT, json=model_body(messages=UPPER), headers=headers))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_answer_before_the_body_ends_the_connection(locked: House, whole: bool) -> None:
+    """What a client with keep-alive needs to be told: a 401 does not wait for the body"""
+    host, port = locked.url.removeprefix("http://").split(":")
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    sent = f"{head}content-length: 2\r\n\r\n{'{}' if whole else ''}"
+    with socket.create_connection((host, int(port)), 30) as one:
+        one.sendall(sent.encode())
+        answer = one.recv(65536).split(b"\r\n\r\n")[0].lower()
+        assert answer.startswith(b"http/1.1 401")
+        assert (b"connection: close" in answer) != whole
+        if not whole:
+            one.sendall(b"{}")
+            rest = b"".join(iter(lambda: one.recv(65536), b""))
+            assert b"HTTP/1.1" not in rest
