@@ -80,7 +80,9 @@ def test_every_route_but_the_admins_may_be_called(folder: Path, settings: Any) -
     for one in got:
         assert one.status_code == 200, one.text
         assert one.headers[ALLOWED] == origin
-        assert {"x-request-id", "x-swell-engine"} <= set(one.headers[EXPOSED].split(", "))
+        assert {"x-request-id", "x-swell-engine", "x-swell-warning"} <= set(
+            one.headers[EXPOSED].split(", ")
+        )
         assert one.headers.get("vary") == (None if origin == "*" else "Origin")
     asked = {"access-control-request-headers": "x-stainless-os, authorization"}
     for one in answers(folder, *(preflight(path, PAGE, **asked) for path in ROUTES), **settings):
