@@ -122,7 +122,7 @@ def chat_messages(items: Iterable[Item]) -> list[ChatMessage]:
                 continue
         messages.append(turn)
     for turn, texts in reasoned:
-        turn.reasoning_content = "\n".join(texts)
+        turn.reasoning_content = "\n".join(filter(None, texts)) or None
     return messages
 
 
