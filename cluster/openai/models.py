@@ -20,7 +20,7 @@ class ModelCard(Body, kw_only=True):
     object: str = "model"
     created: int
     owned_by: str = "swell"
-    root: str
+    root: str | None = None
     """Its own name: there are no adapters, and the folder is the operator's business."""
     parent: str | None = None
     max_model_len: int

@@ -113,7 +113,7 @@ def read(tmp_path: Path, **given: object) -> GenerationDefaults:
     [
         ("temperature", -1),
         ("temperature", "hot"),
-        ("top_p", 0),
+        ("top_p", -0.5),
         ("top_p", 1.5),
         ("top_k", 2.5),
         ("top_k", True),

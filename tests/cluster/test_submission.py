@@ -81,12 +81,12 @@ def test_what_fails_in_the_middle_leaves_no_answer_running(folder: Path, stream:
             llm = cluster.ingress.llm
             submit, begun = llm.submit, 0
 
-            def fails_at_the_70th(*args: Any) -> Any:
+            def fails_at_the_70th(*args: Any, **kwargs: Any) -> Any:
                 nonlocal begun
                 begun += 1
                 if begun == 70:
                     raise RuntimeError("no more")
-                return submit(*args)
+                return submit(*args, **kwargs)
 
             llm.submit = fails_at_the_70th  # type: ignore[method-assign]
             wish = {**body([1], 5, stream=stream), "prompt": [[n] for n in range(100)]}

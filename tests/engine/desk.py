@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from swell.cluster.detokenizer import Detokenizer
-from swell.cluster.local import LLM
+from swell.cluster.detokenizer import Detokenizer, Opening
+from swell.cluster.local import LLM, Asked
 from swell.cluster.output_processor import OutputProcessor
 from swell.cluster.outputs import (
     CompletionOutput,
@@ -201,7 +201,8 @@ class Desk:
         talk = llm._prompts.chat_messages([{"role": "user", "content": wish.prompt}])
         prompt = llm._prompts.chat_prompt(talk)
         self._asked.append((ParentRequest(wish.params, kind), kind, Answer()))
-        for request, child, index in llm._requests(str(number), prompt, wish.params):
+        asked = Asked(prompt, None, Opening.BEGINNING)
+        for request, child, index, _ in llm._requests(str(number), asked, wish.params):
             place = (at + index) % len(self._engines)
             collector = RequestOutputCollector(kind, request.request_id)
             self._processor.add_request(request, child, kind=kind, queue=collector, index=index)
