@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -121,16 +123,13 @@ class ChatTemplate:
             )
 
     def _rendered(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
-        sent = [tool.as_sent for tool in options.tools]
-        filled = [_filled(tool) for tool in sent]
         try:
-            try:
-                return self._applied(messages, options, sent)
-            except Exception:
-                if filled == sent:
-                    raise
-                return self._applied(messages, options, filled)
+            return self._written(messages, options)
         except Exception as error:  # a template may raise anything: it is a program
+            alone = _calls_alone(messages)
+            if alone is not None:
+                with suppress(Exception):
+                    return self._written(alone, options)
             reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
             whose = "this request's" if options.template else "the model's"
             raise BadRequest(
@@ -138,6 +137,16 @@ class ChatTemplate:
                 "chat_template" if options.template else "messages",
                 "chat_template_error",
             ) from None
+
+    def _written(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
+        sent = [tool.as_sent for tool in options.tools]
+        filled = [_filled(tool) for tool in sent]
+        try:
+            return self._applied(messages, options, sent)
+        except Exception:
+            if filled == sent:
+                raise
+            return self._applied(messages, options, filled)
 
     def _applied(
         self,
@@ -177,6 +186,32 @@ class ChatTemplate:
                 one["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
             plain.append(one)
         return plain
+
+
+def _calls_alone(messages: Sequence[ChatMessage]) -> list[ChatMessage] | None:
+    """Calls that were made at once as messages of one call each, every one followed by its result:
+    some templates take no more. None: no message has two."""
+    if all(len(message.tool_calls or ()) < 2 for message in messages):
+        return None
+    alone: list[ChatMessage] = []
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        results = []
+        while len(message.tool_calls or ()) > 1 and rest and rest[0].role == "tool":
+            results.append(rest.popleft())
+        for index, call in enumerate(message.tool_calls or ()):
+            if index == 0:
+                one = msgspec.structs.replace(message, tool_calls=[call])
+            else:
+                one = ChatMessage(role=message.role, name=message.name, tool_calls=[call])
+            own = [result for result in results if result.tool_call_id == call.id]
+            alone += [one, *own]
+            results = [result for result in results if result.tool_call_id != call.id]
+        if not message.tool_calls:
+            alone.append(message)
+        alone += results
+    return alone
 
 
 def _plain_call(call: MessageToolCall) -> dict[str, Any]:

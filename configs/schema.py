@@ -163,7 +163,8 @@ class ServeConfig(Section, frozen=True):
     """How the model writes tool calls: a name in `docs/formats.md`, as hermes or qwen3_coder;
     `auto` guesses from its chat template; none."""
     reasoning_parser: str = "auto"
-    """How the model marks what it thinks: think, think-open; `auto`, none likewise."""
+    """How the model marks its reasoning: a name in `docs/formats.md`, as think or harmony; `auto`,
+    none likewise."""
     stored_responses: NonNegative = 1000
     """Answers of `/v1/responses` that are kept at once, in the manager's memory, for requests that
     continue or retrieve them; 0: none. The least recently used go first."""

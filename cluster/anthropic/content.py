@@ -73,8 +73,8 @@ class ContentEvents:
                     yield self._delta(ThinkingDelta(thinking=text))
             case parts.ToolCall(_, id, name):
                 self.called = True
-                self._input, self._input_began = ObjectText(), False
                 yield from self._begin(ToolUseOutput(id=tool_use_id(id), name=name, input={}))
+                self._input, self._input_began = ObjectText(), False
             case parts.Arguments(_, text):
                 if given := self._input.push(text):
                     self._input_began = True

@@ -90,6 +90,8 @@ def chat_messages(items: Iterable[Item]) -> list[ChatMessage]:
         match item:
             case ReasoningItem():
                 text = "\n".join(part.text for part in item.content or item.summary)
+                if not text:  # it was encrypted, or there was none
+                    continue
                 if turn is not None and turn.content is None and turn.tool_calls is None:
                     reasoned[-1][1].append(text)
                     continue
@@ -122,7 +124,7 @@ def chat_messages(items: Iterable[Item]) -> list[ChatMessage]:
                 continue
         messages.append(turn)
     for turn, texts in reasoned:
-        turn.reasoning_content = "\n".join(texts)
+        turn.reasoning_content = "\n".join(filter(None, texts)) or None
     return messages
 
 

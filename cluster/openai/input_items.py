@@ -171,17 +171,12 @@ class InputFunctionCallOutput(InputItem, kw_only=True):
 
 
 class InputReasoning(InputItem, kw_only=True):
-    """What an earlier answer thought."""
+    """What an earlier answer thought. `encrypted_content` is ignored as what is unknown: it can be
+    read by its maker alone."""
 
     type: Literal["reasoning"]
     summary: list[InputPart] = []
     content: list[InputPart] | None = None
-    encrypted_content: str | None = None
-
-    NOT_SERVED = {"encrypted_content": ()}
-
-    def check(self) -> None:
-        self.refuse_unsupported()
 
     def item(self) -> ReasoningItem:
         return ReasoningItem(

@@ -82,3 +82,18 @@ def test_special_tokens_are_added_and_prompts_are_cut(name: str) -> None:
             assert prompts.completion_prompts(text, options) == [cut]
     window = TextOptions(False, Keep(-1, "left", 10))
     assert prompts.completion_prompts(text, window) == [whole[-54:]]
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_calls_made_at_once_are_written_with_their_results(name: str) -> None:
+    """Also by a template that takes one call in a message: each gets a message of its own."""
+    calls, results = [], []
+    for id, kind_of in (("call12345", "first"), ("call12346", "second")):
+        function = {"name": "look", "arguments": json.dumps({"at": kind_of})}
+        calls.append({"id": id, "type": "function", "function": function})
+        content = f"{kind_of} result"
+        results.append({"role": "tool", "tool_call_id": id, "name": "look", "content": content})
+    called = {"role": "assistant", "content": None, "tool_calls": calls}
+    text = written(name, called, *reversed(results), {"role": "user", "content": "more"})
+    for part in ("first", "second", "first result", "second result"):
+        assert part in text

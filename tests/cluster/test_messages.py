@@ -141,6 +141,22 @@ def test_a_stream_folded_by_the_client_is_the_whole_answer(
     assert [event["index"] for event in inner] == [started - 1 for started in starts]
 
 
+def test_the_input_of_each_of_several_calls_is_one_object() -> None:
+    """The SDK reads a buffer's first value and ignores what follows; other clients do not."""
+    wanted = ['{"a": 1}', "{}", '{"b": [2]}']
+    text = "".join(
+        f'<tool_call>{{"name": "add", "arguments": {one}}}</tool_call>' for one in wanted
+    )
+    answer = MessagesAnswer("r", "fake", wish(), parser)
+    last = output(text, 9, "stop", None)
+    inputs: dict[int, str] = {}
+    for event in events_of(b"".join(answer.delta(0, last, last.outputs[0]))):
+        if event["type"] == "content_block_delta":
+            index = event["index"]
+            inputs[index] = inputs.get(index, "") + event["delta"]["partial_json"]
+    assert [json.loads(one) for one in inputs.values()] == [json.loads(one) for one in wanted]
+
+
 @pytest.mark.parametrize(
     ("text", "tokens", "end", "reason"),
     [
