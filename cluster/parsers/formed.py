@@ -47,8 +47,7 @@ class HeldCalls(Parser):
     def flush(self) -> list[Part]:
         shown: list[Part] = []
         for part in self._parser.flush():
-            found = self._opener.search(part.text) if isinstance(part, Content) else None
-            if found is None:
+            if not isinstance(part, Content) or not (found := self._opener.search(part.text)):
                 shown.append(part)
                 continue
             if found.start():
