@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.openai.ecosystem import CHAT
 from swell.cluster.openapi import openapi_document
 from tests.judges.house import MODEL, House
 
-REFUSED_AS = {"top_logprobs": "logprobs", **CHAT.means}
+REFUSED_AS = {"top_logprobs": "logprobs"}
 """Fields that a refusal calls by another name."""
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/completions": ("CompletionRequest", {"prompt": "hi", "max_tokens": 1}),
