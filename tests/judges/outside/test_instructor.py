@@ -49,10 +49,11 @@ def test_a_form_is_filled(client: Client) -> None:
 
 
 def test_a_form_grows(client: Client) -> None:
-    """Fields come one after another, and no text is taken back."""
+    """Fields come while the answer is written, as many at once as there are, and no text is taken
+    back."""
     grown = [partial.model_dump() for partial in client.ask("create_partial", Animal)]
     Animal.model_validate(grown[-1])
-    assert len(grown) > 3 and grown[0] != grown[-1]
+    assert len(grown) > 1 and grown[0] != grown[-1]
     for before, after in pairwise(grown):
         assert all(str(after[key]).startswith(str(old)) for key, old in before.items() if old)
 
