@@ -2,8 +2,8 @@
 
     head ──► answer begins: `connection: close` ──► answer ends ──► what still comes is thrown away
 
-A client that is not told sends its next request into a connection that is being closed, and has no
-answer to it.
+Without the header a client sends its next request into a connection that is being closed, and gets
+no answer to it.
 """
 
 from __future__ import annotations

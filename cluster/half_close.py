@@ -2,7 +2,7 @@
 
 TCP tells both by the same segment. RFC 9112 says that the first is allowed, and does not imply that
 no answer is wanted; nearly always it is the second, whose engines are wanted elsewhere. What tells
-them apart is that whoever has left answers what is written to it with a reset. So the connection
+them apart is that a client that has left answers what is written to it with a reset. The connection
 stays open, and the client is written to:
 
 - A stream is: the next token tells. If none comes for `PROBE_S`, a comment does, which every reader
@@ -56,7 +56,7 @@ class HalfClosed:
         self._pause_s = _FIRST_LOOK_S
         self._poll = select.poll()
         connection = transport.get_extra_info("socket")
-        self._poll.register(connection.fileno(), 0)  # a reset and its like are always told
+        self._poll.register(connection.fileno(), 0)  # resets and errors are always reported
         _keep_alive(connection)
         self._timer = loop.call_later(self._pause_s, self._look)
 
@@ -91,7 +91,7 @@ def _probe(answering: RequestResponseCycle | None) -> bytes:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """The options are the connection's, whoever sets them: event loops lend no socket of theirs."""
+    """Options set on a duplicate hold for the connection: event loops give no socket to set."""
     with connection.dup() as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):

@@ -72,7 +72,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     reasoning: ReasoningSwitch | None = None
     """The effort again, and whether to reason."""
     include_reasoning: bool | None = None
-    """false: the answer is told without its reasoning."""
+    """false: the answer comes without its reasoning."""
     documents: list[dict[str, Any]] | None = None
     """For chat templates that write documents."""
 
@@ -143,8 +143,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             )
 
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template is told beside the messages. Raises `BadRequest` where two fields
-        say different things."""
+        """The variables that the chat template gets beside the messages. Raises `BadRequest` where
+        two fields say different things."""
         told: dict[str, tuple[str, Any]] = {}
         if _SWITCHES(self) == _NO_SWITCH:
             return {}

@@ -1,4 +1,4 @@
-"""Formats with a mark behind a call. Nobody is held to it: the answer may end without."""
+"""Formats with a mark behind a call. It is not required: the answer may end without it."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     content │ <section> │ <call> head │ arguments │ </call> │ <call> ... │ </section> │ content
       out   │   held    │    held     │    out    │    -    │            │     -      │   out
 
-Nobody is held to the marks around calls: a section may end with the answer, and a call may begin
+The marks around calls are not required: a section may end with the answer, and a call may begin
 without one.
 """
 
