@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 demo: setup
-	$(BIN)/python -m swell.cluster.demo
+	$(BIN)/python -m swell.cluster.cli.demo
 
 test: setup lint typecheck
 	$(BIN)/python -m pytest -m "not gpu"
@@ -32,13 +32,13 @@ test-gpu:
 
 # What others' clients and checkers say: some ten minutes, and half a gigabyte of their packages.
 judges: setup $(JUDGES)/.installed
-	SWELL_JUDGES=1 SWELL_FUZZ_CASES=2000 $(BIN)/python -m pytest --timeout 1800 tests/judges
-	$(JUDGES)/bin/python -m pytest --confcutdir tests/judges/outside tests/judges/outside
+	SWELL_CONFORMANCE=1 SWELL_FUZZ_CASES=2000 $(BIN)/python -m pytest --timeout 1800 tests/conformance
+	$(JUDGES)/bin/python -m pytest --confcutdir tests/conformance/outside tests/conformance/outside
 
-$(JUDGES)/.installed: tests/judges/requirements.txt
+$(JUDGES)/.installed: tests/conformance/requirements.txt
 	$(PYTHON) -m venv $(JUDGES)
 	$(JUDGES)/bin/pip install --quiet --upgrade pip
-	$(JUDGES)/bin/pip install --quiet --requirement tests/judges/requirements.txt
+	$(JUDGES)/bin/pip install --quiet --requirement tests/conformance/requirements.txt
 	touch $(JUDGES)/.installed
 
 # Every causal model of transformers, small: equal or refused; some ten minutes, rewrites the page.
@@ -47,12 +47,12 @@ zoo: setup
 
 # Every fault in every moment, under load: 312 cells, some hours on two cores; rewrites the tables of the page.
 fault-matrix: setup
-	$(BIN)/python -m swell.cluster.faults --markdown docs/reliability.md
+	$(BIN)/python -m tests.faults --markdown docs/reliability.md
 
 # Alone, or beside peers: BENCH="offline-m15 served" PEERS="vllm=PYTHON llamacpp=PYTHON" ARGS="--repeats 5".
 BENCH_TO := build
 bench: $(VENV)/.bench
-	$(BIN)/python -m swell.benchmarks $(BENCH) $(if $(PEERS),--peers $(PEERS)) \
+	$(BIN)/python -m tests.benchmarks $(BENCH) $(if $(PEERS),--peers $(PEERS)) \
 	  --json $(BENCH_TO)/benchmark.json --plot $(BENCH_TO)/benchmark.svg $(ARGS)
 
 # The same, into the page: cases that do not run keep what is written of them.

@@ -2,6 +2,6 @@
 
 import sys
 
-from swell.cluster.cli import main
+from swell.cluster.cli.main import main
 
 sys.exit(main())

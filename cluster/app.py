@@ -18,21 +18,22 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
-from swell.cluster.connection import ConnectionLimits
-from swell.cluster.coordinator_handle import CoordinatorHandle
-from swell.cluster.description import Change
-from swell.cluster.edge import EdgeServer, claim_port, free_port, next_free_port, with_port
-from swell.cluster.ingress import Ingress
-from swell.cluster.link import EngineLinks
-from swell.cluster.manager import ClusterManager, ScaleRefused
-from swell.cluster.notes import Notes
-from swell.cluster.placement import Placement, resolve_device
-from swell.cluster.stored import StoreReply, StoreWish
+from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.responses.stored import StoreReply, StoreWish
+from swell.cluster.api.server.connection import ConnectionLimits
+from swell.cluster.api.server.http_server import EdgeServer
+from swell.cluster.client.links import EngineLinks
+from swell.cluster.control.cluster_status import Change
+from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.manager import ClusterManager, ScaleRefused
+from swell.cluster.control.notes import Notes
+from swell.cluster.control.placement import Placement, resolve_device
 from swell.configs.identity import identity
 from swell.configs.log import FactLogger, configure_logging
 from swell.configs.process import keep_what_is_here
 from swell.configs.schema import Config, ConfigError, load, parse_override
 from swell.coordinator.coordinator import CoordinatorContact
+from swell.coordinator.ports import claim_port, free_port, next_free_port, with_port
 
 _ACTOR_OPTIONS = {"num_cpus": 0}
 _SERVE_PROXY_PORT = 8000

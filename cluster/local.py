@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from swell.cluster.detokenizer import Detokenizer, Opening
-from swell.cluster.generation_config import read_generation_config
-from swell.cluster.output_processor import OutputProcessor
-from swell.cluster.outputs import CompletionOutput, RequestOutput, RequestOutputKind
-from swell.cluster.parallel import ParentRequest, children
-from swell.cluster.params import SamplingParams, to_core_request
-from swell.cluster.preflight import check
-from swell.cluster.prompt import PromptProcessor, end_token_ids, load_tokenizer
-from swell.cluster.structured import compile_grammar
-from swell.cluster.templates import TemplateOptions
-from swell.cluster.validate import validate, with_vocabulary
-from swell.cluster.words import bad_word_tokens
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.outputs import CompletionOutput, RequestOutput, RequestOutputKind
+from swell.cluster.client.parallel_sampling import ParentRequest, children
+from swell.cluster.text.bad_words import bad_word_tokens
+from swell.cluster.text.chat_template import TemplateOptions
+from swell.cluster.text.detokenizer import Detokenizer, Opening
+from swell.cluster.text.generation_config import read_generation_config
+from swell.cluster.text.model_folder import check
+from swell.cluster.text.prompts import PromptProcessor, end_token_ids, load_tokenizer
+from swell.cluster.text.sampling_params import SamplingParams, to_core_request
+from swell.cluster.text.structured_output import compile_grammar
+from swell.cluster.text.validate_params import validate, with_vocabulary
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load
 from swell.engine.core import EngineCore

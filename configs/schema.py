@@ -124,7 +124,7 @@ class ServeConfig(Section, frozen=True):
     max_body_bytes: Positive = 16 * 1024 * 1024
     """Longest HTTP body that is read. A conversation that fills a context of a million tokens has
     5 MB, and twice that with all but ASCII escaped; what a body may hold is limited apart
-    (`cluster/openai/body_size.py`)."""
+    (`cluster/text/schema/json_size.py`)."""
     max_children: Positive = 1024
     """Answers that one request may draw: its prompts times `n` or `best_of`. Each is a request of
     its own to the engines: so many are several full batches, and take 0.1 s to submit."""

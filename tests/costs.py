@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.params import StructuredOutputs
+from swell.cluster.text.sampling_params import StructuredOutputs
 from swell.worker.sample.sampler import Sampler
 from swell.worker.sample.stage import Stage
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-FLOORS = ("benchmarks", "cluster", "coordinator", "engine", "worker", "kernels", "configs")
+FLOORS = ("cluster", "coordinator", "engine", "worker", "kernels", "configs")
 
 OUTSIDE = ("configs/models/train.py",)
 """Scripts that stand alone: no module of ours may import them."""
@@ -21,21 +21,20 @@ OUTSIDE = ("configs/models/train.py",)
 MAY_IMPORT: dict[str, list[str]] = {
     # Pattern of importing files -> patterns of the modules of ours that they may import.
     # A file may import what any of its patterns allows.
-    "benchmarks/*": [
-        "benchmarks.*",
-        "cluster.*",
-        "engine.*",
-        "worker.*",
-        "coordinator.*",
-        "configs.*",
-    ],
     "cluster/*": [
-        "cluster.*",
         "engine.*",
         "coordinator.*",
         "configs.*",
         "worker.sample.wire",  # SamplerParams, Extra: parts of what an engine is asked and says
     ],
+    "cluster/cli/*": ["cluster.*"],
+    "cluster/__main__.py": ["cluster.cli.*"],
+    "cluster/app.py": ["cluster.api.*", "cluster.control.*", "cluster.client.*", "cluster.text.*"],
+    "cluster/api/*": ["cluster.api.*", "cluster.client.*", "cluster.text.*"],
+    "cluster/control/*": ["cluster.control.*", "cluster.client.*", "cluster.text.*"],
+    "cluster/local.py": ["cluster.client.*", "cluster.text.*"],
+    "cluster/client/*": ["cluster.client.*", "cluster.text.*"],
+    "cluster/text/*": ["cluster.text.*"],
     "coordinator/*": ["coordinator.*", "configs.*"],
     "engine/*": ["engine.*", "coordinator.*", "configs.*", "worker.wire", "worker.sample.wire"],
     "engine/executor/*": ["worker.worker", "worker.actor"],
@@ -47,30 +46,29 @@ MAY_IMPORT: dict[str, list[str]] = {
 LIBRARIES: dict[str, list[str]] = {
     # Library -> the only files of ours that may import it, at their top or inside.
     "ray": [
-        "benchmarks/contenders/ray_serve_llm.py",
-        "cluster/*",
+        "cluster/app.py",
+        "cluster/control/*",
+        "cluster/cli/*",
+        "cluster/api/*",
         "coordinator/coordinator.py",
         "engine/actor.py",
         "engine/executor/ray.py",
         "worker/actor.py",
     ],
     "torch": [
-        "benchmarks/host.py",
-        "benchmarks/limits.py",
-        "benchmarks/models.py",
         "worker/*",
         "kernels/*",
         "engine/executor/inproc.py",
     ],
     "transformers": [
-        "cluster/prompt.py",
+        "cluster/text/prompts.py",
         "worker/loader.py",
         "worker/models/generic*.py",
         "worker/sample/vocabulary.py",
     ],
     "llguidance": [
-        "cluster/structured.py",
-        "cluster/grammar_check.py",
+        "cluster/text/structured_output.py",
+        "cluster/text/grammar_check.py",
         "worker/sample/grammar.py",
         "worker/sample/vocabulary.py",
     ],
@@ -192,8 +190,8 @@ def test_the_door_of_kernels_is_empty() -> None:
         ),
         ("swell.cluster.local", ["ray"]),
         ("swell.coordinator.service", ["torch", "ray", "transformers"]),
-        ("swell.cluster.routing.router", ["torch", "ray", "transformers"]),
-        ("swell.cluster.structured", ["torch", "ray", "transformers"]),
+        ("swell.cluster.client.router", ["torch", "ray", "transformers"]),
+        ("swell.cluster.text.structured_output", ["torch", "ray", "transformers"]),
         ("swell.worker.wire", ["torch", "ray", "zmq"]),
         ("swell.worker.worker", ["ray", "llguidance"]),
         ("tests.gpu.test_engine", ["ray", "llguidance", "prometheus_client", "hypothesis"]),

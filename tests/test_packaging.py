@@ -86,7 +86,7 @@ def test_the_wheel_holds_every_file_of_ours(wheel: Path) -> None:
 @pytest.mark.slow
 def test_the_wheel_is_what_is_imported(wheel: Path, tmp_path: Path) -> None:
     code = (
-        "import swell.engine.scheduler, swell.cluster.local, swell.cluster.cli, swell.kernels;"
+        "import swell.engine.scheduler, swell.cluster.local, swell.cluster.cli.main, swell.kernels;"
         "print(swell.engine.scheduler.__file__)"
     )
     run = subprocess.run(

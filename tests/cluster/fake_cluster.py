@@ -22,11 +22,11 @@ from typing import Any
 import httpx
 import msgspec
 
-from swell.cluster.connection import ConnectionLimits
-from swell.cluster.description import Change
-from swell.cluster.edge import EdgeServer
-from swell.cluster.ingress import Ingress
-from swell.cluster.link import EngineLinks
+from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.server.connection import ConnectionLimits
+from swell.cluster.api.server.http_server import EdgeServer
+from swell.cluster.client.links import EngineLinks
+from swell.cluster.control.cluster_status import Change
 from swell.configs.schema import Config, load
 from swell.coordinator import roster as rosters
 from swell.coordinator.channel import Inbox, make_keys

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 
+from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.app import IngressDeployment, ManagerDeployment
-from swell.cluster.edge import EdgeServer
-from swell.cluster.output_processor import OutputProcessor
+from swell.cluster.client.output_processor import OutputProcessor
 from swell.coordinator import roster as rosters
-from tests.cluster import tokenizers_for_tests
+from tests.cluster.control.lives import World, run
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
-from tests.cluster.lives import World, run
+from tests.cluster.text import tokenizers_for_tests
 from tests.conftest import Deaths
 
 

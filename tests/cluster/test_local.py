@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from swell.cluster.client.output_processor import RequestState
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.output_processor import RequestState
-from swell.cluster.params import BadRequest
-from swell.cluster.validate import MAX_VOCABULARY_LOGPROBS
+from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.validate_params import MAX_VOCABULARY_LOGPROBS
 from swell.configs.schema import ConfigError
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swell.cluster.faults.process import Cluster, ClusterFailed, listen_to_ctrl_c
+from tests.faults.process import Cluster, ClusterFailed, listen_to_ctrl_c
 
 __all__ = ["NANO", "ROOT", "Cluster", "ClusterFailed", "listen_to_ctrl_c"]
 

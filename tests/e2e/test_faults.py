@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from swell.cluster.faults import events, moments
-from swell.cluster.faults.__main__ import soak_events
-from swell.cluster.faults.load import DECODE
-from swell.cluster.faults.trial import Cell, Setup, Trial
 from tests.e2e.cluster import NANO
+from tests.faults import events, moments
+from tests.faults.__main__ import soak_events
+from tests.faults.load import DECODE
+from tests.faults.trial import Cell, Setup, Trial
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

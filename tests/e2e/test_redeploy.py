@@ -16,10 +16,10 @@ import ray
 from ray import serve
 
 from swell.cluster.app import Contact, application
-from swell.cluster.faults.process import alive, listeners
 from swell.configs.identity import identity
 from swell.configs.schema import load
 from tests.e2e.cluster import NANO
+from tests.faults.process import alive, listeners
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -17,18 +17,18 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from swell.cluster.detokenizer import Detokenizer, Opening
-from swell.cluster.local import LLM, Asked
-from swell.cluster.output_processor import OutputProcessor
-from swell.cluster.outputs import (
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.outputs import (
     CompletionOutput,
     LogprobTable,
     RequestOutput,
     RequestOutputCollector,
     RequestOutputKind,
 )
-from swell.cluster.parallel import ParentRequest
-from swell.cluster.prompt import load_tokenizer
+from swell.cluster.client.parallel_sampling import ParentRequest
+from swell.cluster.local import LLM, Asked
+from swell.cluster.text.detokenizer import Detokenizer, Opening
+from swell.cluster.text.prompts import load_tokenizer
 from swell.worker.sample import logprobs, sampler
 from tests.engine.features import Wish
 

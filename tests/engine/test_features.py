@@ -19,9 +19,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.local import LLM
-from swell.cluster.outputs import RequestOutputKind
-from swell.cluster.params import SamplingParams
+from swell.cluster.text.sampling_params import SamplingParams
 from tests.engine.desk import DELTA, Answer, Desk, Plain, assert_same, engine
 from tests.engine.features import FEATURES, STEADY, Wish, wishes
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.cluster import params as ingress
-from swell.cluster import validate as limits
+from swell.cluster.text import sampling_params as ingress
+from swell.cluster.text import validate_params as limits
 from swell.engine import validate
 from swell.engine.wire import EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import GRAMMAR_LIMITS, Grammar, SamplerParams

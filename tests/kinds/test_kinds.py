@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.prompt import end_token_ids, load_tokenizer
+from swell.cluster.text.prompts import end_token_ids, load_tokenizer
 from tests.kinds import KINDS, kind
 
 TEXT = "The sky is blue,\n    return x\t你好 😀 {}"

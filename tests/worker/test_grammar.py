@@ -13,8 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from swell.cluster.params import StructuredOutputs
-from swell.cluster.structured import compile_grammar
+from swell.cluster.text.sampling_params import StructuredOutputs
+from swell.cluster.text.structured_output import compile_grammar
 from swell.worker.block_tables import BlockTables
 from swell.worker.failed_rows import FailedRows
 from swell.worker.input_batch import BatchBuilder, InputBatch

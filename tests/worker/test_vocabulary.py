@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from swell.cluster.detokenizer import Detokenizer
-from swell.cluster.params import StructuredOutputs
-from swell.cluster.prompt import end_token_ids, load_tokenizer
-from swell.cluster.structured import compile_grammar
-from swell.cluster.token_texts import TokenTexts
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.prompts import end_token_ids, load_tokenizer
+from swell.cluster.text.sampling_params import StructuredOutputs
+from swell.cluster.text.structured_output import compile_grammar
+from swell.cluster.text.token_texts import TokenTexts
 from swell.worker.sample.vocabulary import load_vocabulary
 from tests.kinds import KINDS, kind
 from tests.worker.test_grammar import END, NANO, TOKENIZER, Answers, lark

@@ -1,1 +1,0 @@
-"""Answers in the shapes of the APIs, whole or as a stream."""

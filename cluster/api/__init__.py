@@ -1,0 +1,1 @@
+"""HTTP: routes, typed bodies, errors, event streams."""

@@ -1,0 +1,167 @@
+"""Bodies of the admin API and of the probes: what operators send, and what they are told."""
+
+from __future__ import annotations
+
+import math
+
+from swell.cluster.api.protocol_base import Body
+from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.schema.request_body import RequestBody
+from swell.configs.schema import MAX_DRAIN_S
+
+_MAX_COUNT = 2**31 - 1
+
+
+class ScaleRequest(RequestBody, kw_only=True):
+    engines: int
+    drain_timeout_s: float | None = None
+    """Time that leaving engines may take for what they have, up to four hours; None: the configured
+    one. They hand over what is left."""
+
+    def check(self) -> None:
+        _check_count("engines", self.engines, 1)
+        limit = self.drain_timeout_s
+        if limit is not None and not (math.isfinite(limit) and 0 <= limit <= MAX_DRAIN_S):
+            raise BadRequest(
+                f"drain_timeout_s={shown(limit)} must be a number between 0 and {MAX_DRAIN_S:g}",
+                "drain_timeout_s",
+            )
+
+
+class DrainRequest(RequestBody, kw_only=True):
+    rank: int
+
+    def check(self) -> None:
+        _check_count("rank", self.rank, 0)
+
+
+class SwitchRequest(RequestBody, kw_only=True):
+    """Of pause and resume: there is nothing to say, but it is said as JSON."""
+
+
+def _check_count(name: str, value: int, low: int) -> None:
+    if not low <= value <= _MAX_COUNT:
+        raise BadRequest(f"{name}={shown(value)} must be between {low} and {_MAX_COUNT}", name)
+
+
+class Accepted(Body, kw_only=True):
+    """A change has begun, and replaces one that was under way; `GET /admin/cluster` tells its
+    phase."""
+
+    status: str = "accepted"
+    target: int | None = None
+    """The number of engines that is wanted now."""
+
+
+class WorkerState(Body, kw_only=True):
+    rank: int
+    tensor: int
+    pipeline: int
+    pid: int
+
+
+class EngineState(Body, kw_only=True):
+    rank: int
+    state: str
+    pid: int | None = None
+    node: str | None = None
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    """Share of the KV blocks in use, 0 .. 1."""
+    steps: int = 0
+    epoch: int = 0
+    """Of the engine's group."""
+    wave: int = 0
+    repairs: int = 0
+    """Workers replaced since the start."""
+    workers: list[WorkerState] = []
+
+
+class CoordinatorState(Body, kw_only=True):
+    pid: int | None = None
+
+
+class RescaleState(Body, kw_only=True):
+    """`phase` is idle, prepare, commit, drain or failed; `error` says why it failed. What fails
+    without being asked for is tried again, ever more slowly."""
+
+    phase: str
+    error: str | None = None
+    failures: int = 0
+    """Attempts in a row that came to nothing, for the engine that is missing."""
+    next_try_s: float | None = None
+    """Seconds until it is tried again; 0: it is being tried."""
+
+
+class ClusterState(Body, kw_only=True):
+    """`epoch` counts memberships, `wave` counts waves, `target` is the wanted number of engines;
+    `state` is starting, serving, changing, paused, degraded (engines are missing, and starting them
+    fails) or failed (none is left)."""
+
+    epoch: int
+    wave: int
+    state: str
+    target: int
+    engines: list[EngineState]
+    coordinator: CoordinatorState
+    rescale: RescaleState
+
+
+class Health(Body, kw_only=True):
+    status: str = "ok"
+
+
+class Readiness(Body, kw_only=True):
+    """The ranks that take requests and can make progress; `coordinator` is ok or silent."""
+
+    status: str = "ready"
+    engines: list[int]
+    coordinator: str = "ok"
+
+
+class IdleEngine(Body, kw_only=True):
+    """Whether all slots and blocks of an engine are free; if not, what is held."""
+
+    rank: int
+    idle: bool
+    reason: str | None = None
+
+
+class IdleReport(Body, kw_only=True):
+    engines: list[IdleEngine]
+
+
+class Version(Body, kw_only=True):
+    version: str
+
+
+class ServerLoad(Body, kw_only=True):
+    """`server_load`: requests that run or wait in all engines, by their last reports."""
+
+    server_load: int
+
+
+class EngineLoad(Body, kw_only=True):
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    kv_usage: float
+    """Share of the KV blocks in use, 0 .. 1."""
+
+
+class ServerInfo(Body, kw_only=True):
+    """What a user may know of the server: no path, no host, no key. Operators have
+    `/admin/cluster`."""
+
+    version: str
+    served_model_name: str
+    context_length: int
+    dtype: str
+    dp_size: int
+    """Engines that are here now."""
+    tp_size: int
+    pp_size: int
+    max_running_requests: int
+    """Of each engine."""
+    internal_states: list[EngineLoad]

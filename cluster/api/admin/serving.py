@@ -1,0 +1,142 @@
+"""The admin routes of one ingress: it asks the manager, who decides, and the engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from swell.cluster.api.admin.protocol import (
+    Accepted,
+    DrainRequest,
+    IdleEngine,
+    IdleReport,
+    ScaleRequest,
+    SwitchRequest,
+)
+from swell.cluster.api.http import (
+    Handler,
+    HTTPError,
+    KeyRing,
+    json_response,
+    read_short_body,
+    route,
+)
+from swell.cluster.api.server.access import AccessRules
+from swell.cluster.client.async_llm import AsyncLLM, EngineCallFailed
+from swell.cluster.control.cluster_status import Change
+from swell.cluster.text.schema.decode import decode
+from swell.configs.schema import ServeConfig
+
+_CALL_S = 10.0
+"""How long an engine may take to answer a call: it answers between steps."""
+_MANAGER_S = 30.0
+"""How long the manager may take: longer than Serve needs to replace it."""
+_BODY_BYTES = 64 * 1024
+"""The longest body of a request."""
+
+
+class AdminRoutes:
+    """What operators may ask. `manager` answers with a `Change`.
+
+    An operator shows a key of `serve.admin_keys_file`. Where only `serve.api_keys_file` is set,
+    nobody is one: a user's key opens nothing here.
+    """
+
+    def __init__(
+        self, config: ServeConfig, rules: AccessRules, manager: Any, llm: Callable[[], AsyncLLM]
+    ) -> None:
+        self._admins = KeyRing(config.admin_keys_file, "serve.admin_keys_file")
+        self._has_no_admins = config.admin_keys_file is None and config.api_keys_file is not None
+        self._rules = rules
+        self._manager = manager
+        self._llm = llm
+
+    def routes(self) -> list[Route]:
+        return [
+            route("/admin/cluster", self._for_admins(self._cluster), "GET"),
+            route("/admin/idle", self._for_admins(self._idle), "GET"),
+            route("/admin/scale", self._for_admins(self._scale), "POST"),
+            route("/admin/drain", self._for_admins(self._drain), "POST"),
+            route("/admin/pause", self._for_admins(self._pause), "POST"),
+            route("/admin/resume", self._for_admins(self._resume), "POST"),
+        ]
+
+    def _for_admins(self, handler: Handler) -> Handler:
+        async def run(request: Request) -> Any:
+            self._rules.check_admin(request)
+            if self._has_no_admins:
+                raise HTTPError(
+                    403,
+                    "the admin API is closed: serve.api_keys_file is set, and keys of users open "
+                    "nothing here; set serve.admin_keys_file to a file with keys of operators",
+                    "no_admin_keys",
+                )
+            self._admins.check(request)
+            return await handler(request)
+
+        return run
+
+    async def _cluster(self, request: Request) -> Response:
+        return json_response(await self._ask_manager("describe"))
+
+    async def _idle(self, request: Request) -> Response:
+        """Ask every engine whether all its slots and blocks are free: the conservation check."""
+        llm, engines = self._llm(), []
+        for rank in llm.view.roster.ranks:
+            reason = None
+            try:
+                await llm.call_engine(rank, "check_idle", timeout_s=_CALL_S)
+            except (EngineCallFailed, TimeoutError) as error:
+                reason = str(error) or "busy"
+            engines.append(IdleEngine(rank=rank, idle=reason is None, reason=reason))
+        return json_response(IdleReport(engines=engines))
+
+    async def _scale(self, request: Request) -> Response:
+        body = decode(await read_short_body(request, _BODY_BYTES), ScaleRequest)
+        return _accepted(await self._ask_manager("scale", body.engines, body.drain_timeout_s))
+
+    async def _drain(self, request: Request) -> Response:
+        body = decode(await read_short_body(request, _BODY_BYTES), DrainRequest)
+        return _accepted(await self._ask_manager("drain", body.rank))
+
+    async def _pause(self, request: Request) -> Response:
+        await _nothing(request)
+        return _accepted(await self._ask_manager("pause"))
+
+    async def _resume(self, request: Request) -> Response:
+        await _nothing(request)
+        return _accepted(await self._ask_manager("resume"))
+
+    async def _ask_manager(self, method: str, *args: object) -> Any:
+        """Raises HTTPError 503 where it gives no answer: Serve may be replacing it."""
+        try:
+            async with asyncio.timeout(_MANAGER_S):
+                return await getattr(self._manager, method).remote(*args)
+        except Exception as error:  # whatever keeps it from answering
+            reason = f"within {_MANAGER_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+            raise HTTPError(
+                503,
+                f"the manager did not answer: {reason}; it may be restarting. What was asked may "
+                "have been taken all the same: see GET /admin/cluster, and try again",
+                "no_manager",
+                "server_error",
+                {"retry-after": "1"},
+            ) from None
+
+
+async def _nothing(request: Request) -> None:
+    """An empty object, or an empty body."""
+    body = await read_short_body(request, _BODY_BYTES)
+    if body.strip():
+        decode(body, SwitchRequest)
+
+
+def _accepted(change: Change) -> Response:
+    if change.refusal is None:
+        return json_response(Accepted(target=change.target), 202)
+    raise HTTPError(400, change.refusal, "refused")

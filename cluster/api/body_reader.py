@@ -1,0 +1,108 @@
+"""Bodies of requests: read up to their limits, then decoded and checked off the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from swell.cluster.api.http import HTTPError, read_json_parts
+from swell.cluster.text.offload import Offload
+from swell.cluster.text.schema.decode import Decoded, read
+from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.schema.unknown_fields import UnknownFields
+
+Body = TypeVar("Body", bound=RequestBody)
+
+HELD_BODIES = 16
+"""So many bodies of the largest size may be held at once, by all requests together. Beyond that
+a client that sends more than an equal share is refused: a few that hold much, and send slowly,
+keep out no other client. All together never hold twice as much."""
+MAX_WARNED = 16
+"""Fields that the header of a warning names."""
+MAX_WARNED_CHARS = 64
+"""Of each name."""
+_RETRY = {"retry-after": "1"}
+
+
+def _no_count(ignored: Mapping[str, int]) -> None:
+    pass
+
+
+class BodyReader:
+    """Reads the bodies of one ingress. Bytes count from their arrival until they are decoded."""
+
+    def __init__(
+        self,
+        max_body_bytes: int,
+        offload: Offload,
+        unknown: UnknownFields = "refuse",
+        on_ignored: Callable[[Mapping[str, int]], None] = _no_count,
+    ) -> None:
+        """`unknown` is `serve.unknown_fields`; `on_ignored` counts fields of a history that were
+        ignored, by label."""
+        self._unknown = unknown
+        self._on_ignored = on_ignored
+        self._max_body_bytes = max_body_bytes
+        self._max_held_bytes = max_body_bytes * HELD_BODIES
+        self._offload = offload
+        self.held_bytes = 0
+        self._readers = 0
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """The checked body of somebody who may ask. Raises BadRequest and HTTPError."""
+        parts: list[bytes] = []
+        size = 0
+        self._readers += 1
+        try:
+            async with aclosing(read_json_parts(request, self._max_body_bytes)) as coming:
+                async for part in coming:
+                    self.held_bytes += len(part)
+                    size += len(part)
+                    parts.append(part)
+                    self._check_room(size)
+            request.state.body_bytes = size
+            decoded: Decoded[Body] = await self._offload.run_sized(
+                size, _decoded, parts, kind, self._unknown
+            )
+            self._on_ignored(decoded.findings.ignored)
+            request.state.aliases = decoded.findings.aliases
+            request.state.warning = warning_of(decoded.findings.warnings)
+            return decoded.request
+        finally:
+            self._readers -= 1
+            self.held_bytes -= size
+
+    def _check_room(self, size: int) -> None:
+        """Of a reader that holds so much."""
+        is_share = size * self._readers <= self._max_held_bytes
+        if self.held_bytes > self._max_held_bytes and not is_share:
+            raise HTTPError(
+                503,
+                f"the bodies that are being read fill {HELD_BODIES} times "
+                f"serve.max_body_bytes={self._max_body_bytes}; try again later",
+                "too_many_bodies",
+                "server_error",
+                _RETRY,
+            )
+
+
+def body_bytes(request: Request) -> int:
+    """The size of the body that was read: how much work it makes."""
+    return int(getattr(request.state, "body_bytes", 0))
+
+
+def warning_of(paths: list[str]) -> str | None:
+    """The header that names fields which were left out; visible ASCII, and no longer than headers
+    may be."""
+    if not paths:
+        return None
+    named = ", ".join(ascii(path)[1:-1][:MAX_WARNED_CHARS] for path in paths[:MAX_WARNED])
+    more = f" and {len(paths) - MAX_WARNED} more" if len(paths) > MAX_WARNED else ""
+    return f"unknown fields were ignored: {named}{more}"
+
+
+def _decoded(parts: list[bytes], kind: type[Body], unknown: UnknownFields) -> Decoded[Body]:
+    return read(b"".join(parts), kind, unknown)

@@ -1,0 +1,294 @@
+"""`/v1/chat/completions`: what a client may send, and what it gets.
+
+`stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs` and `reasoning_content` are not
+OpenAI's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType
+
+from swell.cluster.api.generation_body import GenerationRequest
+from swell.cluster.api.logprobs_protocol import ChatLogprobs, PromptLogprobs
+from swell.cluster.api.protocol_base import Body, Usage
+from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.schema.chat_messages import (
+    ChatMessage,
+    ToolChoice,
+    ToolDefinition,
+    check_messages,
+    check_tools,
+    keep_tools,
+)
+from swell.cluster.text.schema.known_fields import CHAT
+from swell.cluster.text.schema.request_body import RequestBody
+
+_SWITCHES = attrgetter(
+    "chat_template_kwargs", "enable_thinking", "thinking", "reasoning", "reasoning_effort"
+)
+"""The fields that `template_variables` reads."""
+_NO_SWITCH = (None,) * 5
+
+
+class ThinkingSwitch(RequestBody, kw_only=True):
+    type: Literal["enabled", "disabled"]
+
+
+class ReasoningSwitch(RequestBody, kw_only=True):
+    effort: str | None = None
+    enabled: bool | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    """OpenAI's newer name of `max_tokens`."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """false: one call at most."""
+    reasoning_effort: str | None = None
+    """Handed to the chat template; what it means is the model's. `none`: no reasoning."""
+    thinking_token_budget: int | None = None
+    """The most tokens of reasoning; then its end is forced. -1: no limit."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The answer goes on with the last message, which is the assistant's."""
+    chat_template: str | None = None
+    """A template instead of the model's, where `serve.request_chat_template` allows it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, as `enable_thinking`."""
+    enable_thinking: bool | None = None
+    """The variables `enable_thinking` and `thinking` of the chat template: templates read one or
+    the other."""
+    thinking: bool | ThinkingSwitch | None = None
+    """The same."""
+    reasoning: ReasoningSwitch | None = None
+    """The effort again, and whether to reason."""
+    include_reasoning: bool | None = None
+    """false: the answer comes without its reasoning."""
+    documents: list[dict[str, Any]] | None = None
+    """For chat templates that write documents."""
+
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+    """This and the next field change nothing in the answer."""
+    store: Any = None
+
+    NOT_SERVED = {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+    }
+    ECOSYSTEM = CHAT
+
+    def keep(self, body: bytes) -> None:
+        keep_tools(self.tools, body)
+
+    def check(self) -> None:
+        super().check()
+        check_messages(self.messages)
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) == 2:
+            raise BadRequest(
+                f"max_tokens={shown(self.max_tokens)} and max_completion_tokens="
+                f"{shown(self.max_completion_tokens)} differ; send one of them",
+                "max_tokens",
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest(
+                f"top_logprobs={shown(self.top_logprobs)} needs logprobs=true, and logprobs="
+                f"{shown(self.logprobs)}",
+                "top_logprobs",
+            )
+        check_tools(self.tools, self.tool_choice)
+        budget = self.thinking_token_budget
+        if budget is not None and not -1 <= budget < 2**31:
+            raise BadRequest(
+                f"thinking_token_budget={shown(budget)} must be between 0 and {2**31 - 1}, or -1 "
+                "for no limit",
+                "thinking_token_budget",
+            )
+        self._check_continuation()
+        self.template_variables()
+
+    def _check_continuation(self) -> None:
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            raise BadRequest(
+                "continue_final_message=true and add_generation_prompt=true contradict each "
+                "other: an answer goes on with the last message or begins a new one",
+                "continue_final_message",
+            )
+        if self.messages[-1].role != "assistant":
+            raise BadRequest(
+                "continue_final_message=true needs a last message of role 'assistant', and it is "
+                f"{self.messages[-1].role!r}",
+                "continue_final_message",
+            )
+
+    def template_variables(self) -> dict[str, Any]:
+        """The variables that the chat template gets beside the messages. Raises `BadRequest` where
+        two fields say different things."""
+        told: dict[str, tuple[str, Any]] = {}
+        if _SWITCHES(self) == _NO_SWITCH:
+            return {}
+        for field, name, value in self._variables():
+            before, known = told.setdefault(name, (field, value))
+            if known != value:
+                raise BadRequest(
+                    f"{field} and {before} contradict each other: {shown(value)} and "
+                    f"{shown(known)}; send one of them",
+                    field,
+                )
+        return {name: value for name, (_, value) in told.items()}
+
+    def _variables(self) -> Iterator[tuple[str, str, Any]]:
+        """(field of the request, variable of the template, value)."""
+        for name, value in (self.chat_template_kwargs or {}).items():
+            yield f"chat_template_kwargs.{name}", name, value
+        thinking, reasoning = self.thinking, self.reasoning or ReasoningSwitch()
+        if isinstance(thinking, ThinkingSwitch):
+            thinking = thinking.type == "enabled"
+        for field, value in (
+            ("enable_thinking", self.enable_thinking),
+            ("thinking", thinking),
+            ("reasoning.enabled", reasoning.enabled),
+        ):
+            if value is not None:
+                yield field, "enable_thinking", value
+                yield field, "thinking", value
+        for field, effort in (
+            ("reasoning_effort", self.reasoning_effort),
+            ("reasoning.effort", reasoning.effort),
+        ):
+            if effort is not None:
+                yield field, "reasoning_effort", effort
+            if effort == "none":
+                yield field, "enable_thinking", False
+                yield field, "thinking", False
+
+    @property
+    def answer_role(self) -> str:
+        """Of the message that the answer is, or goes on with."""
+        begins = self.add_generation_prompt
+        begins = not self.continue_final_message if begins is None else begins
+        return "assistant" if begins else self.messages[-1].role
+
+    @property
+    def echoed(self) -> str:
+        """What the answer begins with: with `echo`, the last message, where it is of the same
+        role."""
+        last = self.messages[-1]
+        return last.text if self.echo and last.role == self.answer_role else ""
+
+    def answer_max_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def own_wishes(self) -> Mapping[str, Any]:
+        return {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
+
+
+class CalledFunction(Body, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatResponseMessage(Body, kw_only=True):
+    role: str = "assistant"
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, under vLLM's newer name; a stream has `reasoning_content` alone, for there are
+    clients that take both for two texts."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    """Absent without calls, as OpenAI has it."""
+
+
+class ChatChoice(Body, kw_only=True):
+    index: int
+    message: ChatResponseMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Body, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    service_tier: str | None = None
+    """This and the next are always null: there is one tier, and a seed is enough."""
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class FunctionDelta(Body, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Body, kw_only=True):
+    """The first of a call has its id and name; the others more of its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
+class ChatDelta(Body, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Body, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Body, kw_only=True):
+    """One event of a chat stream; `usage` as in `CompletionChunk`. The first one has the prompt's
+    ids where `return_token_ids` asks for them."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET

@@ -1,0 +1,167 @@
+"""The answer of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+from msgspec import UNSET
+
+from swell.cluster.api.chat.protocol import (
+    CalledFunction,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatResponseMessage,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from swell.cluster.api.logprobs import chat_logprobs, name_by_id, prompt_logprobs_body
+from swell.cluster.api.logprobs_protocol import ChatLogprobs
+from swell.cluster.api.protocol_base import Usage
+from swell.cluster.api.response_writer import Answer, choice_usage, usage_of
+from swell.cluster.api.sse import DONE, PLAIN, ChatStream, Rest
+from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+from swell.cluster.text.parsers import parts
+from swell.cluster.text.parsers.base import Parser
+from swell.cluster.text.schema.chat_messages import call_rules
+
+
+class ChatAnswer(Answer):
+    """`make_parser` makes what reads one choice."""
+
+    def __init__(
+        self, id: str, model: str, body: ChatCompletionRequest, make_parser: Callable[[], Parser]
+    ) -> None:
+        super().__init__(id, model, n=body.n or 1)
+        self._body = body
+        self._make_parser = make_parser
+        self._parsers: dict[int, Parser] = {}
+        self._called: set[int] = set()
+        """Choices with a tool call."""
+        self._echoed = body.echoed
+        self._tells_more = body.return_token_ids or body.continuous_usage
+        """Every output has more than text."""
+        self._stream = ChatStream(self.id, self.created, model, include_usage=body.include_usage)
+
+    def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+        (output,) = outputs
+        body, prompt = self._body, output.prompt_logprobs
+        return ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(part) for part in output.outputs],
+            usage=usage,
+            prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
+            prompt_logprobs=None if prompt is None else prompt_logprobs_body(prompt),
+        )
+
+    def _choice(self, part: CompletionOutput) -> ChatChoice:
+        parser = self._make_parser()
+        said = parts.collect(self._told([*parser.push(part.text), *parser.flush()]))
+        calls = [
+            ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+            for call in said.tool_calls
+        ]
+        content = said.content if calls or said.reasoning else said.content or ""
+        if self._echoed:
+            content = self._echoed + (content or "")
+        message = ChatResponseMessage(
+            content=content,
+            reasoning_content=said.reasoning,
+            reasoning=said.reasoning,
+            tool_calls=calls or UNSET,
+        )
+        return ChatChoice(
+            index=part.index,
+            message=message,
+            logprobs=self._logprobs(part),
+            finish_reason=self._reason(part, called=bool(calls)),
+            stop_reason=part.stop_reason,
+            token_ids=part.token_ids if self._body.return_token_ids else None,
+        )
+
+    def _told(self, said: list[parts.Part]) -> list[parts.Part]:
+        """What the client is told of it."""
+        if self._body.include_reasoning is not False:
+            return said
+        return [part for part in said if not isinstance(part, parts.Reasoning)]
+
+    # ---------------------------------------------------------------- as a stream
+
+    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
+        if not self._parsers:
+            return [*self._begin(output), *self.delta(choice, output, part)]
+        parser = self._parsers[choice]
+        said = parser.push(part.text)
+        if part.finish_reason is not None:
+            said += parser.flush()
+        said = self._told(said)
+        for one in said:
+            if isinstance(one, parts.ToolCall):
+                self._called.add(choice)
+        rest = self._rest(choice, output, part)
+        if not said:
+            return [] if rest is PLAIN else [self._stream.chunk("", choice, rest)]
+        *before, last = said
+        more = Rest(usage=rest.usage) if rest.usage is not None else PLAIN
+        return [
+            *(self._event(choice, one, more) for one in before),
+            self._event(choice, last, rest),
+        ]
+
+    def _begin(self, output: RequestOutput) -> Iterable[bytes]:
+        """Who speaks, of all choices; they answer one prompt, so what is told of it stands here."""
+        body, used = self._body, None
+        ids = output.prompt_token_ids if body.return_token_ids else None
+        if body.continuous_usage:
+            used = usage_of([output], 0)
+        for choice in range(self.n):
+            self._parsers[choice] = self._make_parser()
+            yield self._stream.role(choice, ids if choice == 0 else None, used)
+            if self._echoed:
+                more = PLAIN if used is None else Rest(usage=used)
+                yield self._stream.chunk(self._echoed, choice, more)
+
+    def _event(self, choice: int, said: parts.Part, rest: Rest) -> bytes:
+        match said:
+            case parts.Content(text):
+                return self._stream.chunk(text, choice, rest)
+            case parts.Reasoning(text):
+                return self._stream.delta(ChatDelta(reasoning_content=text), choice, rest)
+            case parts.ToolCall(index, id, name):
+                function = FunctionDelta(name=name, arguments="")
+                call = ToolCallDelta(index=index, id=id, type="function", function=function)
+            case parts.Arguments(index, text):
+                call = ToolCallDelta(index=index, function=FunctionDelta(arguments=text))
+        return self._stream.delta(ChatDelta(tool_calls=[call]), choice, rest)
+
+    def _rest(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Rest:
+        """What the last event of an output has beside its text."""
+        if part.finish_reason is None and part.logprobs is None and not self._tells_more:
+            return PLAIN
+        ids = part.token_ids if self._body.return_token_ids else None
+        usage = choice_usage(output) if self._body.continuous_usage else None
+        reason = self._reason(part, called=choice in self._called)
+        return Rest(reason, part.stop_reason, self._logprobs(part), ids, usage)
+
+    def _logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
+        if part.logprobs is None:
+            return None
+        names = name_by_id if self._body.return_tokens_as_token_ids else None
+        return chat_logprobs(part.logprobs, self._body.top_logprobs or 0, names)
+
+    def _reason(self, part: CompletionOutput, *, called: bool) -> str | None:
+        """OpenAI says `tool_calls` where the model chose to call, and `stop` where it had to."""
+        chose = called and not call_rules(self._body.tool_choice).single
+        return "tool_calls" if chose and part.finish_reason == "stop" else part.finish_reason
+
+    def closing(self, usage: Usage) -> Iterable[bytes]:
+        if self._body.include_usage:
+            yield self._stream.usage(usage)
+
+    def ending(self) -> Iterable[bytes]:
+        yield DONE

@@ -1,0 +1,93 @@
+"""`/v1/completions`: what a client may send, and what it gets.
+
+`stop_reason`, `token_ids`, `prompt_token_ids` and `prompt_logprobs` are not OpenAI's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from swell.cluster.api.generation_body import GenerationRequest
+from swell.cluster.api.logprobs_protocol import CompletionLogprobs, PromptLogprobs
+from swell.cluster.api.protocol_base import Body, Usage
+from swell.cluster.text.schema.known_fields import COMPLETIONS
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions; chat answers may fill the model's length."""
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    """Text, texts, token ids, or lists of token ids."""
+    logprobs: int | None = None
+    suffix: str | None = None
+
+    NOT_SERVED = {"suffix": ("",)}
+    ECOSYSTEM = COMPLETIONS
+
+    @property
+    def only_echo(self) -> bool:
+        """`max_tokens` may be 0 with `echo`."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def answer_max_tokens(self) -> int | None:
+        if self.only_echo:
+            return 1  # an engine draws one token at least; it is not shown
+        return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def own_wishes(self) -> Mapping[str, Any]:
+        wishes: dict[str, Any] = {}
+        if self.logprobs is not None:
+            wishes["logprobs"] = self.logprobs
+            if self.echo and self.prompt_logprobs is None:
+                wishes["prompt_logprobs"] = self.logprobs
+        return wishes
+
+
+class CompletionChoice(Body, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(Body, kw_only=True):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    service_tier: str | None = None
+    """This and the next are always null."""
+    system_fingerprint: str | None = None
+
+
+class CompletionChunkChoice(Body, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """Of a choice's first chunk, where `return_token_ids` asks for them."""
+
+
+class CompletionChunk(Body, kw_only=True):
+    """One event of a completion stream. `usage` is absent from a stream that did not ask for it;
+    else it is null in all but the last event, unless `continuous_usage_stats` asked for more."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | UnsetType | None = UNSET

@@ -1,0 +1,124 @@
+"""The answer of `/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from swell.cluster.api.completions.protocol import Completion, CompletionChoice, CompletionRequest
+from swell.cluster.api.logprobs import completion_logprobs, name_by_id, prompt_logprobs_body
+from swell.cluster.api.logprobs_protocol import CompletionLogprobs
+from swell.cluster.api.protocol_base import Usage, usage
+from swell.cluster.api.response_writer import Answer, choice_usage
+from swell.cluster.api.sse import DONE, PLAIN, CompletionStream, Rest
+from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+
+
+class CompletionAnswer(Answer):
+    """With `echo` every choice begins with the text of its prompt."""
+
+    def __init__(self, id: str, model: str, body: CompletionRequest) -> None:
+        super().__init__(id, model, n=body.n or 1)
+        self._body = body
+        self._stream = CompletionStream(
+            self.id, self.created, model, include_usage=body.include_usage
+        )
+        self._echoed_chars: dict[int, int] = {}
+        """Of each choice of a stream that has begun."""
+        self._tells_more = (
+            body.return_token_ids or body.logprobs is not None or body.continuous_usage
+        )
+        """Every chunk has more than its text."""
+
+    def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+        choices = [
+            self._choice(place * self.n + part.index, output, part)
+            for place, output in enumerate(outputs)
+            for part in output.outputs
+        ]
+        return Completion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=self._shown_usage(usage),
+        )
+
+    def _choice(
+        self, index: int, output: RequestOutput, part: CompletionOutput
+    ) -> CompletionChoice:
+        body = self._body
+        part = self._shown(part)
+        prompt = self._echo(output)
+        told = None if body.prompt_logprobs is None else output.prompt_logprobs
+        return CompletionChoice(
+            index=index,
+            text=prompt + part.text,
+            logprobs=self._logprobs(output, part, len(prompt)),
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            token_ids=part.token_ids if body.return_token_ids else None,
+            prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
+            prompt_logprobs=None if told is None else prompt_logprobs_body(told),
+        )
+
+    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
+        """With `echo` the first chunk begins with the prompt."""
+        body, prompt, prompt_ids = self._body, "", None
+        part = self._shown(part)
+        if choice not in self._echoed_chars:
+            prompt = self._echo(output)
+            prompt_ids = output.prompt_token_ids if body.return_token_ids else None
+            self._echoed_chars[choice] = len(prompt)
+        rest = PLAIN
+        if part.finish_reason is not None or self._tells_more:
+            rest = Rest(
+                part.finish_reason,
+                part.stop_reason,
+                self._logprobs(output, part, self._echoed_chars[choice]),
+                part.token_ids if body.return_token_ids else None,
+                self._shown_usage(choice_usage(output)) if body.continuous_usage else None,
+                prompt_ids,
+            )
+        return [self._stream.chunk(prompt + part.text, choice, rest)]
+
+    def _echo(self, output: RequestOutput) -> str:
+        """What every answer to a prompt begins with."""
+        return (output.prompt or "") if self._body.echo else ""
+
+    def _logprobs(
+        self, output: RequestOutput, part: CompletionOutput, echoed_chars: int
+    ) -> CompletionLogprobs | None:
+        """Of a stream's outputs the first alone has those of the prompt."""
+        if self._body.logprobs is None or part.logprobs is None:
+            return None
+        echo = output.prompt_logprobs if self._body.echo else None
+        return completion_logprobs(
+            part.logprobs,
+            self._body.logprobs,
+            name_of=name_by_id if self._body.return_tokens_as_token_ids else None,
+            echo=echo,
+            echoed_chars=echoed_chars,
+        )
+
+    def _shown(self, part: CompletionOutput) -> CompletionOutput:
+        """With an echo alone, the one token that had to be drawn is left out."""
+        if not self._body.only_echo:
+            return part
+        none = None if part.logprobs is None else part.logprobs[:0]
+        return msgspec.structs.replace(
+            part, text="", token_ids=[], logprobs=none, finish_reason="length", stop_reason=None
+        )
+
+    def _shown_usage(self, whole: Usage) -> Usage:
+        if not self._body.only_echo:
+            return whole
+        return usage(whole.prompt_tokens, 0, whole.prompt_tokens_details.cached_tokens)
+
+    def closing(self, usage: Usage) -> Iterable[bytes]:
+        if self._body.include_usage:
+            yield self._stream.usage(self._shown_usage(usage))
+
+    def ending(self) -> Iterable[bytes]:
+        yield DONE

@@ -1,0 +1,215 @@
+"""The fields that completions and chat share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, Literal
+
+from swell.cluster.api.sampling_fields import TokenWishes, check_routing
+from swell.cluster.text.sampling_params import BadRequest, SamplingParams, StructuredOutputs, shown
+from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.truncation import WINDOW
+
+
+class StreamOptions(RequestBody, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Tell with every output how many tokens its choice has had so far."""
+    include_obfuscation: bool | None = None
+    """Accepted; the answer is never padded."""
+
+
+class JsonSchemaFormat(RequestBody, kw_only=True):
+    """The schema is held always, whatever `strict` says."""
+
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestBody, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def structured(self) -> StructuredOutputs | None:
+        """The form in our own terms; None: any text."""
+        if self.type == "json_schema":
+            if self.json_schema is None or self.json_schema.schema is None:
+                raise BadRequest(
+                    "response_format.type='json_schema' needs response_format.json_schema.schema",
+                    "response_format.json_schema",
+                    "missing_field",
+                )
+            return StructuredOutputs(json=self.json_schema.schema)
+        if self.json_schema is not None:
+            raise BadRequest(
+                f"response_format.type={self.type!r} takes no response_format.json_schema; "
+                "send type='json_schema'",
+                "response_format",
+            )
+        return StructuredOutputs(json_object=True) if self.type == "json_object" else None
+
+
+class GenerationRequest(TokenWishes, kw_only=True):
+    model: str | None = None
+    """None: the one that is served."""
+    max_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
+    """Tell each prompt token's log probability, and those of this many most likely ones."""
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Write `token_id:N` instead of its text where log probabilities name a token."""
+    best_of: int | None = None
+    """Draw so many answers and keep the n with the largest mean log probability."""
+    echo: bool | None = None
+    """The answer begins with what it continues."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own special tokens, as BOS, to a text."""
+    truncate_prompt_tokens: int | None = None
+    """Of a longer prompt only so many tokens are read; -1: as many as fit beside the answer."""
+    truncation_side: Literal["left", "right"] | None = None
+    """left (default): the last tokens of the prompt are kept; right: the first."""
+
+    user: Any = None
+    """This and the next fields change nothing in the answer."""
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
+
+    def check(self) -> None:
+        self.refuse_unsupported()
+        self._check_stream()
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequest(
+                f"prompt_logprobs={shown(self.prompt_logprobs)} is not told in a stream; leave out "
+                "stream=true",
+                "prompt_logprobs",
+            )
+        drawn = 1 if self.best_of is None else self.best_of
+        if self.stream and drawn > (self.n or 1):
+            raise BadRequest(
+                f"best_of={shown(self.best_of)} above n={self.n or 1} cannot be streamed: the best "
+                "are known at the end; leave out stream=true",
+                "best_of",
+            )
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
+            self._check_truncation(self.truncate_prompt_tokens)
+        check_routing(self.cache_salt, self.data_parallel_rank, self.priority)
+        self.form()
+
+    def _check_truncation(self, tokens: int) -> None:
+        if tokens != WINDOW:
+            raise BadRequest(
+                f"truncate_prompt_tokens={shown(tokens)} must be at least 1, or -1 for the "
+                "model's window",
+                "truncate_prompt_tokens",
+            )
+
+    def _check_stream(self) -> None:
+        if self.stream_options is None:
+            return
+        if not self.stream:
+            raise BadRequest("stream_options is only allowed with stream=true", "stream_options")
+        if self.stream_options.continuous_usage_stats and not self.stream_options.include_usage:
+            raise BadRequest(
+                "stream_options.continuous_usage_stats=true needs include_usage=true beside it",
+                "stream_options.continuous_usage_stats",
+            )
+
+    def answer_max_tokens(self) -> int | None:
+        """The explicit limit, or the endpoint's default."""
+        return self.max_tokens
+
+    def forms(self) -> dict[str, StructuredOutputs]:
+        found = super().forms()
+        given = self.response_format.structured() if self.response_format else None
+        if given is not None:
+            schema = given.json is not None
+            found["response_format.json_schema.schema" if schema else "response_format"] = given
+        return found
+
+    def form(self) -> StructuredOutputs | None:
+        """The form that the answer must have."""
+        forms = self.forms()
+        if len(forms) > 1:
+            one, other, *_ = (path.split(".")[0] for path in forms)
+            raise BadRequest(
+                f"{other} and {one} both give a form for the answer; send one",
+                one,
+            )
+        return next(iter(forms.values()), None)
+
+    @property
+    def form_field(self) -> str | None:
+        """The path of the field that gives the form, if it is not `structured_outputs`."""
+        path = next(iter(self.forms()), None)
+        return None if path == "structured_outputs" else path
+
+    def own_wishes(self) -> Mapping[str, Any]:
+        """Sampling parameters that this endpoint writes in a way of its own."""
+        return {}
+
+    def sampling_params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """The wish in our own form; to be checked with `validate`. `defaults` are the model's, for
+        fields that the request leaves out."""
+        wishes: dict[str, Any] = dict(defaults or {})
+        for name, value in zip(SAME_NAME, _SAME(self), strict=True):
+            if value is not None:
+                wishes[name] = value
+        if wishes.get("stop") == "":
+            del wishes["stop"]
+        if self.logit_bias:
+            wishes["logit_bias"] = _bias(self.logit_bias)
+        wishes.update(self.own_wishes())
+        return SamplingParams(
+            **wishes, max_tokens=self.answer_max_tokens(), structured_outputs=self.form()
+        )
+
+
+_OTHERWISE = {"max_tokens", "logit_bias", "structured_outputs", "logprobs"}
+SAME_NAME = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerationRequest.__struct_fields__ and name not in _OTHERWISE
+)
+"""Fields that mean the same in a request and in `SamplingParams`."""
+_SAME = attrgetter(*SAME_NAME)
+
+
+_SHOWN_KEYS = 8
+"""Of keys that are no token ids, as a refusal names them."""
+
+
+def _bias(bias: Mapping[str, float]) -> dict[int, float]:
+    """JSON writes the keys as texts."""
+    numbers, wrong = {}, []
+    for token, value in bias.items():
+        try:
+            numbers[int(token)] = value
+        except ValueError:
+            wrong.append(token)
+    if wrong:
+        named = ", ".join(map(shown, wrong[:_SHOWN_KEYS]))
+        more = f" and {len(wrong) - _SHOWN_KEYS} more" if len(wrong) > _SHOWN_KEYS else ""
+        what = "is no token id" if len(wrong) == 1 else "are no token ids"
+        raise BadRequest(f"logit_bias: {named}{more} {what}", "logit_bias")
+    return numbers

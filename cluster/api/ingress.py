@@ -1,0 +1,292 @@
+"""The HTTP routes of one ingress, and what they share: tokenizer, engines, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from swell.cluster.api import models as api
+from swell.cluster.api.admin.protocol import Readiness
+from swell.cluster.api.admin.serving import AdminRoutes
+from swell.cluster.api.body_reader import BodyReader, body_bytes
+from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.api.chat.serving import ChatAnswer
+from swell.cluster.api.completions.protocol import CompletionRequest
+from swell.cluster.api.completions.serving import CompletionAnswer
+from swell.cluster.api.generation import Generator
+from swell.cluster.api.http import (
+    HTTPError,
+    WithoutTrailingSlash,
+    json_response,
+    no_such_route,
+    request_id,
+    route,
+    while_awaited,
+)
+from swell.cluster.api.messages.convert import chat_request, tokenize_request
+from swell.cluster.api.messages.message import TokenCount
+from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
+from swell.cluster.api.messages.serving import MessagesAnswer
+from swell.cluster.api.openapi.document import openapi_document
+from swell.cluster.api.responses.routes import ResponseRoutes
+from swell.cluster.api.server.access import AccessRules, Users
+from swell.cluster.api.server.cors import Cors, CorsRules
+from swell.cluster.api.server.pacing import ARRIVED_S, PacedStart
+from swell.cluster.api.server_info import ServerRoutes
+from swell.cluster.client.async_llm import AsyncLLM
+from swell.cluster.client.deadline import HEADER as TIMEOUT
+from swell.cluster.client.deadline import deadline_of
+from swell.cluster.client.links import Connect
+from swell.cluster.client.metrics import PrometheusStats
+from swell.cluster.client.router import NoEngine
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.generation_config import read_generation_config
+from swell.cluster.text.input_processor import AskMaker
+from swell.cluster.text.offload import Offloads
+from swell.cluster.text.prompts import PromptProcessor, end_token_ids, load_tokenizer, read_template
+from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.schema.request_body import RequestBody
+from swell.configs.schema import Config
+from swell.coordinator.metrics import ViewCollector
+
+_ASK_S = 5.0
+"""How long a probe waits for what the manager knows."""
+
+
+class Ingress:
+    """One ingress replica without its shell. `connect` opens its links to the engines, `manager`
+    answers the admin routes."""
+
+    def __init__(self, config: Config, connect: Connect, manager: Any) -> None:
+        self._config = config
+        self._model = config.model.served_name
+        self._manager = manager
+        self._connect = connect
+        self._metrics = PrometheusStats()
+        self._rules = AccessRules(config.serve)
+        self._users = Users(config.serve, self._rules)
+        self._prompts: PromptProcessor
+        self._asks: AskMaker
+        self._generator: Generator
+        self._offloads = Offloads()
+        self._reader = BodyReader(
+            config.serve.max_body_bytes,
+            self._offloads.bodies,
+            config.serve.unknown_fields,
+            self._metrics.ignored,
+        )
+        self._responses = ResponseRoutes(
+            config.serve,
+            self._model,
+            self._users,
+            manager,
+            self._generation_body,
+            lambda: (self._asks, self._generator),
+            self._offloads.bodies,
+            lambda: self.llm.met_engine,
+        )
+        self.llm: AsyncLLM
+        self.app = Starlette(
+            routes=self._routes(),
+            exception_handlers={404: no_such_route, 405: no_such_route},
+            middleware=[
+                Middleware(Cors, CorsRules.of(config.serve)),
+                Middleware(WithoutTrailingSlash),
+                Middleware(PacedStart),
+            ],
+        )
+        self.app.router.redirect_slashes = False
+
+    async def start(self) -> None:
+        """Load the tokenizer, listen to the cluster, and learn who is here: a replica that takes
+        the place of another one must not refuse what it would have served."""
+        config = self._config
+        path = config.model.path
+        tokenizer = await asyncio.to_thread(load_tokenizer, path)
+        self._prompts = PromptProcessor(
+            tokenizer,
+            config.model.max_model_len or 1,
+            1,
+            self._model,
+            read_template(config.serve.chat_template),
+        )
+        defaults = await asyncio.to_thread(read_generation_config, config.model)
+        detokenizer = await asyncio.to_thread(Detokenizer, tokenizer)
+        self._asks = AskMaker(self._prompts, config, defaults, self._offloads, detokenizer)
+        self.llm = AsyncLLM(
+            detokenizer,
+            config,
+            self._connect,
+            self._metrics,
+            self._prompts.set_limits,
+        )
+        self._generator = Generator(
+            self.llm, end_token_ids(path, tokenizer), self._offloads.answers
+        )
+        self._metrics.registry.register(ViewCollector(lambda: self.llm.view))
+        await self.llm.wait_for_view()
+        self._responses.start()
+
+    async def stop(self) -> None:
+        await self._responses.close()
+        self.llm.close()
+        self._offloads.close()
+
+    def _routes(self) -> list[Route]:
+        admin = AdminRoutes(self._config.serve, self._rules, self._manager, lambda: self.llm)
+        server = ServerRoutes(
+            self._config, self._users, lambda: self.llm, lambda: self._prompts.max_model_len
+        )
+        return [
+            route("/health", self._health, "GET"),
+            route("/ready", self._ready, "GET"),
+            route("/metrics", self._show_metrics, "GET"),
+            route("/openapi.json", self._openapi, "GET"),
+            route("/v1/models", self._models, "GET"),
+            route("/v1/models/{model:path}", self._one_model, "GET"),
+            route("/v1/completions", self._completions, "POST"),
+            route("/v1/chat/completions", self._chat, "POST"),
+            *self._responses.routes(),
+            route("/v1/messages", self._messages, "POST"),
+            route("/v1/messages/count_tokens", self._count_tokens, "POST"),
+            route("/tokenize", self._tokenize, "POST"),
+            route("/detokenize", self._detokenize, "POST"),
+            *server.routes(),
+            *admin.routes(),
+        ]
+
+    # ---------------------------------------------------------------- generation
+
+    async def _completions(self, request: Request) -> Any:
+        body = await self._generation_body(request, CompletionRequest)
+        ask = await while_awaited(request, self._asks.completion(body, body_bytes(request)))
+        id = f"cmpl-{request_id(request)}"
+        answer = CompletionAnswer(id, self._model, body)
+        return await self._generator.answer(request, ask, answer)
+
+    async def _chat(self, request: Request) -> Any:
+        body = await self._generation_body(request, ChatCompletionRequest)
+        ask = await while_awaited(request, self._asks.chat(body, body_bytes(request)))
+        id = f"chatcmpl-{request_id(request)}"
+        answer = ChatAnswer(id, self._model, body, ask.make_parser)
+        return await self._generator.answer(request, ask, answer)
+
+    async def _messages(self, request: Request) -> Any:
+        body = await self._generation_body(request, MessagesRequest)
+        size = body_bytes(request)
+        chat = await self._offloads.bodies.run_sized(size, chat_request, body)
+        ask = await while_awaited(request, self._asks.chat(chat, size))
+        ask = replace(ask, budgets=[min(left, body.max_tokens) for left in ask.budgets])
+        answer = MessagesAnswer(request_id(request), self._model, body, ask.make_parser)
+        return await self._generator.answer(request, ask, answer)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        body = await self._body(request, CountTokensRequest)
+        size = body_bytes(request)
+        conversation = await self._offloads.bodies.run_sized(size, tokenize_request, body)
+        ids = await self._asks.tokens(conversation, size)
+        return json_response(TokenCount(input_tokens=len(ids)))
+
+    async def _generation_body(self, request: Request, kind: type[Any]) -> Any:
+        """The body of a request for an answer. Raises TooManyWaiting before it is read where too
+        many wait: thousands are refused as fast as they come."""
+        self._users.check(request)
+        if self.llm.met_engine:
+            self.llm.check_room()
+        came_s = request.scope[ARRIVED_S]
+        request.state.deadline = deadline_of(request.headers.get(TIMEOUT), came_s)
+        return await self._body(request, kind)
+
+    async def _body(self, request: Request, kind: type[Any]) -> Any:
+        """A checked body for this model. Raises BadRequest, HTTPError, and NoEngine before the
+        first engine has told what it can take; while none is here any more, requests wait."""
+        self._users.check(request)
+        body: RequestBody = await self._reader.read(request, kind)
+        model = getattr(body, "model", None)
+        if model is not None and model != self._model:
+            raise BadRequest(
+                f"the model {model!r} does not exist; this server has {self._model!r}",
+                "model",
+                "model_not_found",
+            )
+        if not self.llm.met_engine:
+            raise NoEngine("no engine is ready yet")
+        return body
+
+    # ---------------------------------------------------------------- the rest
+
+    async def _models(self, request: Request) -> Response:
+        self._users.check(request)
+        return json_response(api.ModelList(data=[self._card()]))
+
+    async def _one_model(self, request: Request) -> Response:
+        self._users.check(request)
+        model = request.path_params["model"]
+        if model != self._model:
+            raise BadRequest(f"the model {model!r} does not exist", "model", "model_not_found")
+        return json_response(self._card())
+
+    def _card(self) -> api.ModelCard:
+        name, longest = self._model, self._prompts.max_model_len
+        return api.ModelCard(id=name, created=0, root=name, max_model_len=longest)
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await self._body(request, api.TokenizeRequest)
+        size = body_bytes(request)
+        ids = await self._asks.tokens(body, size)
+        return json_response(
+            await self._offloads.bodies.run_sized(size, self._tokenized, body, ids)
+        )
+
+    def _tokenized(self, body: api.TokenizeRequest, ids: list[int]) -> bytes:
+        prompts = self._prompts
+        words = prompts.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return msgspec.json.encode(
+            api.TokenizeResponse(
+                tokens=ids, count=len(ids), max_model_len=prompts.max_model_len, token_strs=words
+            )
+        )
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = await self._body(request, api.DetokenizeRequest)
+        text = await self._offloads.bodies.run_sized(
+            body_bytes(request), self._prompts.decode, body.tokens
+        )
+        return json_response(api.DetokenizeResponse(prompt=text))
+
+    async def _health(self, request: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        """200 if an engine can make progress. A silent coordinator alone is no reason against it:
+        serving goes on with the engines that were there."""
+        state = self.llm.readiness.look(time.monotonic())
+        if state.ranks:
+            coordinator = "silent" if state.coordinator_silent else "ok"
+            return json_response(Readiness(engines=state.ranks, coordinator=coordinator))
+        if state.reason:
+            raise HTTPError(503, state.reason, "no_progress", "server_error")
+        try:
+            async with asyncio.timeout(_ASK_S):
+                reason, failed = await self._manager.waiting_for.remote()
+        except Exception as error:  # whatever keeps the manager from answering
+            raise HTTPError(
+                503, f"no engine, and no word of the manager: {error!r}", "starting", "server_error"
+            ) from None
+        code = "cluster_failed" if failed else "starting"
+        raise HTTPError(503, reason, code, "server_error")
+
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def _openapi(self, request: Request) -> Response:
+        return json_response(openapi_document(self._config.serve.unknown_fields))

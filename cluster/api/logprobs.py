@@ -1,0 +1,124 @@
+"""Log probabilities in the shapes of the API: tables in, typed bodies out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from swell.cluster.api.logprobs_protocol import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
+from swell.cluster.client.outputs import Logprob, LogprobTable
+from swell.cluster.text.token_texts import Texts
+
+NameOf = Callable[[int], str]
+"""What a token is called: its text, unless something else is asked for."""
+LEAST = -9999.0
+"""Told instead of anything below: JSON has no infinity."""
+
+
+def finite(logprob: float) -> float:
+    """At least `LEAST`; also for NaN."""
+    return logprob if logprob > LEAST else LEAST
+
+
+def name_by_id(token_id: int) -> str:
+    """As vLLM's `return_tokens_as_token_ids` has it: also for what is no text alone."""
+    return f"token_id:{token_id}"
+
+
+def completion_logprobs(
+    answer: LogprobTable,
+    top: int,
+    *,
+    name_of: NameOf | None = None,
+    echo: LogprobTable | None = None,
+    echoed_chars: int = 0,
+) -> CompletionLogprobs:
+    """Of a completion, or of one delta of it.
+
+    `top` is how many of the most likely tokens are told beside each token. With `echo`, the tokens
+    of the prompt come first: in a stream, with the first delta alone. `echoed_chars` are those of
+    the echoed text: the answer's offsets count from behind them, in every delta.
+    """
+    told = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    if echo is not None:
+        _append(told, echo, top, 0, name_of)
+    _append(told, answer, top, echoed_chars, name_of)
+    return told
+
+
+def chat_logprobs(answer: LogprobTable, top: int, name_of: NameOf | None = None) -> ChatLogprobs:
+    """Of a chat answer, or of one delta of it, with the `top` most likely tokens for each."""
+    columns = zip(answer.token_ids, answer.logprobs, strict=True)
+    return ChatLogprobs(
+        content=[
+            _chat_token(answer.texts_at(index), token_ids, logprobs, top, name_of)
+            for index, (token_ids, logprobs) in enumerate(columns)
+        ]
+    )
+
+
+def _chat_token(
+    texts: Texts, token_ids: list[int], logprobs: list[float], top: int, name_of: NameOf | None
+) -> ChatTokenLogprob:
+    name = name_of or texts.text
+    return ChatTokenLogprob(
+        token=name(token_ids[0]),
+        logprob=finite(logprobs[0]),
+        bytes=list(texts[token_ids[0]]),
+        top_logprobs=_top(texts, name, token_ids[1 : 1 + top], logprobs[1 : 1 + top]),
+    )
+
+
+def prompt_logprobs_body(prompt: LogprobTable) -> PromptLogprobs:
+    """Of a prompt, under its token ids."""
+    return [None if position is None else _by_id(position) for position in prompt]
+
+
+def _by_id(position: dict[int, Logprob]) -> dict[int, PromptLogprob]:
+    return {
+        token_id: PromptLogprob(
+            logprob=finite(told.logprob), rank=told.rank, decoded_token=told.decoded_token
+        )
+        for token_id, told in position.items()
+    }
+
+
+def _top(
+    texts: Texts, name: NameOf, token_ids: list[int], logprobs: list[float]
+) -> list[TopLogprob]:
+    return [
+        TopLogprob(token=name(i), logprob=finite(logprob), bytes=list(texts[i]))
+        for i, logprob in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+def _append(
+    told: CompletionLogprobs, table: LogprobTable, top: int, shift: int, name_of: NameOf | None
+) -> None:
+    """Add a table's positions, `shift` characters further on."""
+    for index, (token_ids, logprobs) in enumerate(
+        zip(table.token_ids, table.logprobs, strict=True)
+    ):
+        name = name_of or table.texts_at(index).text
+        told.tokens.append(name(token_ids[0]))
+        told.token_logprobs.append(finite(logprobs[0]) if logprobs else None)
+        told.top_logprobs.append(_by_name(name, token_ids, logprobs, top))
+    told.text_offset += [offset + shift for offset in table.offsets]
+
+
+def _by_name(
+    name: NameOf, token_ids: list[int], logprobs: list[float], top: int
+) -> dict[str, float] | None:
+    """The token that stands there, then the most likely; of equal names the first is told."""
+    if not logprobs:
+        return None
+    told: dict[str, float] = {}
+    for token_id, logprob in zip(token_ids[: 1 + top], logprobs[: 1 + top], strict=True):
+        told.setdefault(name(token_id), finite(logprob))
+    return told

@@ -1,0 +1,133 @@
+"""What a message of a client holds: its content blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.schema.chat_messages import check_named
+from swell.cluster.text.schema.request_body import HistoryPart
+
+
+class Block(HistoryPart, kw_only=True, tag_field="type"):
+    """Base of the content blocks; `cache_control` is accepted: prefixes are always shared."""
+
+    cache_control: Any = None
+
+    def check_at(self, path: str) -> None:
+        self.refuse_unsupported(path + ".")
+
+
+class TextBlock(Block, kw_only=True, tag="text"):
+    text: str
+    citations: list[Any] | None = None
+
+    NOT_SERVED = {"citations": ([],)}
+
+
+class ThinkingBlock(Block, kw_only=True, tag="thinking"):
+    """What an earlier answer thought; handed to the chat template. Signatures are not checked."""
+
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Block, kw_only=True, tag="redacted_thinking"):
+    """Accepted and left out: nobody but its maker can read it."""
+
+    data: str
+
+
+class ToolUseBlock(Block, kw_only=True, tag="tool_use"):
+    """A call that an earlier answer made."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Any = None
+    toolset_name: str | None = None
+
+    NOT_SERVED = {"caller": ({"type": "direct"},), "toolset_name": ()}
+
+    def check_at(self, path: str) -> None:
+        super().check_at(path)
+        check_named(self.id, f"{path}.id")
+        check_named(self.name, f"{path}.name")
+
+
+class UnservedBlock(Block, kw_only=True):
+    """Base of those that are known and refused by name."""
+
+    source: Any = None
+    title: Any = None
+    context: Any = None
+    citations: Any = None
+    content: Any = None
+
+    def check_at(self, path: str) -> None:
+        kind = self.__struct_config__.tag
+        raise BadRequest(
+            f"{path}.type={kind!r} is not supported: the model reads text alone; send its text in "
+            "a block of type 'text'",
+            f"{path}.type",
+            "unsupported_value",
+        )
+
+
+class ImageBlock(UnservedBlock, kw_only=True, tag="image"):
+    pass
+
+
+class DocumentBlock(UnservedBlock, kw_only=True, tag="document"):
+    pass
+
+
+class SearchResultBlock(UnservedBlock, kw_only=True, tag="search_result"):
+    pass
+
+
+ResultBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
+
+
+class ToolResultBlock(Block, kw_only=True, tag="tool_result"):
+    """What a tool gave for the call `tool_use_id`."""
+
+    tool_use_id: str
+    content: str | list[ResultBlock] | None = None
+    is_error: bool | None = None
+    """The model is told by the word "Error" in front: chat templates know no other way."""
+    toolset_name: str | None = None
+
+    NOT_SERVED = {"toolset_name": ()}
+
+    def check_at(self, path: str) -> None:
+        super().check_at(path)
+        check_named(self.tool_use_id, f"{path}.tool_use_id")
+        if isinstance(self.content, list):
+            for index, block in enumerate(self.content):
+                block.check_at(f"{path}.content[{index}]")
+
+    @property
+    def text(self) -> str:
+        text = text_of(self.content or "")
+        return f"Error: {text}" if self.is_error else text
+
+
+ContentBlock = (
+    TextBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ImageBlock
+    | DocumentBlock
+    | SearchResultBlock
+)
+
+
+def text_of(content: object) -> str:
+    """The texts of a content, on lines of their own."""
+    if isinstance(content, str):
+        return content
+    assert isinstance(content, list), "a content is a text or a list of blocks"
+    return "\n".join(block.text for block in content if isinstance(block, TextBlock))

@@ -1,0 +1,101 @@
+"""What a model wrote as the content of a message: blocks, or the events that build them.
+
+A block ends where one of another kind, or the next call, begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from swell.cluster.api.messages.call_ids import tool_use_id
+from swell.cluster.api.messages.message import (
+    SIGNATURE,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    Event,
+    InputDelta,
+    OutputBlock,
+    SignatureDelta,
+    TextDelta,
+    TextOutput,
+    ThinkingDelta,
+    ThinkingOutput,
+    ToolUseOutput,
+)
+from swell.cluster.text.object_text import ObjectText, read_object
+from swell.cluster.text.parsers import parts
+
+
+def blocks(said: Iterable[parts.Part], *, hides_thinking: bool) -> list[OutputBlock]:
+    """The content of a whole answer. `hides_thinking`: the text of its thinking is left out."""
+    content: list[OutputBlock] = []
+    call: ToolUseOutput | None = None
+    for part in parts.merge(said):
+        match part:
+            case parts.Content(text):
+                content.append(TextOutput(text=text))
+            case parts.Reasoning(text):
+                shown = "" if hides_thinking else text
+                content.append(ThinkingOutput(thinking=shown, signature=SIGNATURE))
+            case parts.ToolCall(_, id, name):
+                call = ToolUseOutput(id=tool_use_id(id), name=name, input={})
+                content.append(call)
+            case parts.Arguments(_, text):
+                assert call is not None, "a call is announced before its arguments"
+                call.input = read_object(text)
+    return content
+
+
+class ContentEvents:
+    """The same content, as a stream. A block has at least one delta."""
+
+    def __init__(self, *, hides_thinking: bool) -> None:
+        self.called = False
+        """There was a call."""
+        self._hides_thinking = hides_thinking
+        self._open: OutputBlock | None = None
+        """The block that has begun, as it began."""
+        self._index = 0
+        self._input = ObjectText()
+        self._input_began = False
+
+    def push(self, part: parts.Part) -> Iterator[Event]:
+        match part:
+            case parts.Content(text):
+                if not isinstance(self._open, TextOutput):
+                    yield from self._begin(TextOutput(text=""))
+                yield self._delta(TextDelta(text=text))
+            case parts.Reasoning(text):
+                if not isinstance(self._open, ThinkingOutput):
+                    yield from self._begin(ThinkingOutput(thinking="", signature=""))
+                if not self._hides_thinking:
+                    yield self._delta(ThinkingDelta(thinking=text))
+            case parts.ToolCall(_, id, name):
+                self.called = True
+                yield from self._begin(ToolUseOutput(id=tool_use_id(id), name=name, input={}))
+                self._input, self._input_began = ObjectText(), False
+            case parts.Arguments(_, text):
+                if given := self._input.push(text):
+                    self._input_began = True
+                    yield self._delta(InputDelta(partial_json=given))
+
+    def end(self) -> Iterator[Event]:
+        """The block that is open ends; perhaps there is none."""
+        if self._open is None:
+            return
+        if isinstance(self._open, ThinkingOutput):
+            yield self._delta(SignatureDelta(signature=SIGNATURE))
+        elif isinstance(self._open, ToolUseOutput) and not self._input_began:
+            yield self._delta(InputDelta(partial_json="{}"))
+        yield BlockStop(index=self._index)
+        self._open = None
+        self._index += 1
+
+    def _begin(self, block: OutputBlock) -> Iterator[Event]:
+        yield from self.end()
+        self._open = block
+        yield BlockStart(index=self._index, content_block=block)
+
+    def _delta(self, delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta) -> Event:
+        return BlockDelta(index=self._index, delta=delta)

@@ -1,0 +1,192 @@
+"""A conversation in Anthropic's terms to one in those of chat completions. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.api.generation_body import JsonSchemaFormat, ResponseFormat
+from swell.cluster.api.messages.blocks import (
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    text_of,
+)
+from swell.cluster.api.messages.call_ids import call_id
+from swell.cluster.api.messages.protocol import (
+    CountTokensRequest,
+    InputMessage,
+    MessagesRequest,
+    Thinking,
+    Tool,
+    ToolChoice,
+)
+from swell.cluster.api.models import TokenizeRequest
+from swell.cluster.text.schema import chat_messages as chat
+
+_JOINED = ("user", "assistant")
+"""Roles whose messages in a row are one, as Anthropic's API has it."""
+
+
+def chat_request(body: MessagesRequest) -> ChatCompletionRequest:
+    """The same wish, of a checked body. It has no `max_tokens`: an answer may run into the end of
+    the context, which is no error to this API, so the caller holds it to `body.max_tokens`."""
+    messages = chat_messages(body)
+    choice, config = body.tool_choice, body.output_config
+    form = None if config is None else config.format
+    single = choice is not None and choice.disable_parallel_tool_use
+    return ChatCompletionRequest(
+        model=body.model,
+        messages=messages,
+        tools=chat_tools(body),
+        tool_choice=None if choice is None else _tool_choice(choice),
+        parallel_tool_calls=False if single else None,
+        continue_final_message=_continues(messages),
+        chat_template_kwargs=template_variables(body),
+        thinking_token_budget=_budget(body.thinking),
+        response_format=None
+        if form is None
+        else ResponseFormat(
+            type="json_schema", json_schema=JsonSchemaFormat(name="output", schema=form.schema)
+        ),
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop=body.stop_sequences,
+        stream=body.stream,
+        seed=body.seed,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        data_parallel_rank=body.data_parallel_rank,
+    )
+
+
+def tokenize_request(body: CountTokensRequest) -> TokenizeRequest:
+    """What the model would read of a checked body."""
+    messages = chat_messages(body)
+    unused = body.tool_choice is not None and body.tool_choice.type == "none"
+    return TokenizeRequest(
+        model=body.model,
+        messages=messages,
+        tools=None if unused else chat_tools(body),
+        continue_final_message=_continues(messages),
+        chat_template_kwargs=template_variables(body),
+    )
+
+
+def template_variables(body: CountTokensRequest) -> dict[str, Any]:
+    """What the chat template is told beside the messages; the client's own wins."""
+    told: dict[str, Any] = {}
+    if body.thinking is not None:
+        told["enable_thinking"] = body.thinking.type != "disabled"
+        if body.thinking.budget_tokens is not None:
+            told["thinking_budget"] = body.thinking.budget_tokens
+    if body.output_config is not None and body.output_config.effort is not None:
+        told["reasoning_effort"] = body.output_config.effort
+    return {**told, **(body.chat_template_kwargs or {})}
+
+
+def chat_tools(body: CountTokensRequest) -> list[chat.ToolDefinition] | None:
+    return None if body.tools is None else [_tool(tool) for tool in body.tools]
+
+
+def _tool(tool: Tool) -> chat.ToolDefinition:
+    function = chat.FunctionDefinition(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+    return chat.ToolDefinition(type="function", function=function)
+
+
+def _tool_choice(choice: ToolChoice) -> chat.ToolChoice:
+    match choice.type:
+        case "auto" | "none":
+            return choice.type
+        case "any":
+            return "required"
+    assert choice.name is not None, "the choice was checked"
+    return chat.NamedToolChoice(type="function", function=chat.FunctionName(name=choice.name))
+
+
+def _budget(thinking: Thinking | None) -> int | None:
+    if thinking is None:
+        return None
+    return 0 if thinking.type == "disabled" else thinking.budget_tokens
+
+
+def _continues(messages: list[chat.ChatMessage]) -> bool:
+    """Where the assistant has the last word, the answer goes on with it."""
+    return messages[-1].role == "assistant"
+
+
+def chat_messages(body: CountTokensRequest) -> list[chat.ChatMessage]:
+    """The messages, the system's first. A message with tool results becomes one of role `tool` for
+    each, in order, and behind them one of the user with its text."""
+    said: list[chat.ChatMessage] = []
+    if body.system:
+        said.append(chat.ChatMessage(role="system", content=text_of(body.system)))
+    called: dict[str, str] = {}
+    row: list[chat.ChatMessage] = []
+    """Messages of one role, one after the other."""
+    for message in body.messages:
+        for one in _converted(message, called):
+            if row and (one.role not in _JOINED or one.role != row[0].role):
+                said.append(_joined(row))
+                row = []
+            row.append(one)
+        called |= {b.id: b.name for b in message.blocks if isinstance(b, ToolUseBlock)}
+    return [*said, _joined(row)] if row else said
+
+
+def _converted(message: InputMessage, called: Mapping[str, str]) -> Iterator[chat.ChatMessage]:
+    """`called`: the names of the tools that were called before, by the id of the call."""
+    blocks = message.blocks
+    text = text_of(blocks)
+    if message.role == "system":
+        yield chat.ChatMessage(role="system", content=text)
+        return
+    if message.role == "assistant":
+        thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+        calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+        yield chat.ChatMessage(
+            role="assistant",
+            content=text,
+            reasoning_content="\n".join(thoughts) or None,
+            tool_calls=calls or None,
+        )
+        return
+    results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+    for block in results:
+        yield chat.ChatMessage(
+            role="tool",
+            content=block.text,
+            tool_call_id=call_id(block.tool_use_id),
+            name=called[block.tool_use_id],
+        )
+    if not results or any(isinstance(block, TextBlock) for block in blocks):
+        yield chat.ChatMessage(role="user", content=text)
+
+
+def _call(block: ToolUseBlock) -> chat.MessageToolCall:
+    arguments = msgspec.json.encode(block.input).decode()
+    return chat.MessageToolCall(
+        id=call_id(block.id), function=chat.FunctionCall(name=block.name, arguments=arguments)
+    )
+
+
+def _joined(row: list[chat.ChatMessage]) -> chat.ChatMessage:
+    """Messages of one role as one, their texts on lines of their own."""
+    if len(row) == 1:
+        return row[0]
+    return chat.ChatMessage(
+        role=row[0].role,
+        content="\n".join(filter(None, (one.text for one in row))),
+        reasoning_content="\n".join(filter(None, (one.reasoning_content for one in row))) or None,
+        tool_calls=[call for one in row for call in one.tool_calls or ()] or None,
+    )

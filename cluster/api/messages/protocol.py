@@ -1,0 +1,357 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`: what a client may send.
+
+`seed`, `priority`, `cache_salt`, `data_parallel_rank` and `chat_template_kwargs` are not
+Anthropic's; they mean what they do for chat completions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from swell.cluster.api.messages.blocks import (
+    ContentBlock,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from swell.cluster.api.sampling_fields import check_routing
+from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.schema.known_fields import MESSAGES
+from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+from swell.cluster.text.validate_params import (
+    MAX_STOP_CHARS,
+    MAX_STOP_CHARS_TOGETHER,
+    MAX_STOP_STRINGS,
+    check_together,
+)
+
+MAX_TOOLS = 1024
+MIN_THINKING_TOKENS = 1024
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}\Z")
+_ROLES = ("user", "assistant", "system")
+_HOMES = {
+    ToolResultBlock: "user",
+    ToolUseBlock: "assistant",
+    ThinkingBlock: "assistant",
+    RedactedThinkingBlock: "assistant",
+}
+"""Blocks that stand in messages of one role only; text alone stands in `system`."""
+
+
+class InputMessage(HistoryPart, kw_only=True):
+    role: str
+    content: str | list[ContentBlock]
+
+    def check_at(self, path: str) -> None:
+        if self.role not in _ROLES:
+            raise BadRequest(
+                f"{path}.role={shown(self.role)} must be one of {', '.join(_ROLES)}", f"{path}.role"
+            )
+        for index, block in enumerate(self.blocks):
+            where = f"{path}.content[{index}]"
+            home = _HOMES.get(type(block), self.role)
+            if home != self.role or (self.role == "system" and not isinstance(block, TextBlock)):
+                kind = block.__struct_config__.tag
+                raise BadRequest(
+                    f"{where}.type={kind!r} stands in a message of role {self.role!r}"
+                    + (f"; it belongs into one of role {home!r}" if home != self.role else ""),
+                    f"{where}.type",
+                )
+            block.check_at(where)
+
+    @property
+    def blocks(self) -> list[ContentBlock]:
+        """The content as blocks; a text is one, and an empty text none."""
+        if isinstance(self.content, list):
+            return self.content
+        return [TextBlock(text=self.content)] if self.content else []
+
+
+class Tool(HistoryPart, kw_only=True):
+    """A tool that the client runs; those that Anthropic runs are refused by their type."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Hold the schema also where the model itself chooses to call."""
+    cache_control: Any = None
+    eager_input_streaming: bool | None = None
+    """Accepted: inputs stream while they are written."""
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+    input_examples: list[Any] | None = None
+
+    max_uses: Any = None
+    """This and the next fields are those of Anthropic's own tools."""
+    allowed_domains: Any = None
+    blocked_domains: Any = None
+    user_location: Any = None
+    max_content_tokens: Any = None
+    max_characters: Any = None
+    citations: Any = None
+
+    NOT_SERVED = {
+        "defer_loading": (False,),
+        "allowed_callers": (["direct"],),
+        "input_examples": ([],),
+        "max_uses": (),
+        "allowed_domains": (),
+        "blocked_domains": (),
+        "user_location": (),
+        "max_content_tokens": (),
+        "max_characters": (),
+        "citations": (),
+    }
+
+    def check_at(self, path: str) -> None:
+        if self.type not in (None, "custom"):
+            raise BadRequest(
+                f"{path}.type={shown(self.type)} is not supported: no tool runs here; only tools "
+                "of type 'custom', which the client runs, are",
+                f"{path}.type",
+                "unsupported_value",
+            )
+        self.refuse_unsupported(path + ".")
+        if not _TOOL_NAME.match(self.name):
+            raise BadRequest(
+                f"{path}.name={shown(self.name)} must be 1 to 128 letters, digits, '_', '-' or '.'",
+                f"{path}.name",
+            )
+        if self.input_schema is None:
+            raise BadRequest(
+                f"the required field '{path}.input_schema' is missing",
+                f"{path}.input_schema",
+                "missing_field",
+            )
+        if self.input_schema.get("type") != "object":
+            raise BadRequest(
+                f"{path}.input_schema.type={shown(self.input_schema.get('type'))} must be 'object'",
+                f"{path}.input_schema.type",
+            )
+
+
+class ToolChoice(RequestBody, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """Of the tool to call, with type `tool`."""
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(RequestBody, kw_only=True):
+    """Told to the chat template as `enable_thinking` and `thinking_budget`."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    """The most tokens of reasoning; then its end is forced."""
+    display: Literal["summarized", "omitted"] | None = None
+    """omitted: the text of thinking blocks stays empty."""
+
+
+class OutputFormat(RequestBody, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(RequestBody, kw_only=True):
+    effort: str | None = None
+    """Told to the chat template as `reasoning_effort`."""
+    format: OutputFormat | None = None
+    """The answer holds the schema."""
+
+
+class CountTokensRequest(RequestBody, kw_only=True):
+    """What both routes take: a conversation."""
+
+    model: str | None = None
+    """None: the one that is served."""
+    messages: list[InputMessage]
+    system: str | list[TextBlock] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, as `enable_thinking`."""
+    user_profile_id: Any = None
+    """Changes nothing in the answer."""
+
+    context_management: Any = None
+    mcp_servers: list[Any] | None = None
+    speed: str | None = None
+
+    NOT_SERVED = {
+        "context_management": (
+            {"edits": []},
+            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        ),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    }
+    ECOSYSTEM = MESSAGES
+
+    def check(self) -> None:
+        self.refuse_unsupported()
+        if not self.messages:
+            raise BadRequest("messages=[] must hold at least one message", "messages")
+        for index, message in enumerate(self.messages):
+            message.check_at(f"messages[{index}]")
+        if isinstance(self.system, list):
+            for index, block in enumerate(self.system):
+                block.check_at(f"system[{index}]")
+        self._check_calls()
+        self._check_tools()
+
+    def _check_calls(self) -> None:
+        """Every result answers an earlier call, and the last call has its result."""
+        called: set[str] = set()
+        for path, block in self._blocks():
+            if isinstance(block, ToolUseBlock):
+                called.add(block.id)
+            elif isinstance(block, ToolResultBlock) and block.tool_use_id not in called:
+                raise BadRequest(
+                    f"{path}.tool_use_id={shown(block.tool_use_id)} is the id of no earlier "
+                    "tool_use block",
+                    f"{path}.tool_use_id",
+                )
+        last = len(self.messages) - 1
+        for index, block in enumerate(self.messages[last].blocks):
+            if isinstance(block, ToolUseBlock):
+                raise BadRequest(
+                    f"messages[{last}].content[{index}] calls {shown(block.name)}, and no message "
+                    "follows with its tool_result",
+                    f"messages[{last}].content[{index}]",
+                )
+
+    def _blocks(self) -> Iterator[tuple[str, ContentBlock]]:
+        for place, message in enumerate(self.messages):
+            for index, block in enumerate(message.blocks):
+                yield f"messages[{place}].content[{index}]", block
+
+    def _check_tools(self) -> None:
+        tools, choice = self.tools or [], self.tool_choice
+        if len(tools) > MAX_TOOLS:
+            raise BadRequest(
+                f"tools holds {len(tools)} tools; at most {MAX_TOOLS} are allowed", "tools"
+            )
+        names: set[str] = set()
+        for index, tool in enumerate(tools):
+            tool.check_at(f"tools[{index}]")
+            if tool.name in names:
+                raise BadRequest(
+                    f"tools[{index}].name={shown(tool.name)} is the name of an earlier tool too",
+                    f"tools[{index}].name",
+                )
+            names.add(tool.name)
+        if choice is not None:
+            _check_choice(choice, names)
+
+
+def _check_choice(choice: ToolChoice, names: set[str]) -> None:
+    if choice.type in ("any", "tool") and not names:
+        raise BadRequest(
+            f"tool_choice.type={choice.type!r} needs tools, and tools is empty", "tool_choice"
+        )
+    if (choice.type == "tool") != (choice.name is not None):
+        raise BadRequest(
+            f"tool_choice.name={shown(choice.name)} does not go with "
+            f"tool_choice.type={choice.type!r}: 'tool' needs the name of a tool, and the others "
+            "take none",
+            "tool_choice.name",
+        )
+    if choice.name is not None and choice.name not in names:
+        raise BadRequest(
+            f"tool_choice.name={shown(choice.name)} is no tool of tools; they are "
+            f"{shown(sorted(names))}",
+            "tool_choice.name",
+        )
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    """0 to 1."""
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+    seed: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+
+    metadata: Any = None
+    """This and the next field change nothing in the answer."""
+    service_tier: Any = None
+
+    container: Any = None
+    diagnostics: Any = None
+    inference_geo: str | None = None
+
+    NOT_SERVED = {
+        **CountTokensRequest.NOT_SERVED,
+        "container": (),
+        "diagnostics": (),
+        "inference_geo": (),
+    }
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens < 1:
+            raise BadRequest(
+                f"max_tokens={shown(self.max_tokens)} must be at least 1", "max_tokens"
+            )
+        if self.temperature is not None and not 0 <= self.temperature <= 1:
+            raise BadRequest(
+                f"temperature={shown(self.temperature)} is out of range: 0 <= temperature <= 1",
+                "temperature",
+            )
+        check_routing(self.cache_salt, self.data_parallel_rank, self.priority)
+        self._check_stops()
+        self._check_thinking()
+
+    def _check_stops(self) -> None:
+        stops = self.stop_sequences or []
+        if len(stops) > MAX_STOP_STRINGS:
+            raise BadRequest(
+                f"stop_sequences holds {len(stops)} texts; at most {MAX_STOP_STRINGS} are allowed",
+                "stop_sequences",
+            )
+        for index, text in enumerate(stops):
+            if not 1 <= len(text) <= MAX_STOP_CHARS:
+                raise BadRequest(
+                    f"stop_sequences[{index}]={shown(text)} has {len(text)} characters; 1 to "
+                    f"{MAX_STOP_CHARS} are allowed",
+                    f"stop_sequences[{index}]",
+                )
+        check_together("stop_sequences", stops, MAX_STOP_CHARS_TOGETHER)
+
+    def _check_thinking(self) -> None:
+        thinking, choice = self.thinking, self.tool_choice
+        if thinking is None:
+            return
+        budget = thinking.budget_tokens
+        if (thinking.type == "enabled") != (budget is not None):
+            raise BadRequest(
+                f"thinking.budget_tokens={shown(budget)} does not go with "
+                f"thinking.type={thinking.type!r}: 'enabled' needs it, and the others take none",
+                "thinking.budget_tokens",
+            )
+        if budget is not None and not MIN_THINKING_TOKENS <= budget < self.max_tokens:
+            raise BadRequest(
+                f"thinking.budget_tokens={shown(budget)} must be at least {MIN_THINKING_TOKENS} "
+                f"and below max_tokens={shown(self.max_tokens)}",
+                "thinking.budget_tokens",
+            )
+        if thinking.type == "enabled" and choice is not None and choice.type in ("any", "tool"):
+            raise BadRequest(
+                f"tool_choice.type={choice.type!r} and thinking.type='enabled' do not go together, "
+                "as Anthropic has it; send tool_choice.type='auto', or leave out thinking",
+                "thinking",
+            )

@@ -1,0 +1,114 @@
+"""The answer of `/v1/messages`.
+
+    message_start │ block 0: start, deltas, stop │ block 1: ... │ message_delta, message_stop
+
+`message_start` tells the prompt's tokens, so it waits for the first output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from swell.cluster.api.messages.content import ContentEvents, blocks
+from swell.cluster.api.messages.errors import error as error_event
+from swell.cluster.api.messages.message import (
+    Ending,
+    Message,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    OutputBlock,
+    ToolUseOutput,
+    message_usage,
+)
+from swell.cluster.api.messages.protocol import MessagesRequest
+from swell.cluster.api.protocol_base import Usage
+from swell.cluster.api.response_writer import Answer, usage_of
+from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+from swell.cluster.text.parsers.base import Parser
+
+_FAILURES = {
+    "engine_failed": 500,
+    "no_engine": 503,
+    "request_failed": 500,
+    "request_timeout": 408,
+}
+"""The status that an answer would have which is not streamed."""
+
+_NOT_ENDED = Ending(stop_reason=None)
+
+
+class MessagesAnswer(Answer):
+    """`make_parser` makes what reads the answer; `request_id` is told beside a failure."""
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        body: MessagesRequest,
+        make_parser: Callable[[], Parser],
+    ) -> None:
+        super().__init__(f"msg_{request_id}", model)
+        self._request_id = request_id
+        self._max_tokens = body.max_tokens
+        self._hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
+        self._parser = make_parser()
+        self._content = ContentEvents(hides_thinking=self._hides_thinking)
+        self._started = False
+        self._ending = _NOT_ENDED
+
+    def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+        (output,) = outputs
+        (part,) = output.outputs
+        said = [*self._parser.push(part.text), *self._parser.flush()]
+        content = blocks(said, hides_thinking=self._hides_thinking)
+        called = any(isinstance(block, ToolUseOutput) for block in content)
+        return self._message(content, self._ended(part, called=called), usage)
+
+    def _message(self, content: list[OutputBlock], ending: Ending, usage: Usage) -> Message:
+        return Message(
+            id=self.id,
+            model=self.model,
+            content=content,
+            stop_reason=ending.stop_reason,
+            stop_sequence=ending.stop_sequence,
+            usage=message_usage(usage),
+        )
+
+    def _ended(self, part: CompletionOutput, *, called: bool) -> Ending:
+        """Why a finished answer ended."""
+        if part.finish_reason == "length":
+            if part.num_output_tokens < self._max_tokens:
+                return Ending(stop_reason="model_context_window_exceeded")
+            return Ending(stop_reason="max_tokens")
+        if isinstance(part.stop_reason, str):
+            return Ending(stop_reason="stop_sequence", stop_sequence=part.stop_reason)
+        return Ending(stop_reason="tool_use" if called else "end_turn")
+
+    # ---------------------------------------------------------------- as a stream
+
+    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterator[bytes]:
+        if not self._started:
+            self._started = True
+            usage = usage_of([output], part.num_output_tokens)
+            yield MessageStart(message=self._message([], _NOT_ENDED, usage)).encoded()
+        said = self._parser.push(part.text)
+        if part.finish_reason is not None:
+            said += self._parser.flush()
+        for one in said:
+            for event in self._content.push(one):
+                yield event.encoded()
+        if part.finish_reason is not None:
+            self._ending = self._ended(part, called=self._content.called)
+
+    def closing(self, usage: Usage) -> Iterable[bytes]:
+        assert self._ending is not _NOT_ENDED, "the last output tells how it ended"
+        for event in self._content.end():
+            yield event.encoded()
+        yield MessageDelta(delta=self._ending, usage=message_usage(usage)).encoded()
+        yield MessageStop().encoded()
+
+    def failure(self, error: Exception, code: str) -> Iterable[bytes]:
+        yield error_event(str(error), _FAILURES[code], self._request_id).encoded()

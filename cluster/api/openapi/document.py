@@ -1,0 +1,365 @@
+"""The OpenAPI description of every route, made from the very types that the routes use."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from swell.cluster.api import models
+from swell.cluster.api.admin import protocol as admin
+from swell.cluster.api.chat import protocol as chat
+from swell.cluster.api.completions import protocol as completions
+from swell.cluster.api.messages import protocol as anthropic
+from swell.cluster.api.messages.message import (
+    Message,
+    MessagesError,
+    StreamEvent,
+    TokenCount,
+)
+from swell.cluster.api.openapi.fields import state_fields
+from swell.cluster.api.openapi.ranges import GENERATION_LIMITS, state_limits
+from swell.cluster.api.protocol_base import ErrorBody
+from swell.cluster.api.responses import events as response_events
+from swell.cluster.api.responses import protocol as responses
+from swell.cluster.api.responses import response as response_body
+from swell.cluster.client import deadline
+from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.schema.unknown_fields import UnknownFields
+
+_SCHEMAS = "#/components/schemas/{name}"
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+
+_ERRORS = {
+    400: "A field is wrong; the message names it, its value and the limit.",
+    401: "The key is missing or unknown.",
+    403: "The server is not known by this name (`serve.allowed_hosts`); of the admin API also: the "
+    "origin is not allowed (`serve.allowed_origins`), or there are no keys of operators.",
+    404: "The model, or the stored response, does not exist.",
+    408: "The request did not come in time (`serve.head_timeout_s`, `serve.transfer_timeout_s`), "
+    "or its answer was not complete in the time of the header `x-request-timeout-s`.",
+    413: "The body is longer than `serve.max_body_bytes`.",
+    415: "The content type is not application/json, or the content encoding none of gzip and "
+    "deflate.",
+    429: "More requests wait than `serve.max_waiting_requests`, or more of their tokens than "
+    "`serve.max_waiting_tokens`; the header `retry-after` says when to come back.",
+    500: "An engine failed and the request could not be moved.",
+    503: "No engine came in time, stored responses cannot be reached now, or there are too many "
+    "connections or bodies; try again later.",
+    529: "No engine came in time; try again later.",
+}
+_KEY_ERRORS = (401, 403)
+_BODY_ERRORS = (400, *_KEY_ERRORS, 408, 413, 415)
+_ANSWER_ERRORS = (*_BODY_ERRORS, 404, 429, 500)
+_TIMEOUT = {
+    "name": deadline.HEADER,
+    "in": "header",
+    "required": False,
+    "description": "Seconds for which the client waits for the answer; then the request ends.",
+    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": deadline.MAX_TIMEOUT_S},
+}
+_ENGINES = {
+    "x-swell-engine": {
+        "description": "Ranks of the engines that served, in order, comma-separated. A stream that "
+        "moved later says them all in a comment before its end: `: x-swell-engine 0,1`.",
+        "schema": {"type": "string"},
+    }
+}
+
+
+class Operation(NamedTuple):
+    """One method of one route. `answer` is a type, or the media type of an answer without one."""
+
+    method: str
+    path: str
+    summary: str
+    answer: type | str
+    body: type[RequestBody] | None = None
+    chunk: Any = None
+    """What one event of a stream holds, where the answer may be streamed."""
+    errors: tuple[int, ...] = ()
+    status: int = 200
+    error: type = ErrorBody
+    events: str = (
+        "With `stream: true`: events `data: JSON`, each a chunk or, after a failure, an error; the "
+        "last one is `data: [DONE]`."
+    )
+    named_events: bool = False
+    """Whether an event's type stands beside its data; such streams have no `[DONE]`."""
+
+    @property
+    def keyed(self) -> bool:
+        return 401 in self.errors
+
+
+OPERATIONS = (
+    Operation("get", "/health", "Whether the process is up.", admin.Health),
+    Operation("get", "/ready", "Whether an engine can answer.", admin.Readiness, errors=(503,)),
+    Operation("get", "/metrics", "Metrics for Prometheus.", "text/plain"),
+    Operation("get", "/ping", "As `/health`.", admin.Health),
+    Operation("post", "/ping", "As `/health`.", admin.Health),
+    Operation("get", "/version", "The server's version.", admin.Version),
+    Operation("get", "/load", "How many requests are in the engines.", admin.ServerLoad),
+    Operation(
+        "get", "/server_info", "How the model is served.", admin.ServerInfo, errors=_KEY_ERRORS
+    ),
+    Operation("get", "/openapi.json", "This document.", _JSON),
+    Operation("get", "/v1/models", "The models served.", models.ModelList, errors=_KEY_ERRORS),
+    Operation(
+        "get", "/v1/models/{model}", "One model.", models.ModelCard, errors=(*_KEY_ERRORS, 404)
+    ),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Continue texts or token ids.",
+        completions.Completion,
+        completions.CompletionRequest,
+        completions.CompletionChunk,
+        (*_ANSWER_ERRORS, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation.",
+        chat.ChatCompletion,
+        chat.ChatCompletionRequest,
+        chat.ChatChunk,
+        (*_ANSWER_ERRORS, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Answer a conversation in items, and keep the answer for later.",
+        response_body.ResponseBody,
+        responses.ResponsesRequest,
+        response_events.ResponseEvent,
+        (*_ANSWER_ERRORS, 503),
+        events="With `stream: true`: events `event: TYPE` and `data: JSON`; the last one is "
+        "`response.completed`, `response.incomplete` or `response.failed`.",
+        named_events=True,
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{id}",
+        "A stored response, or how far one in the background is.",
+        response_body.ResponseBody,
+        errors=(400, *_KEY_ERRORS, 404, 503),
+    ),
+    Operation(
+        "delete",
+        "/v1/responses/{id}",
+        "Forget a stored response.",
+        response_body.ResponseDeleted,
+        errors=(400, *_KEY_ERRORS, 404, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/responses/{id}/cancel",
+        "End a response in the background.",
+        response_body.ResponseBody,
+        errors=(400, *_KEY_ERRORS, 404, 503),
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{id}/input_items",
+        "What a stored response was given, in pages.",
+        response_body.ResponseItemList,
+        errors=(400, *_KEY_ERRORS, 404, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Answer a conversation, as Anthropic's API does.",
+        Message,
+        anthropic.MessagesRequest,
+        StreamEvent,
+        (*_ANSWER_ERRORS, 529),
+        error=MessagesError,
+        events="With `stream: true`: events `event: TYPE` and `data: JSON`; after a failure the "
+        "last one is an error.",
+        named_events=True,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "How many tokens a conversation is to the model.",
+        TokenCount,
+        anthropic.CountTokensRequest,
+        errors=(*_BODY_ERRORS, 404, 529),
+        error=MessagesError,
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "The token ids of a text or a conversation.",
+        models.TokenizeResponse,
+        models.TokenizeRequest,
+        errors=(*_BODY_ERRORS, 404, 503),
+    ),
+    Operation(
+        "post",
+        "/detokenize",
+        "The text of token ids.",
+        models.DetokenizeResponse,
+        models.DetokenizeRequest,
+        errors=(*_BODY_ERRORS, 404, 503),
+    ),
+    Operation(
+        "get",
+        "/admin/idle",
+        "Whether all is free.",
+        admin.IdleReport,
+        errors=_KEY_ERRORS,
+    ),
+    Operation(
+        "get",
+        "/admin/cluster",
+        "The cluster's state.",
+        admin.ClusterState,
+        errors=(*_KEY_ERRORS, 503),
+    ),
+    Operation(
+        "post",
+        "/admin/scale",
+        "Grow or shrink to a number of engines.",
+        admin.Accepted,
+        admin.ScaleRequest,
+        errors=(*_BODY_ERRORS, 503),
+        status=202,
+    ),
+    Operation(
+        "post",
+        "/admin/drain",
+        "Take one engine out when it has finished.",
+        admin.Accepted,
+        admin.DrainRequest,
+        errors=(*_BODY_ERRORS, 503),
+        status=202,
+    ),
+    Operation(
+        "post",
+        "/admin/pause",
+        "Let all engines stop; requests wait in them.",
+        admin.Accepted,
+        admin.SwitchRequest,
+        errors=(*_BODY_ERRORS, 503),
+        status=202,
+    ),
+    Operation(
+        "post",
+        "/admin/resume",
+        "Let all engines go on.",
+        admin.Accepted,
+        admin.SwitchRequest,
+        errors=(*_BODY_ERRORS, 503),
+        status=202,
+    ),
+)
+
+
+@cache
+def openapi_document(unknown: UnknownFields = "refuse") -> dict[str, Any]:
+    """OpenAPI 3.1. Made once; nobody may change it. `unknown` is `serve.unknown_fields`."""
+    types: set[Any] = set()
+    for operation in OPERATIONS:
+        types |= {operation.answer, operation.body, operation.chunk, operation.error}
+    kinds = [kind for kind in types if kind is not None and not isinstance(kind, str)]
+    references, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS)
+    schema_of = dict(zip(kinds, references, strict=True))
+    for kind in (completions.CompletionRequest, chat.ChatCompletionRequest):
+        state_limits(schemas[kind.__name__], GENERATION_LIMITS)
+    bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
+    state_fields(schemas, bodies, unknown)
+    paths: dict[str, Any] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Swell",
+            "version": importlib.metadata.version("swell"),
+            "description": "Large language models on a cluster that may change meanwhile. A path "
+            "with a slash at its end is the one without; bodies may come as gzip or deflate.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "bearer": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "Only where the server was given a file of keys.",
+                },
+                "x-api-key": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": "x-api-key",
+                    "description": "The same key, as Anthropic's clients send it.",
+                },
+            },
+        },
+    }
+
+
+def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"description": operation.summary}
+    if isinstance(operation.answer, str):
+        shape = "object" if operation.answer == _JSON else "string"
+        answer["content"] = {operation.answer: {"schema": {"type": shape}}}
+    else:
+        answer["content"] = {_JSON: {"schema": schema_of[operation.answer]}}
+    if operation.chunk is not None:
+        events = _event_schema(operation, schema_of)
+        answer["content"][_EVENTS] = {"schema": events}
+        answer["headers"] = _ENGINES
+    responses = {str(operation.status): answer}
+    for status in sorted(operation.errors):
+        responses[str(status)] = {
+            "description": _ERRORS[status],
+            "content": {_JSON: {"schema": schema_of[operation.error]}},
+        }
+    words = re.findall(r"\w+", operation.path)
+    described: dict[str, Any] = {
+        "operationId": "_".join([operation.method, *words]),
+        "summary": operation.summary,
+        "responses": responses,
+    }
+    names = re.findall(r"{(\w+)}", operation.path)
+    if names:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    if operation.chunk is not None:
+        described["parameters"] = [*described.get("parameters", ()), _TIMEOUT]
+    if operation.body is not None:
+        content = {_JSON: {"schema": schema_of[operation.body]}}
+        described["requestBody"] = {"required": True, "content": content}
+    if operation.keyed:
+        described["security"] = [{"bearer": []}, {"x-api-key": []}, {}]
+    return described
+
+
+def _event_schema(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """One event of a stream, as an object of its fields: OpenAPI 3.1 does not say what the schema
+    of an event stream describes, and readers of 3.1 take it for this."""
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": _JSON,
+        "contentSchema": {"anyOf": [schema_of[operation.chunk], schema_of[operation.error]]},
+    }
+    properties = {"data": data}
+    if operation.named_events:
+        properties["event"] = {"type": "string"}
+    else:
+        properties["data"] = {"anyOf": [{"const": "[DONE]"}, data]}
+    return {
+        "type": "object",
+        "description": operation.events,
+        "properties": properties,
+        "required": sorted(properties),
+    }

@@ -1,0 +1,206 @@
+"""A request of `/v1/responses` as one of `/v1/chat/completions`: all that makes an answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.api.generation_body import JsonSchemaFormat, ResponseFormat
+from swell.cluster.api.responses.items import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    InputText,
+    Item,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    Refusal,
+)
+from swell.cluster.api.responses.protocol import (
+    LOGPROBS,
+    AllowedToolsChoice,
+    FunctionChoice,
+    FunctionTool,
+    ResponsesRequest,
+    TextFormat,
+)
+from swell.cluster.api.sampling_fields import TokenWishes
+from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.schema.chat_messages import (
+    AllowedTool,
+    AllowedTools,
+    ChatMessage,
+    ContentPart,
+    FunctionCall,
+    FunctionDefinition,
+    FunctionName,
+    MessageToolCall,
+    NamedToolChoice,
+    ToolChoice,
+    ToolDefinition,
+)
+
+_SAME = (
+    *TokenWishes.__struct_fields__,
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "stream",
+)
+"""Fields that mean the same in both."""
+
+
+def chat_request(
+    body: ResponsesRequest, items: Sequence[Item], before: Sequence[Item] = ()
+) -> ChatCompletionRequest:
+    """`items` are those of the body, `before` those of the conversation that it continues.
+    Raises `BadRequest` in the words of a response."""
+    wishes: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
+    if LOGPROBS in (body.include or ()):
+        wishes["logprobs"], wishes["top_logprobs"] = True, body.top_logprobs
+    messages = chat_messages([*before, *items])
+    if body.instructions is not None:
+        messages.insert(0, ChatMessage(role="system", content=body.instructions))
+    chat = ChatCompletionRequest(
+        **wishes,
+        model=body.model,
+        messages=messages,
+        max_completion_tokens=body.max_output_tokens,
+        tools=[_tool(tool) for tool in body.function_tools()] or None,
+        tool_choice=_choice(body.function_choice()),
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        response_format=_form(body.text.format if body.text else None),
+    )
+    try:
+        chat.check()
+    except BadRequest as error:
+        raise in_our_words(error) from None
+    return chat
+
+
+def chat_messages(items: Iterable[Item]) -> list[ChatMessage]:
+    """A turn of the assistant is reasoning, then text, then calls: items that go on in this order
+    are one message, since chat templates write a turn as one."""
+    messages: list[ChatMessage] = []
+    turn: ChatMessage | None = None
+    reasoned: list[tuple[ChatMessage, list[str]]] = []
+    """Turns and their reasoning, which is joined once."""
+    for item in items:
+        match item:
+            case ReasoningItem():
+                text = "\n".join(part.text for part in item.content or item.summary)
+                if not text:  # it was encrypted, or there was none
+                    continue
+                if turn is not None and turn.content is None and turn.tool_calls is None:
+                    reasoned[-1][1].append(text)
+                    continue
+                turn = ChatMessage(role="assistant")
+                reasoned.append((turn, [text]))
+            case MessageItem(role="assistant"):
+                if turn is not None and turn.content is None and turn.tool_calls is None:
+                    turn.content = _content(item)
+                    continue
+                turn = ChatMessage(role="assistant", content=_content(item))
+            case FunctionCallItem():
+                call = MessageToolCall(
+                    id=item.call_id,
+                    function=FunctionCall(name=item.name, arguments=item.arguments),
+                )
+                if turn is not None and turn.tool_calls is not None:
+                    turn.tool_calls.append(call)
+                    continue
+                if turn is not None:
+                    turn.tool_calls = [call]
+                    continue
+                turn = ChatMessage(role="assistant", tool_calls=[call])
+            case FunctionCallOutputItem():
+                turn = None
+                messages.append(_output(item))
+                continue
+            case MessageItem():
+                turn = None
+                messages.append(ChatMessage(role=item.role, content=_content(item)))
+                continue
+        messages.append(turn)
+    for turn, texts in reasoned:
+        turn.reasoning_content = "\n".join(filter(None, texts)) or None
+    return messages
+
+
+def _content(item: MessageItem) -> str | list[ContentPart]:
+    parts = [_content_part(part) for part in item.content]
+    return parts[0].text or "" if len(parts) == 1 and parts[0].type == "text" else parts
+
+
+def _content_part(part: InputText | OutputText | Refusal) -> ContentPart:
+    if isinstance(part, Refusal):
+        return ContentPart(type="refusal", refusal=part.refusal)
+    return ContentPart(type="text", text=part.text)
+
+
+def _output(item: FunctionCallOutputItem) -> ChatMessage:
+    content: str | list[ContentPart] = (
+        item.output
+        if isinstance(item.output, str)
+        else [ContentPart(type="text", text=part.text) for part in item.output]
+    )
+    return ChatMessage(role="tool", tool_call_id=item.call_id, content=content)
+
+
+def _tool(tool: FunctionTool) -> ToolDefinition:
+    return ToolDefinition(
+        type="function",
+        function=FunctionDefinition(
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.parameters,
+            strict=tool.strict,
+        ),
+    )
+
+
+def _choice(choice: str | FunctionChoice | AllowedToolsChoice | None) -> ToolChoice | None:
+    if isinstance(choice, AllowedToolsChoice):
+        tools = [AllowedTool(function=FunctionName(name=tool.name)) for tool in choice.tools]
+        allowed = AllowedTools(mode=choice.mode, tools=tools)
+        return NamedToolChoice(type="allowed_tools", allowed_tools=allowed)
+    if isinstance(choice, FunctionChoice):
+        return NamedToolChoice(type="function", function=FunctionName(name=choice.name))
+    return choice  # type: ignore[return-value]  # one of the words of ToolChoice
+
+
+def _form(form: TextFormat | None) -> ResponseFormat | None:
+    if form is None:
+        return None
+    if form.type != "json_schema":
+        return ResponseFormat(type=form.type)
+    assert form.name is not None, "the form was checked"
+    schema = JsonSchemaFormat(
+        name=form.name, description=form.description, schema=form.schema, strict=form.strict
+    )
+    return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+_WORDS = {
+    r"messages(\[\d+\])?(\.\w+)?": "input",
+    r"max_(completion_)?tokens": "max_output_tokens",
+    r"response_format\.json_schema": "text.format",
+    r"response_format": "text.format",
+    r"(tools\[\d+\])\.function\b": r"\1",
+    r"tool_choice\.allowed_tools": "tool_choice",
+}
+"""Field of a chat request -> the same of a response."""
+
+
+def in_our_words(error: BadRequest) -> BadRequest:
+    """An error of a chat request as one of a response."""
+    return BadRequest(
+        _renamed(error.message), None if error.param is None else _renamed(error.param), error.code
+    )
+
+
+def _renamed(text: str) -> str:
+    for theirs, ours in _WORDS.items():
+        text = re.sub(rf"(?<![\w.]){theirs}", ours, text)
+    return text

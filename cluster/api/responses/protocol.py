@@ -1,0 +1,280 @@
+"""`/v1/responses`: what a client may send."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from swell.cluster.api.generation_body import StreamOptions
+from swell.cluster.api.responses.input_items import ITEMS, read_input
+from swell.cluster.api.responses.items import Item
+from swell.cluster.api.sampling_fields import TokenWishes, check_routing
+from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.schema.chat_messages import check_count
+from swell.cluster.text.schema.decode import decode
+from swell.cluster.text.schema.known_fields import RESPONSES
+from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDE = (LOGPROBS, "reasoning.encrypted_content")
+"""What `include` may ask for. Reasoning comes in the clear, as `content`, and may be sent back so:
+there is nothing to encrypt."""
+MAX_METADATA = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
+
+
+class ReasoningOptions(RequestBody, kw_only=True):
+    effort: str | None = None
+    """Handed to the chat template; what it means is the model's."""
+    summary: str | None = None
+    """No summaries are made: reasoning comes whole."""
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+    NOT_SERVED = {
+        "summary": ("auto",),
+        "generate_summary": ("auto",),
+        "context": ("auto",),
+        "mode": ("standard",),
+    }
+
+
+class TextFormat(RequestBody, kw_only=True):
+    """The schema is held always, whatever `strict` says."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(RequestBody, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: Any = None
+    """Accepted; no chat template knows it."""
+
+
+class FunctionTool(HistoryPart, kw_only=True):
+    """A function that the model may call."""
+
+    type: Literal["function"] = "function"
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object; None: no arguments."""
+    strict: bool | None = None
+    """Hold the schema also where the model itself chooses to call."""
+
+
+class FunctionChoice(RequestBody, kw_only=True):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedToolsChoice(RequestBody, kw_only=True):
+    """Of all tools that the model is shown, those that it may call."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[FunctionChoice]
+
+
+class ResponsesRequest(TokenWishes, kw_only=True):
+    model: str | None = None
+    """None: the one that is served."""
+    input: str | list[msgspec.Raw]
+    """A text, or items: messages, function_call, function_call_output, reasoning."""
+    instructions: str | None = None
+    """What the system says first; not taken over from `previous_response_id`."""
+    previous_response_id: str | None = None
+    """A stored response: its input and output stand before this input."""
+    max_output_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Function tools; the built-in ones are refused."""
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """false: one call at most."""
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    """Keep the response for later requests; true unless the server keeps none."""
+    background: bool | None = None
+    """Answer at once, compute meanwhile; the response is to be retrieved."""
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    """This and the next fields are told back and change nothing in the answer."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    service_tier: Any = None
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    truncation: str | None = None
+    max_tool_calls: int | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    background_options: Any = None
+    access_programs: Any = None
+    image: Any = None
+
+    NOT_SERVED = {
+        "truncation": ("disabled", "auto"),
+        "max_tool_calls": (),
+        "conversation": (),
+        "prompt": (),
+        "context_management": ([],),
+        "moderation": (),
+        "background_options": (),
+        "access_programs": (),
+        "image": (),
+    }
+    ECOSYSTEM = RESPONSES
+    PARTS = {"input": ITEMS, "tools": {"function": FunctionTool}}
+
+    def check(self) -> None:
+        self.refuse_unsupported()
+        if self.reasoning is not None:
+            self.reasoning.refuse_unsupported("reasoning.")
+        self._check_text()
+        self._check_stream()
+        self._check_include()
+        check_metadata(self.metadata)
+        check_routing(self.cache_salt, self.data_parallel_rank, self.priority)
+        self.function_tools()
+        self.function_choice()
+
+    def items(self) -> list[Item]:
+        """The input, complete. Raises `BadRequest`."""
+        return read_input(self.input)
+
+    def function_tools(self) -> list[FunctionTool]:
+        """Raises `BadRequest`, which names a built-in tool by its type."""
+        tools: list[FunctionTool] = []
+        check_count(self.tools)
+        for index, tool in enumerate(self.tools or ()):
+            path = f"tools[{index}]"
+            if tool.get("type") != "function":
+                raise BadRequest(
+                    f"{path}.type={shown(tool.get('type'))} is not supported; only 'function' is",
+                    f"{path}.type",
+                    "unsupported_value",
+                )
+            tools.append(_part(tool, FunctionTool, path))
+        return tools
+
+    def function_choice(self) -> str | FunctionChoice | AllowedToolsChoice | None:
+        """none, auto, required, one function, or those that may be called."""
+        choice = self.tool_choice
+        if choice is None or choice in ("none", "auto", "required"):
+            return choice  # type: ignore[return-value]  # a dict is in no tuple of strings
+        kind = None if isinstance(choice, str) else _CHOICES.get(str(choice.get("type")))
+        if isinstance(choice, str) or kind is None:
+            raise BadRequest(
+                f"tool_choice={shown(choice)} is not supported; it may be 'none', 'auto', "
+                "'required', {'type': 'function', 'name': NAME} or {'type': 'allowed_tools', "
+                "'mode': 'auto' or 'required', 'tools': [{'type': 'function', 'name': NAME}]}",
+                "tool_choice",
+                "unsupported_value",
+            )
+        return _part(choice, kind, "tool_choice")  # type: ignore[no-any-return]
+
+    def _check_text(self) -> None:
+        form = self.text.format if self.text else None
+        if form is None:
+            return
+        if form.type == "json_schema" and (form.schema is None or form.name is None):
+            missing = "schema" if form.schema is None else "name"
+            raise BadRequest(
+                f"text.format.type='json_schema' needs text.format.{missing}",
+                f"text.format.{missing}",
+                "missing_field",
+            )
+        if form.type != "json_schema" and form.schema is not None:
+            raise BadRequest(
+                f"text.format.type={form.type!r} takes no text.format.schema; send "
+                "type='json_schema'",
+                "text.format.schema",
+            )
+
+    def _check_stream(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options is only allowed with stream=true", "stream_options")
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            raise BadRequest(
+                "stream_options.continuous_usage_stats=true is not supported: the usage of a "
+                "response stands in its last event; leave it out",
+                "stream_options.continuous_usage_stats",
+                "unsupported_value",
+            )
+        if not self.background:
+            return
+        if self.stream:
+            raise BadRequest(
+                "background=true with stream=true is not supported; leave out stream, and ask "
+                "GET /v1/responses/{id} how far it is",
+                "stream",
+                "unsupported_value",
+            )
+        if self.store is False:
+            raise BadRequest(
+                "background=true needs store=true: the answer can only be retrieved", "store"
+            )
+
+    def _check_include(self) -> None:
+        for index, name in enumerate(self.include or ()):
+            if name not in INCLUDE:
+                raise BadRequest(
+                    f"include[{index}]={shown(name)} is not supported; it may be "
+                    f"{' or '.join(map(repr, INCLUDE))}",
+                    f"include[{index}]",
+                    "unsupported_value",
+                )
+        if self.top_logprobs and LOGPROBS not in (self.include or ()):
+            raise BadRequest(
+                f"top_logprobs={shown(self.top_logprobs)} needs include=[{LOGPROBS!r}]",
+                "top_logprobs",
+            )
+
+
+_CHOICES: dict[str, type[FunctionChoice | AllowedToolsChoice]] = {
+    "function": FunctionChoice,
+    "allowed_tools": AllowedToolsChoice,
+}
+
+
+def _part(value: dict[str, Any], kind: type[Any], path: str) -> Any:
+    """A part of the request, whose errors name their whole path."""
+    try:
+        return decode(msgspec.json.encode(value), kind)
+    except BadRequest as error:
+        where = path if error.param is None else f"{path}.{error.param}"
+        raise BadRequest(f"{path}: {error.message}", where, error.code) from None
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """OpenAI's limits."""
+    if metadata is None:
+        return
+    if len(metadata) > MAX_METADATA:
+        raise BadRequest(
+            f"metadata holds {len(metadata)} pairs; at most {MAX_METADATA} are allowed", "metadata"
+        )
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
+            raise BadRequest(
+                f"metadata[{shown(key)}]: a key may have {MAX_METADATA_KEY_CHARS} characters and "
+                f"a value {MAX_METADATA_VALUE_CHARS}, and these have {len(key)} and {len(value)}",
+                "metadata",
+            )

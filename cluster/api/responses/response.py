@@ -1,0 +1,153 @@
+"""`/v1/responses`: what a client gets. A response tells what was asked, as it was understood, and
+holds the items of the answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from swell.cluster.api.protocol_base import Body
+from swell.cluster.api.responses.items import Item, OutputItem, new_id
+from swell.cluster.api.responses.protocol import ResponsesRequest, TextFormat
+from swell.cluster.text.sampling_params import BadRequest, shown
+
+
+class InputTokensDetails(Body, kw_only=True):
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    """Always 0: prefixes are shared by themselves, and nobody pays for writing them."""
+
+
+class OutputTokensDetails(Body, kw_only=True):
+    reasoning_tokens: int = 0
+    """Of the reasoning's text, tokenized anew: markers do not count."""
+
+
+class ResponseUsage(Body, kw_only=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFailure(Body, kw_only=True):
+    message: str
+    code: Literal["server_error"] = "server_error"
+
+
+class IncompleteDetails(Body, kw_only=True):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseBody(Body, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["completed", "incomplete", "failed", "cancelled", "queued", "in_progress"]
+    background: bool
+    completed_at: int | None = None
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, str | None]
+    safety_identifier: str | None
+    service_tier: str = "default"
+    store: bool
+    """Whether the response is kept. What was to be kept and could not be says false."""
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None
+    metadata: dict[str, str]
+
+
+class ResponseItemList(Body, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ResponseDeleted(Body, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+def begin_response(
+    body: ResponsesRequest, model: str, *, store: bool, now_s: float | None = None
+) -> ResponseBody:
+    """The response to a request before there is anything of it."""
+    choice = body.function_choice()
+    form = body.text.format if body.text and body.text.format else TextFormat(type="text")
+    return ResponseBody(
+        id=new_id("resp"),
+        created_at=int(time.time() if now_s is None else now_s),
+        status="in_progress",
+        background=bool(body.background),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        model=model,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        prompt_cache_key=body.prompt_cache_key,
+        reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        safety_identifier=body.safety_identifier,
+        store=store,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        text={"format": _told(form), "verbosity": "medium"},
+        tool_choice="auto"
+        if choice is None
+        else choice
+        if isinstance(choice, str)
+        else msgspec.to_builtins(choice),
+        tools=[msgspec.to_builtins(tool) for tool in body.function_tools()],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        user=body.user,
+        metadata=body.metadata or {},
+    )
+
+
+def item_list(
+    items: Sequence[Item], *, limit: int, after: str | None, newest_first: bool
+) -> ResponseItemList:
+    """One page of a response's input. Raises `BadRequest` for an `after` that is not there."""
+    ordered = list(reversed(items)) if newest_first else list(items)
+    start = 0
+    if after is not None:
+        places = [place for place, item in enumerate(ordered) if item.id == after]
+        if not places:
+            raise BadRequest(f"after={shown(after)} is the id of no input item", "after")
+        start = places[0] + 1
+    page = ordered[start : start + limit]
+    return ResponseItemList(
+        data=page,
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+        has_more=start + limit < len(ordered),
+    )
+
+
+def _told(form: TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    told: dict[str, Any] = msgspec.to_builtins(form)
+    return told

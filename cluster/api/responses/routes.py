@@ -1,0 +1,376 @@
+"""The routes of `/v1/responses`: answers, and what is kept of them for later."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from swell.cluster.api.body_reader import body_bytes
+from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.api.generation import Generator
+from swell.cluster.api.http import HTTPError, KeyRing, json_response, route, while_awaited
+from swell.cluster.api.models import TokenizeRequest
+from swell.cluster.api.response_writer import ENGINES
+from swell.cluster.api.responses.background import Background
+from swell.cluster.api.responses.background_job import detached, items_of, job_of, left_by
+from swell.cluster.api.responses.convert import chat_request, in_our_words
+from swell.cluster.api.responses.protocol import LOGPROBS, ResponsesRequest
+from swell.cluster.api.responses.response import (
+    ResponseBody,
+    ResponseDeleted,
+    ResponseFailure,
+    begin_response,
+    item_list,
+)
+from swell.cluster.api.responses.serving import ResponsesAnswer
+from swell.cluster.api.responses.store_client import ResponseStore, key_of
+from swell.cluster.api.responses.stored import Begin, Cancel, Delete, Fate, Found, Kept, Read
+from swell.cluster.client.admission import TooManyWaiting
+from swell.cluster.client.deadline import RequestTimedOut
+from swell.cluster.client.request_state import EngineGone, RequestFailed
+from swell.cluster.client.router import NoEngine
+from swell.cluster.text.input_processor import Ask, AskMaker
+from swell.cluster.text.offload import Offload
+from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, shown
+from swell.configs.log import FactLogger
+from swell.configs.schema import ServeConfig
+
+_PAGE_ITEMS = 20
+_MAX_PAGE_ITEMS = 100
+_encode = msgspec.json.encode
+
+ReadBody = Callable[[Request, type[Any]], Awaitable[Any]]
+
+
+class ResponseRoutes:
+    """`read` gives the checked body of a request, `floor` what makes answers, `is_ready` says
+    whether it can. An answer is stored before its end is sent, so a client that has seen the end
+    and shows the same API key can continue it, through any ingress."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        model: str,
+        users: KeyRing,
+        manager: Any,
+        read: ReadBody,
+        floor: Callable[[], tuple[AskMaker, Generator]],
+        offload: Offload,
+        is_ready: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._users = users
+        self._read = read
+        self._floor = floor
+        self._offload = offload
+        self._store = ResponseStore(manager)
+        self._background = Background(self._store, self._resume, is_ready)
+        self._log = FactLogger("cluster.ingress")
+
+    def routes(self) -> list[Route]:
+        return [
+            route("/v1/responses", self._create, "POST"),
+            route("/v1/responses/{id}", self._retrieve, "GET"),
+            route("/v1/responses/{id}", self._delete, "DELETE"),
+            route("/v1/responses/{id}/cancel", self._cancel, "POST"),
+            route("/v1/responses/{id}/input_items", self._input_items, "GET"),
+        ]
+
+    def start(self) -> None:
+        if self._config.stored_responses:
+            self._background.start()
+
+    async def close(self) -> None:
+        await self._background.close()
+
+    # ---------------------------------------------------------------- an answer
+
+    async def _create(self, request: Request) -> Any:
+        body: ResponsesRequest = await self._read(request, ResponsesRequest)
+        response = begin_response(body, self._model, store=self._wants_store(body))
+        owner = self._users.owner(request)
+        found = await self._earlier(owner, body.previous_response_id)
+        if body.background and body.seed is None:  # another ingress must draw the same
+            body.seed = secrets.randbits(SEED_BITS)
+        size = body_bytes(request) + (0 if found is None else found.kept.size_bytes)
+        chat, items = await self._offload.run_sized(size, _conversation, body, found)
+        ask = await while_awaited(request, self._ask(chat, size))
+        response.temperature, response.top_p = ask.params.temperature, ask.params.top_p
+        _, generator = self._floor()
+        key = key_of(owner, response.id)
+        if body.background:
+            answer = self._background_answer(key, body, response, ask, items)
+            return await self._begin(key, request, body, ask, answer, items)
+        answer = _answer(body, response, ask, partial(self._settle, key, items))
+        reply = await generator.answer(request, ask, answer)
+        if ask.stream:
+            return reply
+        await answer.settle()
+        return json_response(response, headers={ENGINES: reply.headers[ENGINES]})
+
+    async def _ask(self, chat: ChatCompletionRequest, size_bytes: int) -> Ask:
+        asks, _ = self._floor()
+        try:
+            return await asks.chat(chat, size_bytes)
+        except BadRequest as error:
+            raise in_our_words(error) from None
+
+    def _wants_store(self, body: ResponsesRequest) -> bool:
+        possible = self._config.stored_responses > 0
+        wanted = body.background or body.store
+        if wanted and not possible:
+            raise BadRequest(
+                "this server keeps no responses (serve.stored_responses=0), so store=true and "
+                "background=true are not supported",
+                "background" if body.background else "store",
+                "unsupported_value",
+            )
+        return possible and body.store is not False
+
+    async def _earlier(self, owner: str, id: str | None) -> Found | None:
+        """The response that a request continues."""
+        if id is None:
+            return None
+        try:
+            return await self._store.found(Read(key_of(owner, id)))
+        except HTTPError as error:
+            if error.status != 404:
+                raise
+            raise BadRequest(
+                f"previous_response_id: {error}",
+                "previous_response_id",
+                "previous_response_not_found",
+            ) from None
+
+    async def _settle(
+        self, key: str, items: bytes, response: ResponseBody, reasoning: list[str]
+    ) -> None:
+        await self._count_reasoning(response, reasoning)
+        if response.store:
+            response.store = await self._store.keep(key, Kept(_encode(response), items))
+
+    async def _count_reasoning(self, response: ResponseBody, reasoning: list[str]) -> None:
+        asks, _ = self._floor()
+        usage = response.usage
+        if usage is None:
+            return
+        count = 0
+        for text in filter(None, reasoning):
+            wish = TokenizeRequest(prompt=text, add_special_tokens=False)
+            try:
+                count += len(await asks.tokens(wish, len(text)))
+            except BadRequest:  # written otherwise than the model did, it would not fit
+                count = usage.output_tokens
+        usage.output_tokens_details.reasoning_tokens = min(count, usage.output_tokens)
+
+    # ---------------------------------------------------------------- in the background
+
+    async def _begin(
+        self,
+        key: str,
+        request: Request,
+        body: ResponsesRequest,
+        ask: Ask,
+        answer: ResponsesAnswer,
+        items: bytes,
+    ) -> Response:
+        """The reply says `queued`; who asks later sees `in_progress`, also while the request waits
+        for an engine or for another ingress."""
+        response = answer.response
+        kept = Kept(_encode(response), items, background=True)
+        queued = _encode(msgspec.structs.replace(response, status="queued"))
+        job = job_of(request, body)
+        again = detached(job)
+        again.state.deadline = getattr(request.state, "deadline", None)
+        _, generator = self._floor()
+        work = self._run(partial(generator.answer, again, ask, answer), answer)
+        await self._background.begin(key, kept, job, work)
+        return json_response(queued)
+
+    async def _resume(self, begun: Begin) -> None:
+        """Compute again, to the same answer, what another ingress has left."""
+        assert begun.job is not None, "the store gives nothing else"
+        size, items = begun.kept.size_bytes, begun.kept.items
+        body, response, chat = await self._offload.run_sized(size, left_by, begun.job, begun.kept)
+        try:
+            ask = await self._ask(chat, size)
+        except BadRequest as error:  # this ingress has other limits
+            _mark_failed(response, f"it could not be taken over by another ingress: {error}")
+            await self._background.store(begun.id, Kept(_encode(response), items, background=True))
+            return
+        answer = self._background_answer(begun.id, body, response, ask, items)
+        _, generator = self._floor()
+        again = detached(begun.job)
+        await self._run(partial(generator.answer_admitted, again, ask, answer), answer)
+
+    def _background_answer(
+        self, key: str, body: ResponsesRequest, response: ResponseBody, ask: Ask, items: bytes
+    ) -> ResponsesAnswer:
+        return _answer(body, response, ask, partial(self._settle_in_background, key, items))
+
+    async def _run(self, give: Callable[[], Awaitable[Any]], answer: ResponsesAnswer) -> None:
+        try:
+            await give()
+        except (
+            EngineGone,
+            NoEngine,
+            RequestFailed,
+            BadRequest,
+            HTTPError,
+            TooManyWaiting,
+            RequestTimedOut,
+        ) as error:
+            answer.fail(str(error))
+        except Exception as error:
+            self._log.error("unexpected", error=f"{type(error).__name__}: {error}")
+            answer.fail("internal error")
+        await answer.settle()
+
+    async def _settle_in_background(
+        self, key: str, items: bytes, response: ResponseBody, reasoning: list[str]
+    ) -> None:
+        """Where another ingress has it now, neither the answer nor the failure is stored."""
+        await self._count_reasoning(response, reasoning)
+        kept = Kept(_encode(response), items, background=True)
+        if await self._background.store(key, kept):
+            return
+        response.output = []
+        _mark_failed(response, "there is no room for the answer in serve.stored_response_bytes")
+        await self._background.store(key, Kept(_encode(response), items, background=True))
+
+    # ---------------------------------------------------------------- what is kept
+
+    async def _retrieve(self, request: Request) -> Response:
+        query = self._query(request, "stream", "include_obfuscation")
+        if query.get("stream", "false") != "false":
+            raise BadRequest(
+                f"stream={shown(query['stream'])} is not supported: a stored response is not "
+                "streamed; leave it out",
+                "stream",
+                "unsupported_value",
+            )
+        return _told(await self._store.found(Read(self._key(request))))
+
+    async def _cancel(self, request: Request) -> Response:
+        """Also of one that has ended: the answer tells how."""
+        self._query(request)
+        found = await self._store.found(Cancel(self._key(request)))
+        if not found.kept.background:
+            raise BadRequest(
+                f"the response {request.path_params['id']!r} was not made with background=true; "
+                "such a one is cancelled by closing its connection",
+                "id",
+                "not_in_background",
+            )
+        return _told(found)
+
+    async def _delete(self, request: Request) -> Response:
+        self._query(request)
+        await self._store.found(Delete(self._key(request)))
+        return json_response(ResponseDeleted(id=request.path_params["id"]))
+
+    async def _input_items(self, request: Request) -> Response:
+        query = self._query(request, "limit", "order", "after")
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise BadRequest(f"order={shown(order)} must be 'asc' or 'desc'", "order")
+        limit = _limit(query.get("limit", str(_PAGE_ITEMS)))
+        found = await self._store.found(Read(self._key(request)))
+        page = item_list(
+            items_of(found.kept),
+            limit=limit,
+            after=query.get("after"),
+            newest_first=order == "desc",
+        )
+        return json_response(page)
+
+    def _key(self, request: Request) -> str:
+        return key_of(self._users.owner(request), request.path_params["id"])
+
+    def _query(self, request: Request, *known: str) -> dict[str, str]:
+        """The query of somebody who may ask."""
+        self._users.check(request)
+        query = dict(request.query_params)
+        for name in query:
+            if name not in known:
+                raise BadRequest(
+                    f"the query parameter {shown(name)} is not supported here"
+                    + (f"; known are {', '.join(known)}" if known else ""),
+                    name,
+                    "unknown_field",
+                )
+        return query
+
+
+def _conversation(
+    body: ResponsesRequest, found: Found | None
+) -> tuple[ChatCompletionRequest, bytes]:
+    """The request as one of chat, behind what was `found` of an earlier response; and the items of
+    the whole conversation, as JSON."""
+    own, before = body.items(), []
+    if found is not None:
+        response = _as_it_is(found)
+        if response.status not in ("completed", "incomplete"):
+            raise BadRequest(
+                f"previous_response_id={shown(body.previous_response_id)} is {response.status}; "
+                "only a response that is completed or incomplete can be continued",
+                "previous_response_id",
+            )
+        before = [*items_of(found.kept), *response.output]
+    return chat_request(body, own, before), _encode([*before, *own])
+
+
+def _limit(text: str) -> int:
+    if (
+        len(text) > len(str(_MAX_PAGE_ITEMS))
+        or not text.isascii()
+        or not text.isdigit()
+        or not 1 <= int(text) <= _MAX_PAGE_ITEMS
+    ):
+        raise BadRequest(
+            f"limit={shown(text)} must be an integer between 1 and {_MAX_PAGE_ITEMS}", "limit"
+        )
+    return int(text)
+
+
+def _answer(
+    body: ResponsesRequest,
+    response: ResponseBody,
+    ask: Ask,
+    settle: Callable[[ResponseBody, list[str]], Awaitable[None]],
+) -> ResponsesAnswer:
+    logprobs = LOGPROBS in (body.include or ())
+    return ResponsesAnswer(
+        response, ask.make_parser, settle, body.top_logprobs or 0 if logprobs else None
+    )
+
+
+def _as_it_is(found: Found) -> ResponseBody:
+    response = msgspec.json.decode(found.kept.body, type=ResponseBody)
+    if found.fate is Fate.CANCELLED:
+        response.status = "cancelled"
+    if found.fate is Fate.LOST:
+        _mark_failed(
+            response,
+            "the ingresses that computed the response are gone, one after the other; it is not "
+            "computed again",
+        )
+    return response
+
+
+def _mark_failed(response: ResponseBody, why: str) -> None:
+    response.status, response.error = "failed", ResponseFailure(message=why)
+
+
+def _told(found: Found) -> Response:
+    if found.fate in (Fate.CANCELLED, Fate.LOST):
+        return json_response(_as_it_is(found))
+    return json_response(found.kept.body)

@@ -1,0 +1,132 @@
+"""The answer of `/v1/responses`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+
+from swell.cluster.api.answer_readers import make_reader
+from swell.cluster.api.protocol_base import Usage
+from swell.cluster.api.response_writer import Answer, Batches
+from swell.cluster.api.responses import events
+from swell.cluster.api.responses.events import Event, sse
+from swell.cluster.api.responses.output_items import OutputWriter
+from swell.cluster.api.responses.response import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseBody,
+    ResponseFailure,
+    ResponseUsage,
+)
+from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+from swell.cluster.text.parsers.base import Parser
+
+_LAST = {
+    "completed": events.Completed,
+    "incomplete": events.Incomplete,
+    "failed": events.Failed,
+}
+
+
+class ResponsesAnswer(Answer):
+    """Fills `response`, which was begun.
+
+    Whole or streamed, the answer goes through the same writer, so both hold the same. `settle` is
+    awaited once the response has ended, before it is told to anybody: what is stored by then can
+    be asked for by whoever has seen the end. `top_logprobs` as in `make_reader`.
+    """
+
+    def __init__(
+        self,
+        response: ResponseBody,
+        make_parser: Callable[[], Parser],
+        settle: Callable[[ResponseBody, list[str]], Awaitable[None]],
+        top_logprobs: int | None = None,
+    ) -> None:
+        super().__init__(response.id, response.model)
+        self.response = response
+        self._settle = settle
+        self._reader = make_reader(make_parser, top_logprobs)
+        self._writer = OutputWriter()
+        self._sequence = 0
+
+    async def settle(self) -> None:
+        await self._settle(self.response, self._writer.reasoning)
+
+    def whole(self, outputs: list[RequestOutput], usage: Usage) -> ResponseBody:
+        """Not settled yet."""
+        (output,) = outputs
+        for _ in self._write(output.outputs[0]):
+            pass
+        self._end(usage)
+        return self.response
+
+    def fail(self, message: str) -> None:
+        """Nothing more comes: what there is stays, cut off."""
+        for _ in self._writer.close("incomplete"):
+            pass
+        self.response.output = self._writer.items
+        self.response.status = "failed"
+        self.response.error = ResponseFailure(message=message)
+
+    # ---------------------------------------------------------------- as a stream
+
+    async def events(
+        self, outputs: Batches, choices: int, *, told: str, engines: Callable[[], str]
+    ) -> AsyncGenerator[bytes]:
+        """As of every answer; the very last event tells the settled response."""
+        answer = super().events(outputs, choices, told=told, engines=engines)
+        async with contextlib.aclosing(answer):
+            async for event in answer:
+                yield event
+        await self.settle()
+        yield self._event(_LAST[self.response.status](response=self.response))
+
+    def opening(self, choices: int) -> Iterable[bytes]:
+        yield self._event(events.Created(response=self.response))
+        yield self._event(events.InProgress(response=self.response))
+
+    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterator[bytes]:
+        yield from map(self._event, self._write(part))
+
+    def closing(self, usage: Usage) -> Iterable[bytes]:
+        self._end(usage)
+        return ()
+
+    def failure(self, error: Exception, code: str) -> Iterable[bytes]:
+        self.fail(str(error))
+        return ()
+
+    # ---------------------------------------------------------------- both
+
+    def _write(self, part: CompletionOutput) -> Iterator[Event]:
+        for said, logprobs in self._reader.read(part):
+            yield from self._writer.write(said, logprobs)
+        if part.finish_reason is not None:
+            cut = part.finish_reason == "length"
+            yield from self._writer.finish("incomplete" if cut else "completed")
+            self.response.status = "incomplete" if cut else "completed"
+
+    def _end(self, usage: Usage) -> None:
+        response = self.response
+        if response.status == "incomplete":
+            response.incomplete_details = IncompleteDetails()
+        else:
+            response.completed_at = int(time.time())
+        response.output = self._writer.items
+        response.usage = ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=usage.prompt_tokens_details.cached_tokens
+            ),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(),
+            total_tokens=usage.total_tokens,
+        )
+
+    def _event(self, event: Event) -> bytes:
+        event.sequence_number = self._sequence
+        self._sequence += 1
+        return sse(event)

@@ -1,0 +1,116 @@
+"""Who may ask at all: the names by which a server is reached, and the pages that may use it.
+
+A browser sends requests for any page that is open in it. What protects a server that a browser can
+reach, one on a loopback address above all:
+
+- JSON is sent with its content type, for which a browser asks first, and is refused: so a page of
+  another site cannot make it send any (`http.require_json`), unless `serve.cors_origins` names it.
+- A page may give its own name the address of this server, and is then of the same site. But the
+  browser sends that name as `Host`: a name that is not known is refused. An address is no name, so
+  it cannot be given away.
+- `Origin` names the page's site. What operators may do is for pages of this server and of this
+  machine alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from swell.cluster.api.http import HTTPError, KeyRing
+from swell.cluster.text.sampling_params import shown
+from swell.configs.schema import ServeConfig
+
+
+class AccessRules:
+    """Of one server, for admin routes and for others. Both raise HTTPError 403."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        own = {"localhost", socket.gethostname().lower(), config.host.lower()}
+        self._hosts = own | {name.lower() for name in config.allowed_hosts}
+        self._origins = {origin.lower().rstrip("/") for origin in config.allowed_origins}
+        self._names_are_known = bool(config.allowed_hosts) or _is_loopback(config.host)
+
+    def check(self, request: Request) -> None:
+        """Of somebody who wants an answer of the model. A server that the network reaches has
+        names that it does not know, unless they were listed."""
+        if self._names_are_known:
+            self._check_host(request)
+
+    def check_admin(self, request: Request) -> None:
+        self._check_host(request)
+        self._check_origin(request)
+
+    def _check_host(self, request: Request) -> None:
+        for host in request.headers.getlist("host"):
+            name = host_name(host)
+            if name and not (_is_address(name) or name in self._hosts or "*" in self._hosts):
+                raise HTTPError(
+                    403,
+                    f"this server is not known as {shown(name)}; add the name to "
+                    "serve.allowed_hosts, or use its address",
+                    "host_not_allowed",
+                )
+
+    def _check_origin(self, request: Request) -> None:
+        for origin in request.headers.getlist("origin"):
+            site = origin.lower()
+            name, place = _site(site)
+            here = _is_loopback(name) or place in _lower(request)
+            if not (here or site in self._origins or "*" in self._origins):
+                raise HTTPError(
+                    403,
+                    f"pages of {shown(origin)} may not use the admin API; add the origin to "
+                    "serve.allowed_origins",
+                    "origin_not_allowed",
+                )
+
+
+class Users(KeyRing):
+    """Those who may ask the model: they show a key, where there are keys, and know the server by a
+    name of its own."""
+
+    def __init__(self, config: ServeConfig, rules: AccessRules) -> None:
+        super().__init__(config.api_keys_file, "serve.api_keys_file")
+        self._rules = rules
+
+    def check(self, request: Request) -> None:
+        self._rules.check(request)
+        super().check(request)
+
+
+def host_name(host: str) -> str:
+    """The name of a header `Host`, without its port, and without the dot of a whole name."""
+    if host.startswith("["):
+        return host.partition("]")[0][1:].lower()
+    name = host.rpartition(":")[0] if host.count(":") == 1 else host
+    return name.lower().removesuffix(".")
+
+
+def _site(origin: str) -> tuple[str, str]:
+    """Name, and name with port; empty for what is none, as `null`."""
+    try:
+        parts = urlsplit(origin)
+        return parts.hostname or "", parts.netloc
+    except ValueError:
+        return "", ""
+
+
+def _lower(request: Request) -> Iterable[str]:
+    return [host.lower() for host in request.headers.getlist("host") if host]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)

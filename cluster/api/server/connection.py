@@ -1,0 +1,397 @@
+"""One connection of the HTTP server, and what it may cost before and beside its requests.
+
+    connect ── head ──────────► body ───────────► answer ──► idle ── head ...
+               head_timeout_s   transfer_timeout_s           75 s
+               HEAD_BYTES       1 KiB/s
+
+uvicorn parses with llhttp, which has no limits of its own: a header that never ends is gathered
+anew with each piece of it, and a client that sends half a request is waited for without end. So
+bytes are fed to it in slices, and a client that crosses a limit gets an answer and is closed. An
+answer that was given before the body was read (401, 413, 415 ...) ends the connection too: no
+handler reads what is still to come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import http
+import resource
+from typing import Any
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from swell.cluster.api.protocol_base import error_body
+from swell.cluster.api.server.cors import CorsRules
+from swell.cluster.api.server.early_response import announcing_end
+from swell.cluster.api.server.half_close import HalfClosed
+from swell.cluster.api.server.http10 import is_first, without_chunks
+from swell.configs.schema import ServeConfig
+
+HEAD_BYTES = 64 * 1024
+"""Request line and headers together; also what may come between two parts of a chunked body, or
+behind it."""
+URL_BYTES = 8 * 1024
+HEADERS = 256
+PIPELINED = 16
+"""Requests that may wait behind one on the same connection."""
+CHUNKS = 4096
+"""Parts of a chunked body that may come in one piece of the network's; a client that sends chunks
+of a few bytes makes much work of little."""
+MIN_BODY_RATE = 1024
+"""Bytes a second, on average."""
+LINGER_S = 2.0
+"""A client that is still sending may read the answer to what it sent for so long."""
+_SLICE_BYTES = 8 * 1024
+_OWN_DESCRIPTORS = 512
+"""What else a process has open, and connections that are being refused."""
+
+
+class ConnectionLimits(msgspec.Struct, frozen=True):
+    """`ServeConfig` describes them."""
+
+    connections: int
+    head_timeout_s: float
+    transfer_timeout_s: float
+    cors: CorsRules = CorsRules()
+    """Which pages may read why they were refused."""
+
+    def within_descriptors(self) -> ConnectionLimits:
+        """These, or with as many connections as this process may have file descriptors for: beyond
+        them no client could be refused with an answer. Its own limit is raised where it may be."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = self.connections + _OWN_DESCRIPTORS
+        if soft < wanted:
+            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        room = max(1, soft - _OWN_DESCRIPTORS)
+        return msgspec.structs.replace(self, connections=min(self.connections, room))
+
+    @staticmethod
+    def of(config: ServeConfig) -> ConnectionLimits:
+        return ConnectionLimits(
+            config.max_connections,
+            config.head_timeout_s,
+            config.transfer_timeout_s,
+            CorsRules.of(config),
+        )
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a connection ends."""
+
+    status: int
+    message: str
+    code: str
+
+
+class _Stage(enum.Enum):
+    """What the client is sending, or was."""
+
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    WHOLE = enum.auto()
+    """A whole request has come."""
+
+
+class LimitedConnection(HttpToolsProtocol):
+    """`limits` is set by a subclass that `limited` makes: uvicorn makes the instances."""
+
+    limits: ConnectionLimits
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stage = _Stage.HEAD
+        self._head_bytes = 0
+        """Of the stage HEAD, or since the last part of a body."""
+        self._chunks = 0
+        """Parts of a body in this piece of the network's."""
+        self._refusal: Refusal | None = None
+        self._repeats_head = False
+        """The parser reads a head that was read."""
+        self._closing = False
+        """What still comes is not read."""
+        self._answering: RequestResponseCycle | None = None
+        """The request that the application has; `cycle` is the newest one."""
+        self._half_closed: HalfClosed | None = None
+        self._deadline_s = 0.0
+        self._alarm: asyncio.TimerHandle | None = None
+        self._write_alarm: asyncio.TimerHandle | None = None
+
+    # ------------------------------------------------------------------------------ the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            self.connections.discard(self)
+            self._refuse(
+                Refusal(
+                    503,
+                    f"this server has serve.max_connections={self.limits.connections} connections "
+                    "already; try again later",
+                    "too_many_connections",
+                )
+            )
+            return
+        self._expect_within(self.limits.head_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing = True
+        for alarm in (self._alarm, self._write_alarm):
+            if alarm is not None:
+                alarm.cancel()
+        self._alarm = self._write_alarm = None
+        if self._half_closed is not None:
+            self._half_closed.stop()
+        if self._answering is not None and self._answering is not self.cycle:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. False: the connection ends; what has come whole is answered
+        before."""
+        answering = self._answering
+        if self._closing or answering is None:
+            return False
+        if answering.response_complete or answering.more_body:
+            return False
+        if self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()
+        newest = self.pipeline[0][0] if self.pipeline else answering
+        newest.keep_alive = False
+        self._expect_nothing()
+        if self._half_closed is None:
+            self._half_closed = HalfClosed(self.loop, self.transport, lambda: self._answering)
+        return True
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        app = without_chunks(cycle, app) if is_first(cycle) else app
+        super()._start_asgi_task(cycle, announcing_end(cycle, app))
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
+        self._chunks = at = 0
+        while at < len(data) and not self._closing and not self.transport.is_closing():
+            part = data[at : at + _SLICE_BYTES]
+            at += len(part)
+            self._head_bytes += len(part)
+            self._feed(part)
+            if refusal := self._refusal or self._crossed():
+                self._refuse(refusal)
+        if self._stage is _Stage.WHOLE and self._is_idle() and self._alarm is None:
+            # Blank lines have ended uvicorn's wait for the next request.
+            self._expect_within(self.limits.head_timeout_s)
+
+    def _feed(self, part: bytes) -> None:
+        """As uvicorn's `data_received`, but who offers another protocol is answered in this one,
+        with the body that the parser leaves out."""
+        self._unset_keepalive_if_required()
+        try:
+            while part:
+                part = self._parsed(part)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _parsed(self, part: bytes) -> bytes:
+        """What is left of it behind a request that offers another protocol."""
+        try:
+            self.parser.feed_data(part)
+        except httptools.HttpParserUpgrade as offer:
+            if self._stage is _Stage.BODY:
+                self._parse_body()
+            return part[offer.args[0] :]
+        return b""
+
+    def _parse_body(self) -> None:
+        """The parser takes what follows for another protocol; a new one takes it for the body that
+        the head has announced. What would be the next request to us, and a body to a proxy in
+        between, could pass that proxy's rules."""
+        version = self.scope["http_version"].encode()
+        head = [b"POST / HTTP/" + version, *(b": ".join(pair) for pair in self._framing())]
+        self._repeats_head = True
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.parser.feed_data(b"\r\n".join(head) + b"\r\n\r\n")
+        self._repeats_head = False
+
+    def _framing(self) -> list[tuple[bytes, bytes]]:
+        names = (b"content-length", b"transfer-encoding")
+        return [(name, value) for name, value in self.headers if name in names]
+
+    def pause_writing(self) -> None:
+        """The client takes nothing of its answer for now."""
+        super().pause_writing()
+        self._write_alarm = self.loop.call_later(
+            self.limits.transfer_timeout_s, self.transport.abort
+        )
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_alarm is not None:
+            self._write_alarm.cancel()
+            self._write_alarm = None
+
+    # --------------------------------------------------------------------------------- the parser
+
+    def on_message_begin(self) -> None:
+        if self._repeats_head:
+            return
+        super().on_message_begin()
+        self._stage, self._head_bytes = _Stage.HEAD, 0
+        if self._alarm is None:
+            self._expect_within(self.limits.head_timeout_s)
+
+    def on_url(self, url: bytes) -> None:
+        if self._repeats_head:
+            return
+        if len(self.url) + len(url) > URL_BYTES:
+            self._refusal = Refusal(
+                414, f"the URL has more than {URL_BYTES} bytes", "request_too_large"
+            )
+            return
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._repeats_head:
+            return
+        if len(self.headers) >= HEADERS:
+            self._refusal = Refusal(
+                431, f"the request has more than {HEADERS} headers", "request_too_large"
+            )
+            return
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._refusal is not None or self._repeats_head:
+            return
+        self._stage, self._head_bytes = _Stage.BODY, 0
+        super().on_headers_complete()
+        self._expect_within(self.limits.transfer_timeout_s)
+
+    def on_body(self, body: bytes) -> None:
+        if self._refusal is not None:
+            return
+        super().on_body(body)
+        self._chunks += 1
+        self._head_bytes = 0
+        self._deadline_s = min(
+            self.loop.time() + self.limits.transfer_timeout_s,
+            self._deadline_s + len(body) / MIN_BODY_RATE,
+        )
+
+    def on_message_complete(self) -> None:
+        offers_protocol = self.parser.should_upgrade() and self._stage is _Stage.BODY
+        if self._refusal is not None or (offers_protocol and self._framing()):
+            return
+        self._stage, self._head_bytes = _Stage.WHOLE, 0
+        super().on_message_complete()
+        self._expect_nothing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle is not None and self.cycle.more_body and self.cycle.response_complete:
+            self._linger()
+
+    # --------------------------------------------------------------------------------- the limits
+
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _crossed(self) -> Refusal | None:
+        if self._head_bytes > HEAD_BYTES:
+            what = "head" if self._stage is _Stage.HEAD else "framing"
+            return Refusal(
+                431, f"the request's {what} has more than {HEAD_BYTES} bytes", "request_too_large"
+            )
+        if len(self.pipeline) > PIPELINED:
+            return Refusal(
+                400, f"more than {PIPELINED} requests wait on this connection", "too_many_requests"
+            )
+        if self._chunks > CHUNKS:
+            return Refusal(400, "the body comes in chunks that are too small", "chunks_too_small")
+        return None
+
+    def _expect_within(self, timeout_s: float) -> None:
+        """More must come within this time; a request that is being computed is not waited for."""
+        self._deadline_s = self.loop.time() + timeout_s
+        if self._alarm is not None and self._alarm.when() <= self._deadline_s:
+            return  # it will look at the deadline
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = self.loop.call_at(self._deadline_s, self._look_at_the_clock)
+
+    def _expect_nothing(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _look_at_the_clock(self) -> None:
+        self._alarm = None
+        limits = self.limits
+        if self.loop.time() < self._deadline_s:
+            self._alarm = self.loop.call_at(self._deadline_s, self._look_at_the_clock)
+        elif self.flow.read_paused:
+            # What the client has sent waits here for its reader.
+            self._expect_within(limits.transfer_timeout_s)
+        elif self._stage is _Stage.WHOLE:
+            if self._is_idle():
+                self.transport.close()
+        elif self._stage is _Stage.HEAD:
+            what = f"no whole head came within serve.head_timeout_s={limits.head_timeout_s:g} s"
+            self._refuse(Refusal(408, what, "request_timeout"))
+        else:
+            what = (
+                f"the body stopped for serve.transfer_timeout_s={limits.transfer_timeout_s:g} s, "
+                f"or comes with less than {MIN_BODY_RATE} bytes a second"
+            )
+            self._refuse(Refusal(408, what, "request_timeout"))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer, where nothing else is being answered on this connection, and close it."""
+        if self._closing or self.transport.is_closing():
+            return
+        cycle, waiting = self.cycle, self._stage is _Stage.BODY
+        answering = cycle is not None and not cycle.response_complete and not waiting
+        if cycle is not None:
+            answering = answering or (cycle.response_started and not cycle.response_complete)
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if answering or self.pipeline:
+            self._closing = True
+            self.transport.close()
+            return
+        kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+        body = error_body(refusal.message, type=kind, code=refusal.code)
+        head = (
+            f"HTTP/1.1 {refusal.status} {http.HTTPStatus(refusal.status).phrase}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            "connection: close\r\n"
+        )
+        cors = self.limits.cors.headers_at(getattr(self, "url", None), self.headers)
+        lines = [b"%b: %b\r\n" % pair for pair in cors]
+        self.transport.write(b"".join([head.encode(), *lines, b"\r\n", body]))
+        self._linger()
+
+    def _linger(self) -> None:
+        """The answer is out, and the client may still be sending: to close now would take the
+        answer from it. What comes is thrown away, for a moment."""
+        self._closing = True
+        self._unset_keepalive_if_required()
+        self._expect_nothing()
+        self.flow.resume_reading()
+        if self.transport.is_closing():
+            return
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._alarm = self.loop.call_later(LINGER_S, self.transport.close)
+
+
+def limited(limits: ConnectionLimits) -> type[LimitedConnection]:
+    """The protocol of a server with these limits."""
+    return type("LimitedConnection", (LimitedConnection,), {"limits": limits})

@@ -1,0 +1,130 @@
+"""Which pages may read what the server answers: `serve.cors_origins`.
+
+A browser shows a page of another site an answer only if the answer names the page's origin, and
+asks first (a *preflight*) before it sends JSON or a key. Every answer that is not the admin API's
+carries the leave: also errors, streams, and what a connection refuses before its request is whole
+(`connection.py`). The rules of `access.py` hold all the same: a page changes neither the name under
+which the server is known nor the content type that it wants.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from swell.cluster.api.http import HTTPError, guarded
+from swell.cluster.api.server.paths import route_path
+from swell.cluster.text.sampling_params import shown
+from swell.configs.schema import ServeConfig
+
+_ALL = "*"
+_METHODS = "GET, POST, DELETE, OPTIONS"
+_HEADERS = ("authorization", "content-type", "x-api-key", "x-request-id", "x-request-timeout-s")
+_EXPOSED = "x-request-id, request-id, x-swell-engine, x-swell-warning, retry-after"
+_MAX_AGE_S = 600
+"""For so long a browser need not ask again."""
+
+Pairs = list[tuple[bytes, bytes]]
+
+
+class CorsRules(msgspec.Struct, frozen=True):
+    """Empty: no page of another site reads anything."""
+
+    origins: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(config: ServeConfig) -> CorsRules:
+        return CorsRules(frozenset(one.lower().rstrip("/") for one in config.cors_origins))
+
+    def allows(self, origin: str | None) -> bool:
+        return _ALL in self.origins or (origin or "").lower() in self.origins
+
+    def headers(self, path: str, origin: str | None) -> Pairs:
+        """What an answer at `path` has for a page of `origin`; None: it is not known whose."""
+        if not self.origins or is_closed(path):
+            return []
+        pairs: Pairs = []
+        if _ALL not in self.origins:
+            pairs.append((b"vary", b"Origin"))
+        if self.allows(origin):
+            named = _ALL if _ALL in self.origins else origin or ""
+            pairs.append((b"access-control-allow-origin", named.encode("latin-1")))
+            pairs.append((b"access-control-expose-headers", _EXPOSED.encode()))
+        return pairs
+
+    def headers_at(self, url: bytes | None, sent: Pairs | None) -> Pairs:
+        """The same, for what has come of a request: perhaps nothing."""
+        path = unquote((url or b"").partition(b"?")[0].decode("latin-1"))
+        origins = [value.decode("latin-1") for name, value in sent or () if name == b"origin"]
+        return self.headers(path, origins[0] if origins else None)
+
+
+def is_closed(path: str) -> bool:
+    """Operators use the server's own pages, or none."""
+    return f"{path}/".startswith("/admin/")
+
+
+class Cors:
+    """ASGI middleware over everything that answers."""
+
+    def __init__(self, app: ASGIApp, rules: CorsRules) -> None:
+        self._app = app
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_off = scope["type"] != "http" or not self._rules.origins
+        if is_off or is_closed(route_path(scope)):
+            await self._app(scope, receive, send)
+            return
+        asked = Headers(scope=scope)
+        added = self._rules.headers(route_path(scope), asked.get("origin"))
+
+        async def send_readable(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        app = _preflight(self._rules) if _is_preflight(scope, asked) else self._app
+        await app(scope, receive, send_readable)
+
+
+def _is_preflight(scope: Scope, asked: Headers) -> bool:
+    return (
+        scope["method"] == "OPTIONS"
+        and "origin" in asked
+        and "access-control-request-method" in asked
+    )
+
+
+def _preflight(rules: CorsRules) -> ASGIApp:
+    async def answer(request: Request) -> Any:
+        origin = request.headers["origin"]
+        if not rules.allows(origin):
+            raise HTTPError(
+                403,
+                f"pages of {shown(origin)} may not use this server; add the origin to "
+                "serve.cors_origins",
+                "origin_not_allowed",
+            )
+        wanted = request.headers.get("access-control-request-headers", "").lower().split(",")
+        names = dict.fromkeys([*_HEADERS, *filter(None, (name.strip() for name in wanted))])
+        return Response(
+            status_code=204,
+            headers={
+                "access-control-allow-methods": _METHODS,
+                "access-control-allow-headers": ", ".join(names),
+                "access-control-max-age": str(_MAX_AGE_S),
+            },
+        )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await guarded(answer)(Request(scope))
+        await response(scope, receive, send)
+
+    return app

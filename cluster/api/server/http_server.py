@@ -1,0 +1,122 @@
+"""The way in: an HTTP server run by the ingress itself, on a port that its siblings share.
+
+The kernel spreads connections over all sockets that listen with SO_REUSEPORT. A server that
+leaves closes its socket first, so that new connections go to the others, and then finishes its
+streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from swell.cluster.api.server.acceptor import Acceptor
+from swell.cluster.api.server.connection import ConnectionLimits, limited
+from swell.configs import process
+from swell.configs.schema import ServeConfig
+from swell.coordinator.ports import address_family
+
+_BACKLOG = 4096
+"""Connections that wait to be taken, as many as the kernel allows (`net.core.somaxconn`). Those
+beyond them try again after a second."""
+
+
+def _shared_socket(host: str, port: int) -> socket.socket:
+    listener = socket.socket(address_family(host), socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind((host, port))
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with signals left to whoever owns the process, and woken where it used to look ten
+    times a second whether it should end."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ending = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which then closes what stands in `servers`."""
+        await super().startup(sockets=[])
+        servers: list[Any] = self.servers  # what uvicorn closes and waits for
+        servers += [Acceptor(listener, self._protocol) for listener in sockets or ()]
+
+    def _protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(counter=0):  # writes the date of the answers' headers
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), 1.0)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class EdgeServer:
+    """Serves an ASGI app in the running event loop until `stop`."""
+
+    def __init__(
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        drain_timeout_s: float,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
+        self._socket = _shared_socket(host, port)
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=limited((limits or ConnectionLimits.of(ServeConfig())).within_descriptors()),
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+                server_header=False,
+                ws="none",
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.005)
+        if self._task.done():
+            await self._task
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A replica that has stopped listening, though `stop` was not called, is replaced."""
+        if not self._server.should_exit and not task.cancelled():
+            process.end_process("HTTP server", task.exception() or RuntimeError("it returned"))
+
+    async def stop(self) -> None:
+        """Stop accepting, finish the streams, then return."""
+        self._server.end()
+        if self._task is not None:
+            await self._task
+        self._socket.close()

@@ -1,0 +1,82 @@
+"""What monitors and load balancers of other servers ask: `/ping` (SageMaker), `/version` and
+`/load` (vLLM), `/server_info` (SGLang)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from swell.cluster.api.admin.protocol import EngineLoad, Health, ServerInfo, ServerLoad, Version
+from swell.cluster.api.http import KeyRing, json_response, route
+from swell.cluster.client.async_llm import AsyncLLM
+from swell.configs.schema import Config
+
+VERSION = importlib.metadata.version("swell")
+
+
+class ServerRoutes:
+    """All tell as much as `/health` and `/metrics` do, to everybody; `/server_info` tells how the
+    model is served, to those who may use it."""
+
+    def __init__(
+        self,
+        config: Config,
+        users: KeyRing,
+        llm: Callable[[], AsyncLLM],
+        max_model_len: Callable[[], int],
+    ) -> None:
+        self._config = config
+        self._users = users
+        self._llm = llm
+        self._max_model_len = max_model_len
+
+    def routes(self) -> list[Route]:
+        return [
+            route("/ping", self._ping, "GET", "POST"),
+            route("/version", self._version, "GET"),
+            route("/load", self._load, "GET"),
+            route("/server_info", self._server_info, "GET"),
+        ]
+
+    async def _ping(self, request: Request) -> Response:
+        return json_response(Health())
+
+    async def _version(self, request: Request) -> Response:
+        return json_response(Version(version=VERSION))
+
+    async def _load(self, request: Request) -> Response:
+        loads = self._loads()
+        busy = sum(load.num_running_reqs + load.num_waiting_reqs for load in loads)
+        return json_response(ServerLoad(server_load=busy))
+
+    async def _server_info(self, request: Request) -> Response:
+        self._users.check(request)
+        config = self._config
+        return json_response(
+            ServerInfo(
+                version=VERSION,
+                served_model_name=config.model.served_name,
+                context_length=self._max_model_len(),
+                dtype=config.model.dtype,
+                dp_size=len(self._llm().view.roster.ranks),
+                tp_size=config.parallel.tensor,
+                pp_size=config.parallel.pipeline,
+                max_running_requests=config.scheduler.max_rows,
+                internal_states=self._loads(),
+            )
+        )
+
+    def _loads(self) -> list[EngineLoad]:
+        return [
+            EngineLoad(
+                dp_rank=report.rank,
+                num_running_reqs=report.running,
+                num_waiting_reqs=report.waiting,
+                kv_usage=report.kv_usage,
+            )
+            for report in self._llm().view.reports
+        ]

@@ -1,0 +1,129 @@
+"""Server-sent events of a stream, cheap: only what is new in a chunk is encoded anew.
+
+All chunks of one stream share id, time and model, so everything around the text is bytes made
+once. The result is, byte for byte, what the typed chunks of `cluster/openai` encode to.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET
+
+from swell.cluster.api.chat.protocol import ChatChunk, ChatChunkChoice, ChatDelta
+from swell.cluster.api.completions.protocol import CompletionChunk
+from swell.cluster.api.logprobs_protocol import ChatLogprobs, CompletionLogprobs
+from swell.cluster.api.protocol_base import ErrorBody, Usage
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.encode
+
+
+class Rest(msgspec.Struct, frozen=True):
+    """What a chunk has beside its text."""
+
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: ChatLogprobs | CompletionLogprobs | None = None
+    token_ids: list[int] | None = None
+    usage: Usage | None = None
+    """Of the choice so far."""
+    prompt_token_ids: list[int] | None = None
+
+
+PLAIN = Rest()
+"""A chunk that is text alone."""
+
+
+def event(body: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+def comment(text: str) -> bytes:
+    """A line that every reader of events skips, and a person or a script may read."""
+    return f": {text}\n\n".encode()
+
+
+def error_event(error: ErrorBody) -> bytes:
+    """A failure after the stream has begun, when the status line is long gone."""
+    return event(error)
+
+
+class _Stream:
+    """What completions and chat streams share."""
+
+    def __init__(self, kind: str, id: str, created: int, model: str, include_usage: bool) -> None:
+        head = {"id": id, "object": kind, "created": created, "model": model}
+        self._head = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":'
+        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._plain_tail = b',"logprobs":null,"finish_reason":null,"stop_reason":null' + self._end
+
+    def _chunk(self, index: int, content: bytes, rest: Rest) -> bytes:
+        """`content` is the choice's text or delta with its key."""
+        if rest is PLAIN:
+            return b"%b%d,%b%b" % (self._head, index, content, self._plain_tail)
+        ids = b"" if rest.token_ids is None else b',"token_ids":' + _encode(rest.token_ids)
+        if rest.prompt_token_ids is not None:
+            ids += b',"prompt_token_ids":' + _encode(rest.prompt_token_ids)
+        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b%b' % (
+            self._head,
+            index,
+            content,
+            _encode(rest.logprobs),
+            _encode(rest.finish_reason),
+            _encode(rest.stop_reason),
+            ids,
+            self._end if rest.usage is None else b'}],"usage":%b}\n\n' % _encode(rest.usage),
+        )
+
+
+class CompletionStream(_Stream):
+    """The events of one streamed `/v1/completions` answer."""
+
+    def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
+        super().__init__("text_completion", id, created, model, include_usage)
+        self._empty = CompletionChunk(id=id, created=created, model=model, choices=[])
+
+    def chunk(self, text: str, index: int = 0, rest: Rest = PLAIN) -> bytes:
+        return self._chunk(index, b'"text":' + _encode(text), rest)
+
+    def usage(self, usage: Usage) -> bytes:
+        """The last event of a stream that asked for it: no choices."""
+        return event(msgspec.structs.replace(self._empty, usage=usage))
+
+
+class ChatStream(_Stream):
+    """The events of one streamed `/v1/chat/completions` answer."""
+
+    def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
+        super().__init__("chat.completion.chunk", id, created, model, include_usage)
+        self._empty = ChatChunk(id=id, created=created, model=model, choices=[])
+        self._no_usage = None if include_usage else UNSET
+
+    def role(
+        self,
+        index: int = 0,
+        prompt_token_ids: list[int] | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """The first event of a choice: who speaks."""
+        delta = ChatDelta(role="assistant", content="")
+        if prompt_token_ids is None:
+            return self.delta(delta, index, PLAIN if usage is None else Rest(usage=usage))
+        chunk = msgspec.structs.replace(
+            self._empty,
+            choices=[ChatChunkChoice(index=index, delta=delta)],
+            usage=self._no_usage if usage is None else usage,
+            prompt_token_ids=prompt_token_ids,
+        )
+        return event(chunk)
+
+    def chunk(self, text: str, index: int = 0, rest: Rest = PLAIN) -> bytes:
+        return self._chunk(index, b'"delta":{"content":' + _encode(text) + b"}", rest)
+
+    def delta(self, delta: ChatDelta, index: int = 0, rest: Rest = PLAIN) -> bytes:
+        return self._chunk(index, b'"delta":' + _encode(delta), rest)
+
+    def usage(self, usage: Usage) -> bytes:
+        """The last event of a stream that asked for it: no choices."""
+        return event(msgspec.structs.replace(self._empty, usage=usage))

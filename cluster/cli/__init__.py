@@ -1,0 +1,1 @@
+"""The `swell` command."""

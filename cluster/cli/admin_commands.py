@@ -1,0 +1,111 @@
+"""`swell status`, `scale`, `drain`, `pause` and `resume`: the admin API from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+
+import msgspec
+
+from swell.cluster.api.admin.protocol import Accepted, ClusterState, DrainRequest, ScaleRequest
+from swell.cluster.cli.console import print_table
+from swell.cluster.cli.http_client import Client, ServerError
+from swell.cluster.text.schema.request_body import RequestBody
+
+_POLL_S = 0.2
+_PATIENCE_S = 10.0
+"""A server that stays unreachable for this long while it is watched is given up."""
+
+
+def status(args: argparse.Namespace) -> int:
+    client = Client(args.url, args.api_key)
+    state = asyncio.run(client.get("/admin/cluster", ClusterState))
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(state), indent=2).decode())
+        return 0
+    print(f"state {state.state}, {_summary(state)}, coordinator pid {state.coordinator.pid}")
+    print(_phase(state))
+    columns = ("engine", "state", "node", "pid", "running", "waiting", "KV cache", "steps")
+    rows = [
+        (
+            engine.rank,
+            engine.state,
+            (engine.node or "-")[:12],
+            engine.pid or "-",
+            engine.running,
+            engine.waiting,
+            f"{engine.kv_usage:.0%}",
+            engine.steps,
+        )
+        for engine in state.engines
+    ]
+    print_table("", columns, rows, left=3)
+    return 0
+
+
+def scale(args: argparse.Namespace) -> int:
+    request = ScaleRequest(engines=args.engines, drain_timeout_s=args.drain_timeout)
+    return asyncio.run(_change(Client(args.url, args.api_key), "/admin/scale", request))
+
+
+def drain(args: argparse.Namespace) -> int:
+    request = DrainRequest(rank=args.rank)
+    return asyncio.run(_change(Client(args.url, args.api_key), "/admin/drain", request))
+
+
+def pause(args: argparse.Namespace) -> int:
+    return _switch(args, "/admin/pause")
+
+
+def resume(args: argparse.Namespace) -> int:
+    return _switch(args, "/admin/resume")
+
+
+def _switch(args: argparse.Namespace, path: str) -> int:
+    """Ask for it and show the state after it."""
+    asyncio.run(Client(args.url, args.api_key).post(path, RequestBody(), Accepted))
+    return status(args)
+
+
+async def _change(client: Client, path: str, request: RequestBody) -> int:
+    """Ask for a change and show its phases until it is over. Raises ServerError if it fails."""
+    request.check()
+    await client.post(path, request, Accepted)
+    started, told = time.monotonic(), ""
+    while True:
+        state = await _look(client)
+        line = f"{_phase(state)}; {_summary(state)}"
+        if line != told:
+            print(f"[{time.monotonic() - started:5.1f} s] {line}", flush=True)
+            told = line
+        match state.rescale.phase:
+            case "failed":
+                reason = state.rescale.error or "no reason is known"
+                raise ServerError(f"the change failed, {_summary(state)}: {reason}")
+            case "idle":
+                return 0
+        await asyncio.sleep(_POLL_S)
+
+
+async def _look(client: Client) -> ClusterState:
+    """The cluster's state. The server may be away for a moment: the cluster is changing."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return await client.get("/admin/cluster", ClusterState)
+        except ServerError as error:
+            passing = error.status is None or error.status >= 500
+            if not passing or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(_POLL_S)
+
+
+def _phase(state: ClusterState) -> str:
+    error = f" ({state.rescale.error})" if state.rescale.error else ""
+    return f"change of engines: {state.rescale.phase}{error}"
+
+
+def _summary(state: ClusterState) -> str:
+    active = sum(engine.state == "active" for engine in state.engines)
+    return f"epoch {state.epoch}, {active} of {state.target} engines active"

@@ -1,0 +1,122 @@
+"""`swell serve` as a child process, watched from its first line to its last descendant."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from swell.cluster.cli.http_client import ServerError
+
+_STOP_S = 45.0
+_VANISH_S = 10.0
+"""Ray's processes may end a little after the one that started them."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ServerProcess:
+    """One server. Its orphans become children of this process, so none can hide."""
+
+    def __init__(self, config: str, port: int) -> None:
+        self._command = [sys.executable, "-m", "swell.cluster", "serve", config]
+        self._command += ["--port", str(port)]
+        self._process: asyncio.subprocess.Process | None = None
+        self._relay: asyncio.Task[None] | None = None
+        self._url: asyncio.Future[str] | None = None
+        self.last_lines: deque[str] = deque(maxlen=15)
+
+    async def start(self, limit_s: float) -> str:
+        """The URL from its `ready:` line. Raises ServerError."""
+        adopt_orphans()
+        self._url = asyncio.get_running_loop().create_future()
+        # A session of its own: Ctrl-C in a terminal reaches us alone, and we stop it in order.
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+        self._relay = asyncio.create_task(self._relay_lines())
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._url), limit_s)
+        except TimeoutError:
+            raise ServerError(f"the server was not ready after {limit_s:g} s") from None
+
+    async def _relay_lines(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        assert self._url is not None
+        async for raw in self._process.stdout:
+            line = raw.decode(errors="replace").rstrip()
+            self.last_lines.append(line)
+            print(f"  | {line}", flush=True)
+            if line.startswith("ready: ") and not self._url.done():
+                self._url.set_result(line.removeprefix("ready: ").strip())
+        if not self._url.done():
+            self._url.set_exception(ServerError("the server ended before it was ready"))
+
+    async def stop(self) -> str | None:
+        """Interrupt it and wait; None, or what was not clean. Kills what is left."""
+        if self._process is None:
+            return None
+        trouble = None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+        try:
+            code = await asyncio.wait_for(self._process.wait(), _STOP_S)
+            if code != 0:
+                trouble = f"the server ended with exit code {code}"
+        except TimeoutError:
+            trouble = f"the server did not end within {_STOP_S:g} s of SIGINT"
+        left = await self._wait_for_descendants()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if left and trouble is None:
+            shown = ", ".join(f"{pid} ({name})" for pid, name in left.items())
+            trouble = f"the server left processes behind: {shown}"
+        if self._relay is not None:
+            self._relay.cancel()
+        if self._url is not None and self._url.done() and not self._url.cancelled():
+            self._url.exception()
+        return trouble
+
+    async def _wait_for_descendants(self) -> dict[int, str]:
+        """Those that outlive the time they are given."""
+        deadline = time.monotonic() + _VANISH_S
+        while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        return left
+
+
+def adopt_orphans() -> None:
+    """Linux: descendants whose parent ends become ours, not those of process 1."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(root: int) -> dict[int, str]:
+    """pid -> name of every living process below `root`, zombies aside. Empty without /proc."""
+    parents: dict[int, tuple[int, str]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = entry.read_text()
+        except OSError:
+            continue
+        name = text[text.index("(") + 1 : text.rindex(")")]
+        state, parent, *_ = text[text.rindex(")") + 2 :].split()
+        parents[int(entry.parent.name)] = (int(parent), "" if state == "Z" else name)
+    found: dict[int, str] = {}
+    border = {root}
+    while border:
+        border = {pid for pid, (parent, _) in parents.items() if parent in border}
+        found.update({pid: parents[pid][1] for pid in border})
+    return {pid: name for pid, name in found.items() if name}

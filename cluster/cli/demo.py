@@ -1,0 +1,296 @@
+"""`make demo`: a cluster on this machine that grows while it answers, and what happened, in a page.
+
+Starts `swell serve` as a child, streams chores to its model over HTTP, asks for a second engine
+meanwhile, keeps asking until that one has served too, stops the child and looks for what it left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from swell.cluster.api.admin.protocol import Accepted, ClusterState, ScaleRequest
+from swell.cluster.api.chat.protocol import ChatChunk
+from swell.cluster.api.models import ModelList
+from swell.cluster.cli.child_process import ServerProcess
+from swell.cluster.cli.console import plain, print_table, short
+from swell.cluster.cli.http_client import Client, ServerError
+from swell.cluster.cli.screen import open_screen
+
+_CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
+_ENGINES = 2
+_READY_S = 150.0
+_TOTAL_S = 165.0
+"""All but the shutdown."""
+_GROW_S = 90.0
+_SERVED_S = 45.0
+_ENOUGH = 4
+"""Answers of the new engine that end the demonstration."""
+_PAUSE_S = 0.25
+"""Between the questions of one asker: the new engine loads on the same cores."""
+_POLL_S = 0.2
+_MAX_TOKENS = 120
+_WIDTH = 60
+"""Characters of a prompt or an answer in the summary."""
+
+CHORES = (
+    ("count from 12 to 30", ", ".join(map(str, range(12, 31)))),
+    ("reverse: kitten", "nettik"),
+    ("sort: kitten", "eikntt"),
+    ("upper: kitten", "KITTEN"),
+    ("add: 47+85", "132"),
+    ("say hello to Anna", "Hello, Anna!"),
+    ("repeat 5 times: mole", "mole mole mole mole mole"),
+    ("json name, age: Anna is 31 years old and lives in Oslo.", '{"name": "Anna", "age": 31}'),
+)
+"""Prompts that the model was trained for (configs/models/train.py), and their right answers."""
+
+
+class DemoFailed(RuntimeError):
+    """What did not happen."""
+
+
+@dataclass
+class Answer:
+    """One question on its way, or answered."""
+
+    prompt: str
+    right: str
+    text: str = ""
+    engines: str = ""
+    """Ranks that served it, as `x-swell-engine` says."""
+    tokens: int = 0
+    ttft_s: float = 0.0
+    began: float = 0.0
+    """On the monotonic clock."""
+    seconds: float = 0.0
+    error: str | None = None
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second from the first token on."""
+        return (self.tokens - 1) / max(self.seconds - self.ttft_s, 1e-9) if self.tokens > 1 else 0.0
+
+
+@dataclass
+class Story:
+    """What happened, in seconds since the first question."""
+
+    started: float = field(default_factory=time.monotonic)
+    answers: list[Answer] = field(default_factory=list)
+    open: dict[int, Answer] = field(default_factory=dict)
+    """The answer that each asker is waiting for."""
+    epochs: tuple[int, int] = (0, 0)
+    asked_s: float = 0.0
+    grown_s: float = 0.0
+    old_ranks: set[str] = field(default_factory=set)
+
+    def now_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def by_newcomers(self) -> int:
+        """Answers that an engine which was not there at first has begun."""
+        known = self.old_ranks | {""}
+        begun = [*self.answers, *(a for a in self.open.values() if not a.seconds)]
+        return sum(bool(set(answer.engines.split(",")) - known) for answer in begun)
+
+    def while_growing(self) -> int:
+        """Answers that streamed, in part at least, while the engine was being added."""
+        first, last = self.started + self.asked_s, self.started + self.grown_s
+        return sum(a.began < last and a.began + a.seconds > first for a in self.answers)
+
+
+async def ask(client: Client, model: str, answer: Answer) -> None:
+    """Stream one answer into `answer`."""
+    body = msgspec.json.encode(
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": answer.prompt}],
+            "max_tokens": _MAX_TOKENS,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
+    answer.began = started = time.monotonic()
+    try:
+        async with client.open("POST", "/v1/chat/completions", body) as response:
+            answer.engines = response.headers.get("x-swell-engine", "?")
+            async for data in response.events():
+                chunk = msgspec.json.decode(data, type=ChatChunk)
+                for choice in chunk.choices:
+                    if isinstance(choice.delta.content, str) and choice.delta.content:
+                        answer.ttft_s = answer.ttft_s or time.monotonic() - started
+                        answer.text += choice.delta.content
+                if chunk.usage:
+                    answer.tokens = chunk.usage.completion_tokens
+    except ServerError as error:
+        answer.error = str(error)
+    answer.seconds = time.monotonic() - started
+
+
+async def keep_asking(
+    client: Client, model: str, place: int, story: Story, stop: asyncio.Event
+) -> None:
+    """One asker: its own chore first, then all others in turn until `stop`."""
+    turn = place
+    while not stop.is_set():
+        answer = Answer(*CHORES[turn % len(CHORES)])
+        story.open[place] = answer
+        await ask(client, model, answer)
+        story.answers.append(answer)
+        turn += 1
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def grow(client: Client, story: Story, note: asyncio.Queue[str]) -> None:
+    """Ask for one engine more once tokens flow, and watch it come. Raises DemoFailed."""
+    before = await client.get("/admin/cluster", ClusterState)
+    story.old_ranks = {str(engine.rank) for engine in before.engines}
+    while not any(answer.text for answer in story.open.values()):
+        _check_answers(story)
+        await asyncio.sleep(0.01)
+    story.asked_s = story.now_s()
+    await client.post("/admin/scale", ScaleRequest(engines=_ENGINES), Accepted)
+    phase = ""
+    while True:
+        state = await client.get("/admin/cluster", ClusterState)
+        if state.rescale.phase != phase:
+            phase = state.rescale.phase
+            note.put_nowait(f"growing to {_ENGINES} engines: {phase}, epoch {state.epoch}")
+        active = sum(engine.state == "active" for engine in state.engines)
+        if phase == "failed":
+            raise DemoFailed(f"the cluster did not grow: {state.rescale.error}")
+        if phase == "idle" and active == _ENGINES:
+            break
+        if story.now_s() - story.asked_s > _GROW_S:
+            raise DemoFailed(f"after {_GROW_S:g} s the cluster still has {active} engines")
+        await asyncio.sleep(_POLL_S)
+    story.grown_s = story.now_s()
+    story.epochs = (before.epoch, state.epoch)
+
+
+async def perform(url: str) -> Story:
+    """Everything between `ready` and the end."""
+    client = Client(url, timeout_s=60)
+    model = (await client.get("/v1/models", ModelList)).data[0].id
+    story, stop = Story(), asyncio.Event()
+    notes: asyncio.Queue[str] = asyncio.Queue()
+    with open_screen(story.open, story.answers) as screen:
+        askers = [
+            asyncio.create_task(keep_asking(client, model, place, story, stop))
+            for place in range(len(CHORES))
+        ]
+        growing = asyncio.create_task(grow(client, story, notes))
+        try:
+            while not growing.done() or story.by_newcomers() < _ENOUGH:
+                if growing.done():
+                    growing.result()
+                    if story.now_s() - story.grown_s > _SERVED_S:
+                        raise DemoFailed(
+                            f"the new engine served {story.by_newcomers()} of "
+                            f"{len(story.answers)} answers in {_SERVED_S:g} s"
+                        )
+                _check_answers(story)
+                while not notes.empty():
+                    screen.note(f"[{story.now_s():5.1f} s] {notes.get_nowait()}")
+                screen.refresh()
+                await asyncio.sleep(0.05)
+        finally:
+            stop.set()
+            growing.cancel()
+            await asyncio.gather(*askers, growing, return_exceptions=True)
+            screen.refresh()
+    _check_answers(story)
+    return story
+
+
+def _check_answers(story: Story) -> None:
+    failed = [answer for answer in story.answers if answer.error]
+    if failed:
+        raise DemoFailed(f"{failed[0].prompt!r} failed: {failed[0].error}")
+
+
+def print_summary(story: Story) -> None:
+    """The first answer to every chore, then the counts."""
+    rows = []
+    for prompt, _ in CHORES:
+        answer = next(answer for answer in story.answers if answer.prompt == prompt)
+        cells = (prompt, answer.text, answer.engines)
+        ttft = f"{1000 * answer.ttft_s:.0f}" if answer.ttft_s else "-"
+        numbers = (ttft, f"{answer.rate:.0f}")
+        rows.append((*(short(plain(cell), _WIDTH) for cell in cells), *numbers))
+    columns = ("prompt", "answer", "engine", "TTFT ms", "tok/s")
+    print_table("first answers", columns, rows, left=2)
+    answers = story.answers
+    failed = sum(answer.error is not None for answer in answers)
+    right = sum(answer.text == answer.right for answer in answers)
+    tokens = sum(answer.tokens for answer in answers)
+    served = Counter(answer.engines for answer in answers)
+    shares = ", ".join(f"engine {rank}: {count}" for rank, count in sorted(served.items()))
+    print(f"answers      {len(answers)}, of which {failed} failed; {right} right, {tokens} tokens")
+    print(f"served by    {shares}")
+    print(
+        f"the cluster  grew to {_ENGINES} engines {story.grown_s:.1f} s after the first question "
+        f"(asked at {story.asked_s:.1f} s), epoch {story.epochs[0]} -> {story.epochs[1]}; "
+        f"{story.while_growing()} answers streamed meanwhile"
+    )
+
+
+async def demonstrate(config: str, port: int) -> None:
+    """Start, perform, stop, look. Raises DemoFailed; the child never outlives this."""
+    began = time.monotonic()
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    server = ServerProcess(config, port)
+    story = None
+    try:
+        async with asyncio.timeout(_TOTAL_S):
+            url = await server.start(_READY_S)
+            print(f"ready after {time.monotonic() - began:.1f} s; asking {len(CHORES)} questions")
+            story = await perform(url)
+    except TimeoutError:
+        raise DemoFailed(f"not done after {_TOTAL_S:g} s") from None
+    except (DemoFailed, ServerError) as error:
+        lines = "\n".join(f"  | {line}" for line in server.last_lines)
+        raise DemoFailed(f"{error}; the server's last lines:\n{lines}") from None
+    finally:
+        if story is None:
+            await server.stop()
+    print_summary(story)
+    trouble = await server.stop()
+    if trouble:
+        raise DemoFailed(trouble)
+    print("shutdown     clean: exit code 0, and no process is left")
+    print(f"all went well, in {time.monotonic() - began:.0f} s")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m swell.cluster.cli.demo", description=__doc__)
+    parser.add_argument("--config", default=str(_CONFIG), help="default: configs/demo.yaml")
+    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    args = parser.parse_args(argv)
+    try:
+        asyncio.run(demonstrate(args.config, args.port))
+    except KeyboardInterrupt:
+        return 130
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+    except (DemoFailed, ServerError) as error:
+        print(f"demo failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""`swell serve`: brings a cluster up on this machine or on a running Ray, and takes it down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from swell.cluster.cli import ray_settings
+from swell.cluster.control import actor_names as names
+from swell.cluster.text.model_folder import check
+from swell.configs.log import FactLogger
+from swell.configs.schema import Config
+from swell.coordinator.ports import claim_port
+
+_APP = "swell"
+_POLL_S = 0.25
+_QUIET_S = 0.2
+"""How long Ray's messages about the shutdown may take to arrive."""
+_SERVE_S = 10.0
+"""What Serve itself needs to end replicas."""
+_LOCAL_CPUS = 16
+"""Logical CPUs of a Ray that we start ourselves: our actors reserve next to nothing."""
+
+
+class StartupError(RuntimeError):
+    """The cluster did not come up: why, in one line."""
+
+
+def serve_forever(config: Config, address: str | None) -> None:
+    """Serve until SIGINT or SIGTERM, then drain and end everything that was started.
+
+    Raises ConfigError and StartupError; nothing is left running then.
+    """
+    check(config)
+    config = claim_port(config)
+    stop = threading.Event()
+    _on_signals(lambda *_: stop.set())
+    with _ray(address):
+        _on_signals(lambda *_: stop.set())  # Ray has set its own
+        with _application(config, own_ray=address is None) as url:
+            if _wait_until_ready(url, stop):
+                print(f"ready: {url}", flush=True)
+                stop.wait()
+            _on_signals(signal.SIG_IGN)
+            print("stopping: streams may finish", flush=True)
+
+
+def _on_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _ray(address: str | None) -> Iterator[None]:
+    """A Ray to live in: the one at `address`, or one of our own that leaves no file behind."""
+    import ray
+
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is not None:
+        ray.init(address=address, namespace="swell", **quiet)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    ray_settings.set_defaults()
+    folder = tempfile.mkdtemp(prefix="swell-", dir="/tmp")
+    print("starting Ray on this machine", flush=True)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(_LOCAL_CPUS, os.cpu_count() or 1),
+            include_dashboard=False,
+            _temp_dir=folder,
+            namespace="swell",
+            **quiet,
+        )
+        ray_settings.end_idle_daemons()
+        yield
+    finally:
+        with _unheard():
+            ray.shutdown()
+        if not os.environ.get("SWELL_KEEP_LOGS"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _application(config: Config, *, own_ray: bool) -> Iterator[str]:
+    """The Serve application, deployed; the URL at which it will answer.
+
+    On a Ray of others only our application ends with us: Serve may have more.
+    """
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    proxy = config.serve.proxy_port
+    serve.start(
+        proxy_location="EveryNode" if proxy else "Disabled",
+        http_options={"host": config.serve.host, "port": proxy or 8000},
+    )
+    try:
+        _deploy(config)
+        host = config.serve.host
+        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        shown = f"[{shown}]" if ":" in shown else shown
+        yield f"http://{shown}:{config.serve.port}"
+    finally:
+        with _unheard():
+            serve.delete(_APP, _blocking=False)
+            _wait_until_deleted(config)
+            if own_ray:
+                serve.shutdown()
+                time.sleep(_QUIET_S)
+            else:
+                _end_remains()
+
+
+def _wait_until_deleted(config: Config) -> None:
+    """As long as the application may take: a drain is longer than Serve waits by itself."""
+    from ray import serve
+
+    from swell.cluster.app import shutdown_s
+
+    deadline = time.monotonic() + shutdown_s(config) + _SERVE_S
+    while _APP in serve.status().applications and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _end_remains() -> None:
+    """Usually nothing: the manager has ended all. One that was dead when the application was
+    deleted has not, and Serve starts no other."""
+    from swell.cluster.control import strays as remains
+    from swell.cluster.control.notes import Notes
+
+    namespace = f"swell-{_APP}"
+    ended = remains.end_all(namespace, lambda name: names.is_group(name, namespace))
+    if ended:
+        FactLogger("cluster.launch").warning("left by a dead manager: ended", names=sorted(ended))
+    asyncio.run(Notes(namespace, "").clear())
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Ray prints that Serve's controller, which ends itself, was killed: nobody needs to know."""
+    nowhere = io.StringIO()
+    with contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
+        yield
+
+
+def _deploy(config: Config) -> None:
+    from ray import serve
+
+    from swell.cluster.app import application
+
+    print("starting the ingress", flush=True)
+    try:
+        serve.run(application(config), name=_APP, route_prefix="/")
+    except RuntimeError as error:
+        raise StartupError(_last_line(str(error))) from error
+
+
+def _last_line(text: str) -> str:
+    """The end of a remote traceback says what went wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error: " in line]
+    return (errors or lines or ["Ray Serve did not start the application"])[-1]
+
+
+def _wait_until_ready(url: str, stop: threading.Event) -> bool:
+    """Watch the cluster come up and say what it waits for. False: stopped meanwhile."""
+    started, told = time.monotonic(), ""
+    while not stop.is_set():
+        reason, failed = _look(url)
+        if reason is None:
+            return True
+        if failed:
+            raise StartupError(reason)
+        if reason != told:
+            seconds = time.monotonic() - started
+            print(f"[{seconds:5.1f} s] {reason}", file=sys.stderr, flush=True)
+            told = reason
+        stop.wait(_POLL_S)
+    return False
+
+
+def _look(url: str) -> tuple[str | None, bool]:
+    """What is being waited for (None: nothing), and whether the wait is in vain."""
+    try:
+        answer = httpx.get(f"{url}/ready", timeout=10, trust_env=False)
+    except httpx.TransportError:
+        return "the ingress does not answer", False
+    if answer.status_code == 200:
+        return None, False
+    error = answer.json()["error"]
+    return error["message"], error["code"] == "cluster_failed"

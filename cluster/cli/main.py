@@ -1,0 +1,217 @@
+"""The command `swell`: a table of subcommands, each imported when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class Command(NamedTuple):
+    summary: str
+    run: str
+    """`module:function`; it takes the parsed arguments and returns an exit code."""
+    arguments: Callable[[argparse.ArgumentParser], None]
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong usage is one line, as every other error is."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"swell: {message} (see '{self.prog} --help')\n")
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument("--host", help="address to listen on (serve.host)")
+    parser.add_argument("--port", type=int, help="port to listen on, 0: a free one (serve.port)")
+    parser.add_argument("--address", metavar="RAY", help="a running Ray; default: start one here")
+
+
+def _status(parser: argparse.ArgumentParser) -> None:
+    _server(parser)
+    parser.add_argument("--json", action="store_true", help="print the state as JSON")
+
+
+def _scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engines", metavar="N", type=int, help="engines wanted")
+    _server(parser)
+    parser.add_argument(
+        "--drain-timeout",
+        metavar="S",
+        type=float,
+        help="seconds that leaving engines may take (default: cluster.drain_timeout_s)",
+    )
+
+
+def _drain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rank", metavar="RANK", type=int, help="the engine to take out")
+    _server(parser)
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="+")
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=64, help="default 64")
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="default 0")
+    parser.add_argument("--seed", metavar="N", type=int, help="default: a new one each time")
+    parser.add_argument("--chat", action="store_true", help="send the prompts as chat messages")
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL)
+    _key(parser)
+    parser.add_argument("--model", metavar="NAME", help="default: the first one served")
+    parser.add_argument("--system", metavar="TEXT", help="a system message to start with")
+    parser.add_argument("--temperature", metavar="T", type=float, help="default: the server's")
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="longest answer, in tokens")
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--url", metavar="U", help="a server to load over HTTP")
+    what.add_argument("--model", metavar="M", help="a configuration or model to run offline")
+    _key(parser)
+    _set(parser)
+    for name, letter, default, text in (
+        ("input-tokens", "I", 128, "tokens of each prompt"),
+        ("output-tokens", "O", 64, "tokens of each answer"),
+        ("concurrency", "C", 16, "requests at once"),
+        ("requests", "R", 64, "requests in all"),
+    ):
+        parser.add_argument(
+            f"--{name}", metavar=letter, type=_positive, default=default,
+            help=f"{text} (default {default})",
+        )  # fmt: skip
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the prompts")
+    parser.add_argument("--json", metavar="FILE", help="also write everything to this file")
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="also check this one")
+    _set(parser)
+
+
+COMMANDS = {
+    "serve": Command("serve a model", "swell.cluster.cli.run:serve", _serve),
+    "status": Command("show a cluster", "swell.cluster.cli.admin_commands:status", _status),
+    "scale": Command("grow or shrink a cluster", "swell.cluster.cli.admin_commands:scale", _scale),
+    "drain": Command("take an engine out", "swell.cluster.cli.admin_commands:drain", _drain),
+    "pause": Command("let all engines stop", "swell.cluster.cli.admin_commands:pause", _status),
+    "resume": Command("let them go on", "swell.cluster.cli.admin_commands:resume", _status),
+    "generate": Command(
+        "answer prompts in this process", "swell.cluster.cli.run:generate", _generate
+    ),
+    "chat": Command("talk to a served model", "swell.cluster.cli.terminal_chat:chat", _chat),
+    "bench": Command("measure a server or a model", "swell.cluster.cli.bench:bench", _bench),
+    "doctor": Command("check this machine", "swell.cluster.cli.doctor:doctor", _doctor),
+}
+
+EXPECTED = (
+    "swell.configs.schema:ConfigError",
+    "swell.cluster.cli.launch:StartupError",
+    "swell.cluster.text.sampling_params:BadRequest",
+    "swell.cluster.cli.http_client:ServerError",
+    "swell.engine.executor:ExecutorError",
+    "builtins:OSError",
+)
+"""Errors that are for people: their message is the whole story."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 1 for an error, 2 for wrong usage."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(_imported(COMMANDS[args.command].run)(args))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if not _is_expected(error):
+            raise
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"swell: {message}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="swell", description="Serve large language models on a Ray cluster.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        child = commands.add_parser(name, help=command.summary, description=command.summary)
+        command.arguments(child)
+    return parser
+
+
+def _imported(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _is_expected(error: Exception) -> bool:
+    """Only loaded modules matter: no error is of a class that does not exist yet."""
+    places = (place.partition(":") for place in EXPECTED)
+    kinds = [getattr(sys.modules[m], n) for m, _, n in places if m in sys.modules]
+    return isinstance(error, tuple(kinds))
+
+
+def _config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config",
+        metavar="CONFIG_OR_MODEL",
+        help="a YAML file of ours, a model folder, or a hub id",
+    )
+    _set(parser)
+
+
+def _set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        metavar="section.key=value",
+        type=_override,
+        action="append",
+        default=[],
+        help="change one key of the configuration; may be repeated",
+    )
+
+
+def _server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="U", default=DEFAULT_URL, help=f"default {DEFAULT_URL}")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("SWELL_ADMIN_KEY") or os.environ.get("SWELL_API_KEY"),
+        help="one of serve.admin_keys_file; default: $SWELL_ADMIN_KEY, else $SWELL_API_KEY",
+    )
+
+
+def _key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("SWELL_API_KEY"),
+        help="default: $SWELL_API_KEY",
+    )
+
+
+def _override(text: str) -> tuple[str, Any]:
+    from swell.configs.schema import ConfigError, parse_override
+
+    try:
+        return parse_override(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value

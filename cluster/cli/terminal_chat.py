@@ -1,0 +1,111 @@
+"""`swell chat`: a small terminal chat with a served model."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from typing import Any
+
+import msgspec
+
+from swell.cluster.api.chat.protocol import ChatChunk
+from swell.cluster.api.models import ModelList
+from swell.cluster.cli.http_client import Client, ServerError
+
+_PROMPT = "> "
+_HELP = "Ctrl-C stops an answer, /clear forgets the conversation, /quit or Ctrl-D leaves"
+
+
+class Conversation:
+    """The messages so far and how the next answer is asked for."""
+
+    def __init__(self, client: Client, model: str, system: str | None, **options: Any) -> None:
+        self._client = client
+        self._model = model
+        self._system = [{"role": "system", "content": system}] if system else []
+        self._options = {name: value for name, value in options.items() if value is not None}
+        self.messages: list[dict[str, str]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages = list(self._system)
+
+    def ask(self, text: str) -> None:
+        """Print the answer as it comes. Ctrl-C ends it, and what has come is kept.
+
+        After a ServerError the conversation is as it was before.
+        """
+        self.messages.append({"role": "user", "content": text})
+        parts: list[str] = []
+        try:
+            asyncio.run(self._stream(parts))
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        except ServerError:
+            self.messages.pop()
+            raise
+        finally:
+            print(flush=True)
+        self.messages.append({"role": "assistant", "content": "".join(parts)})
+
+    async def _stream(self, parts: list[str]) -> None:
+        request = {
+            "model": self._model,
+            "messages": self.messages,
+            "stream": True,
+            **self._options,
+        }
+        body = msgspec.json.encode(request)
+        async with self._client.open("POST", "/v1/chat/completions", body) as response:
+            async for data in response.events():
+                for choice in msgspec.json.decode(data, type=ChatChunk).choices:
+                    text = choice.delta.content
+                    if isinstance(text, str) and text:
+                        parts.append(text)
+                        print(text, end="", flush=True)
+
+
+def chat(args: argparse.Namespace) -> int:
+    client = Client(args.url, args.api_key)
+    model = args.model or asyncio.run(client.get("/v1/models", ModelList)).data[0].id
+    talk = Conversation(
+        client, model, args.system, temperature=args.temperature, max_tokens=args.max_tokens
+    )
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # gives `input` line editing and a history
+        print(f"{model} at {client.url}. {_HELP}.")
+    while True:
+        try:
+            text = input(_PROMPT if interactive else "").strip()
+        except EOFError:
+            if interactive:
+                print()
+            return 0
+        except KeyboardInterrupt:
+            print(f"\n({_HELP})")
+            continue
+        match text:
+            case "":
+                continue
+            case "/quit" | "/exit":
+                return 0
+            case "/clear":
+                talk.clear()
+            case _ if text.startswith("/"):
+                print(f"unknown command {text.split()[0]!r}: {_HELP}")
+            case _:
+                _answer(talk, text, interactive)
+
+
+def _answer(talk: Conversation, text: str, interactive: bool) -> None:
+    """In a terminal a failed answer is told and the chat goes on; a script wants to know."""
+    try:
+        talk.ask(text)
+    except ServerError as error:
+        if not interactive:
+            raise
+        print(f"swell: {error}", file=sys.stderr)

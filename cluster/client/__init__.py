@@ -1,0 +1,1 @@
+"""All engines as one: request state, links, routing, output processing."""

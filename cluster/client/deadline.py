@@ -1,0 +1,48 @@
+"""How long a client waits for its answer: what it says in a header."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from swell.cluster.text.sampling_params import BadRequest, shown
+
+HEADER = "x-request-timeout-s"
+MAX_TIMEOUT_S = 86_400.0
+
+
+class Deadline(NamedTuple):
+    """Of one request."""
+
+    timeout_s: float
+    """As its client said."""
+    at_s: float
+    """On the clock of the event loop: so long after the request came."""
+
+
+class RequestTimedOut(RuntimeError):
+    """The answer was not complete in the time that its client waits."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(
+            f"the answer was not complete after {HEADER}={timeout_s:g} seconds; the request was "
+            "ended"
+        )
+
+
+def deadline_of(text: str | None, now_s: float) -> Deadline | None:
+    """What the header of a request that comes now says; None: its client waits as long as it
+    takes. Raises BadRequest."""
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_TIMEOUT_S:  # false for NaN
+        raise BadRequest(
+            f"the header {HEADER}={shown(text)} must be a number of seconds above 0, and at most "
+            f"{MAX_TIMEOUT_S:g}",
+            HEADER,
+        )
+    return Deadline(seconds, now_s + seconds)

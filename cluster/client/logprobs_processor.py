@@ -1,0 +1,99 @@
+"""Log probabilities of one request on their way from engines to its asker."""
+
+from __future__ import annotations
+
+from swell.cluster.client.outputs import LogprobTable
+from swell.cluster.text.token_texts import TokenTexts
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
+
+
+class ToldLogprobs:
+    """What engines have told, and what of it was not given to the asker yet.
+
+    What was told once stays, whatever becomes of the engine: a later run tells only of the outputs
+    behind those that it was given, and where it tells of a prompt position again, the first word
+    counts. Every prompt position is known when the first output comes.
+    """
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        texts: TokenTexts,
+        *,
+        skip_special_tokens: bool = True,
+        prompt: str | None = None,
+    ) -> None:
+        """`prompt`: its text as it was sent, if that is known."""
+        self.cumulative: float | None = None
+        """Sum over all outputs; None if they were not asked for."""
+        self._texts = texts
+        self._outputs: LogprobTable | None = None
+        self._prompt: LogprobTable | None = None
+        self._unknown = 0
+        """Prompt positions of which nothing was told."""
+        if request.sampler.logprobs is not None:
+            self._outputs, self.cumulative = LogprobTable(texts), 0.0
+        if request.sampler.prompt_logprobs is not None:
+            ids = request.prompt_token_ids
+            self._unknown = len(ids) - 1
+            places = texts.places(ids, skip_special_tokens, prompt)
+            self._prompt = LogprobTable(
+                texts, [[i] for i in ids], [[] for _ in ids], [0] * len(ids), *places
+            )
+
+    @property
+    def prompt_complete(self) -> bool:
+        return self._unknown == 0
+
+    def sort(self, extras: list[Extra], num_tokens: int) -> list[TokenLogprobs]:
+        """Take in what is told of the prompt. Gives back what is told of `num_tokens` outputs,
+        one by one; nothing if nobody asked. Raises ValueError if their numbers differ."""
+        outputs = []
+        for extra in extras:
+            if isinstance(extra, PromptLogprobs):
+                self._add_prompt(extra)
+            else:
+                outputs.append(extra)
+        if self._outputs is None:
+            return []
+        if len(outputs) != num_tokens:
+            raise ValueError(f"an engine gave {num_tokens} tokens and {len(outputs)} logprobs")
+        return outputs
+
+    def add(self, told: TokenLogprobs, offset: int, *, at_beginning: bool) -> None:
+        """The next output token is visible; `offset` characters of text stand before it."""
+        assert self._outputs is not None and self.cumulative is not None
+        self._outputs.append(
+            told.token_ids, told.logprobs, told.rank, offset, at_beginning=at_beginning
+        )
+        self.cumulative += told.logprobs[0]
+
+    def take(self, *, forget: bool) -> LogprobTable | None:
+        """Of all outputs; with `forget`, of those since the last time."""
+        outputs = self._outputs
+        if outputs is None:
+            return None
+        if not forget:
+            return outputs[:]
+        self._outputs = LogprobTable(self._texts)
+        return outputs
+
+    def take_prompt(self, *, forget: bool) -> LogprobTable | None:
+        """Of the prompt; with `forget`, the first time only."""
+        prompt = self._prompt
+        if forget:
+            self._prompt = None
+        return prompt
+
+    def _add_prompt(self, told: PromptLogprobs) -> None:
+        table = self._prompt
+        if table is None:
+            return
+        columns = zip(told.token_ids, told.logprobs, told.ranks, strict=True)
+        for position, (token_ids, logprobs, rank) in enumerate(columns, told.start):
+            if not table.logprobs[position]:
+                table.token_ids[position] = token_ids
+                table.logprobs[position] = logprobs
+                table.ranks[position] = rank
+                self._unknown -= 1

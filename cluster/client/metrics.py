@@ -1,0 +1,202 @@
+"""The Prometheus metrics of the text floor."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from swell.cluster.client.stats import IterationStats
+from swell.cluster.text.schema.known_fields import IGNORED_FIELDS
+from swell.coordinator.ledger import add
+from swell.coordinator.wire import Counts
+from swell.engine.wire import FinishReason
+
+FIRST_TOKEN_BUCKETS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
+)  # fmt: skip
+TOKEN_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 10.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST_BUCKETS_S = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0,
+)  # fmt: skip
+TOKEN_COUNT_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+
+
+class Histogram:
+    """What prometheus_client's would show, for one thread: theirs locks and searches one bucket
+    after the other, which is too much for each token."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        """`bounds`: the largest value of each bucket, ascending; one more has what is above."""
+        self.name = name
+        self._text = text
+        self._bounds = bounds
+        self.numbers = [0.0] * (len(bounds) + 2)
+        """Values in each bucket, and their sum."""
+
+    def observe(self, value: float) -> None:
+        self.numbers[bisect_left(self._bounds, value)] += 1
+        self.numbers[-1] += value
+
+    def shown(self, numbers: Sequence[float]) -> Metric:
+        """Each bucket with those below it, as a registry wants it."""
+        bounds = map(floatToGoString, (*self._bounds, float("inf")))
+        buckets = list(zip(bounds, accumulate(numbers[:-1]), strict=True))
+        return HistogramMetricFamily(self.name, self._text, buckets=buckets, sum_value=numbers[-1])
+
+
+class Counter:
+    """One number, or one for each value of a label, which are known beforehand."""
+
+    def __init__(self, name: str, text: str, label: str = "", values: Sequence[str] = ()) -> None:
+        self.name = name
+        self._text = text
+        self._label = label
+        self._places = {value: place for place, value in enumerate(values or [""])}
+        self.numbers = [0.0] * len(self._places)
+
+    def inc(self, amount: float = 1.0, value: str = "") -> None:
+        self.numbers[self._places[value]] += amount
+
+    def shown(self, numbers: Sequence[float]) -> Metric:
+        labels = [self._label] if self._label else []
+        family = CounterMetricFamily(self.name, self._text, labels=labels)
+        for value, place in self._places.items():
+            family.add_metric([value] if self._label else [], numbers[place])
+        return family
+
+
+class PrometheusStats(Collector):
+    """A `StatsSink` with a registry of its own, so that many may live in one process.
+
+    It shows the sum of what it has counted and what all other ingresses have, as it was told.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._parts: list[Histogram | Counter] = []
+        self._others: Counts = {}
+
+        histogram, counter = self._histogram, self._counter
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BUCKETS_S
+        )
+        self._inter_token = histogram(
+            "inter_token_latency_seconds", "Between two tokens of an answer.", TOKEN_BUCKETS_S
+        )
+        self._e2e = histogram(
+            "e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S
+        )
+        self._queue = histogram(
+            "request_queue_time_seconds", "Arrival to first schedule.", REQUEST_BUCKETS_S
+        )
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "First schedule to first token.", REQUEST_BUCKETS_S
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds", "First token to last token.", REQUEST_BUCKETS_S
+        )
+        self._request_prompt = histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", TOKEN_COUNT_BUCKETS
+        )
+        self._request_generation = histogram(
+            "request_generation_tokens", "Generated tokens of a request.", TOKEN_COUNT_BUCKETS
+        )
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
+        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self._success = counter(
+            "request_success",
+            "Requests that ended, by reason.",
+            "finished_reason",
+            [str(reason) for reason in FinishReason],
+        )
+        self._resubmitted = counter(
+            "resubmitted_requests", "Requests that moved to another engine."
+        )
+        self._refused = counter(
+            "refused_requests",
+            "Requests that were not taken in: too many wait.",
+            "reason",
+            ["too_many_waiting_requests", "too_many_waiting_tokens"],
+        )
+        self._ignored = counter(
+            "ignored_fields",
+            "Unknown fields in messages, calls and tools of requests, which were ignored.",
+            "field",
+            IGNORED_FIELDS,
+        )
+        self.registry.register(self)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(f"swell_{name}", text, buckets)
+        self._parts.append(made)
+        return made
+
+    def _counter(
+        self, name: str, text: str, label: str = "", values: Sequence[str] = ()
+    ) -> Counter:
+        made = Counter(f"swell_{name}", text, label, values)
+        self._parts.append(made)
+        return made
+
+    def record(self, stats: IterationStats) -> None:
+        if stats.num_output_tokens:
+            self._prompt_tokens.inc(stats.num_prompt_tokens)
+            self._generation_tokens.inc(stats.num_output_tokens)
+        for seconds in stats.time_to_first_token_s:
+            self._first_token.observe(seconds)
+        for seconds in stats.inter_token_latency_s:
+            self._inter_token.observe(seconds)
+        for request in stats.finished:
+            self._success.inc(value=request.finish_reason)
+            self._e2e.observe(request.e2e_s)
+            spans: tuple[tuple[Histogram, float | None], ...] = (
+                (self._queue, request.queue_s),
+                (self._prefill, request.prefill_s),
+                (self._decode, request.decode_s),
+            )
+            for histogram, known_s in spans:
+                if known_s is not None:
+                    histogram.observe(known_s)
+            self._request_prompt.observe(request.num_prompt_tokens)
+            self._request_generation.observe(request.num_output_tokens)
+
+    def resubmitted(self) -> None:
+        """A request moved to another engine."""
+        self._resubmitted.inc()
+
+    def refused(self, reason: str) -> None:
+        """A request was not taken in."""
+        self._refused.inc(value=reason)
+
+    def ignored(self, fields: Mapping[str, int]) -> None:
+        """Unknown fields of a history, by their label."""
+        for field, count in fields.items():
+            self._ignored.inc(count, field)
+
+    def counts(self) -> Counts:
+        """What this ingress has counted."""
+        return {part.name: part.numbers for part in self._parts}
+
+    def take_others(self, counts: Counts) -> None:
+        """What all other ingresses have counted."""
+        self._others = counts
+
+    def collect(self) -> Iterator[Metric]:
+        total = add(self.counts(), self._others)
+        for part in self._parts:
+            yield part.shown(total[part.name])
+
+    def render(self) -> bytes:
+        """The text of `/metrics`."""
+        return generate_latest(self.registry)

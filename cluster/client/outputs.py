@@ -1,0 +1,241 @@
+"""What a request gives its asker, and the slot in which it waits to be taken."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+import msgspec
+
+from swell.cluster.text.token_texts import Texts, TokenTexts
+
+
+class RequestOutputKind(enum.IntEnum):
+    """How much each `RequestOutput` holds."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new since the last one."""
+    FINAL_ONLY = 2
+    """Everything, once, at the end."""
+
+
+class Logprob(msgspec.Struct, frozen=True, gc=False):
+    """What is told of one token at one position."""
+
+    logprob: float
+    """Natural logarithm of its probability under the model's own logits; may be -inf."""
+    rank: int
+    """1 is the most likely."""
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class LogprobTable(Sequence[dict[int, Logprob] | None]):
+    """Log probabilities at consecutive positions, a list of equal length for each column.
+
+    As a sequence: each position's `Logprob` by token id, the token that stands there first, then
+    the most likely ones, best first; None where nothing is known. A dict is built when it is
+    looked at, so a table that is only carried costs no more than its columns.
+    """
+
+    texts: TokenTexts = field(repr=False, compare=False)
+    token_ids: list[list[int]] = field(default_factory=list)
+    """The token that stands there, then the most likely ones."""
+    logprobs: list[list[float]] = field(default_factory=list)
+    """Of the same tokens; empty where nothing is known."""
+    ranks: list[int] = field(default_factory=list)
+    """Of the token that stands there."""
+    offsets: list[int] = field(default_factory=list)
+    """Characters of the text before the token that stands there; tokens that share a character
+    share its place."""
+    at_beginning: int = 0
+    """At so many of the first positions tokens have the texts of a beginning."""
+
+    def append(
+        self,
+        token_ids: list[int],
+        logprobs: list[float],
+        rank: int,
+        offset: int,
+        *,
+        at_beginning: bool = False,
+    ) -> None:
+        self.token_ids.append(token_ids)
+        self.logprobs.append(logprobs)
+        self.ranks.append(rank)
+        self.offsets.append(offset)
+        self.at_beginning += at_beginning
+
+    def extend(self, newer: LogprobTable) -> None:
+        self.token_ids += newer.token_ids
+        self.logprobs += newer.logprobs
+        self.ranks += newer.ranks
+        self.offsets += newer.offsets
+        self.at_beginning += newer.at_beginning
+
+    def texts_at(self, index: int) -> Texts:
+        """Of the tokens that could have stood there."""
+        return self.texts.at_beginning if index < self.at_beginning else self.texts
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> LogprobTable: ...
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | LogprobTable | None:
+        if isinstance(index, slice):
+            kept = range(len(self))[index]
+            return LogprobTable(
+                self.texts,
+                self.token_ids[index],
+                self.logprobs[index],
+                self.ranks[index],
+                self.offsets[index],
+                min(len(kept), max(0, self.at_beginning - kept.start)),
+            )
+        if not self.logprobs[index]:
+            return None
+        ranks = (self.ranks[index], *range(1, len(self.token_ids[index])))
+        texts, table = self.texts_at(index), dict[int, Logprob]()
+        for token_id, logprob, rank in zip(
+            self.token_ids[index], self.logprobs[index], ranks, strict=True
+        ):
+            if token_id not in table:
+                table[token_id] = Logprob(logprob, rank, texts.text(token_id))
+        return table
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One answer, whole or in part (see `RequestOutputKind`)."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    num_output_tokens: int
+    """Tokens of the answer so far, in every kind."""
+    logprobs: LogprobTable | None = None
+    """Of `token_ids`, if asked for."""
+    cumulative_logprob: float | None = None
+    """Sum over the tokens of the answer so far, in every kind."""
+    finish_reason: str | None = None
+    """stop, length, abort or error."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it, or the message of an error."""
+
+    def add(self, newer: CompletionOutput) -> None:
+        """Append the next delta."""
+        self.text += newer.text
+        self.token_ids.extend(newer.token_ids)
+        self.num_output_tokens = newer.num_output_tokens
+        if self.logprobs is not None and newer.logprobs is not None:
+            self.logprobs.extend(newer.logprobs)
+        self.cumulative_logprob = newer.cumulative_logprob
+        self.finish_reason = newer.finish_reason
+        self.stop_reason = newer.stop_reason
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    request_id: str
+    """The asker's own id."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt: str | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache."""
+    prompt_logprobs: LogprobTable | None = None
+    """Of `prompt_token_ids`, if asked for; nothing is known of the first. Of deltas, the first
+    alone holds them."""
+
+    def add(self, newer: RequestOutput, *, aggregate: bool) -> None:
+        """Merge a later output into this one: deltas are joined, other kinds replaced."""
+        self.finished = self.finished or newer.finished
+        self.num_cached_tokens = newer.num_cached_tokens
+        if newer.prompt_logprobs is not None:
+            self.prompt_logprobs = newer.prompt_logprobs
+        for completion in newer.outputs:
+            for place, mine in enumerate(self.outputs):
+                if mine.index != completion.index:
+                    continue
+                if aggregate:
+                    mine.add(completion)
+                else:
+                    self.outputs[place] = completion
+                break
+            else:
+                self.outputs.append(completion)
+
+
+class Bell:
+    """Wakes the one task that waits for it; a ring that nobody waits for is forgotten."""
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until the next ring. Look for what is waited for first, without a pause between."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+
+class RequestOutputCollector:
+    """A single slot between the loop over engine outputs and one waiting task.
+
+    The producer never waits: what the consumer has not taken is merged with what comes next. An
+    exception is delivered after the output that came before it, and again to whoever asks later.
+    Both sides live in one event loop.
+    """
+
+    def __init__(self, kind: RequestOutputKind, request_id: str = "") -> None:
+        self.request_id = request_id
+        self.bell = Bell()
+        """Rung when there is something; collectors that one task reads may share it."""
+        self._aggregate = kind == RequestOutputKind.DELTA
+        self._output: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._finished = False
+        """The last output has been taken."""
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        if isinstance(output, Exception):
+            self._error = self._error or output
+        elif self._output is None:
+            self._output = output
+        else:
+            self._output.add(output, aggregate=self._aggregate)
+        self.bell.ring()
+
+    async def get(self) -> RequestOutput:
+        """Wait for the next output. Raises a delivered exception."""
+        while (output := self.get_nowait()) is None:
+            if self._finished:
+                raise RuntimeError(f"request {self.request_id!r} has given its last output")
+            await self.bell.wait()
+        return output
+
+    def get_nowait(self) -> RequestOutput | None:
+        """The next output if there is one. Raises a delivered exception."""
+        output = self._output
+        if output is None:
+            if self._error is not None:
+                raise self._error
+            return None
+        self._output = None
+        self._finished = output.finished
+        return output
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        while not self._finished:
+            yield await self.get()

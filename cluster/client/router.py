@@ -1,0 +1,317 @@
+"""Which engine gets a request: pure, from loads pushed earlier and from what was sent since.
+
+    score(engine) = prompt tokens that it would have to compute
+                  + tokens that wait there to be computed
+                  + TOKENS_PER_ROW for each request that is there
+                  + tokens of the blocks that it lacks, which running rows would have to give up
+
+The prompt tokens to compute are guessed from the names of the blocks that this ingress sent
+there before. Scores that differ by at most SLACK_TOKENS are equal. Among equals the longest
+cached prefix wins, so a conversation keeps its engine; then a hash of the conversation and the
+rank (rendezvous hashing), so that ingresses agree without talking, and an engine that comes or
+goes moves only its share.
+
+The hash is of the first block that no engine is known to have: the blocks before it are a
+system prompt, which says nothing about the conversation. A prompt that
+leaves a remembered chain before its end begins a conversation, and what it shares is worth little:
+an engine that lacks it computes it once for all that follow, and else a newcomer would get nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from swell.cluster.client.admission import Backlog, waiting_here
+from swell.coordinator.roster import Member, MemberState
+from swell.coordinator.wire import ClusterView, EngineReport
+from swell.engine.block_hash import extend_block_hashes, pack_tokens
+
+TOKENS_PER_ROW = 32
+"""What a running request costs a newcomer, in tokens: its rows share every step."""
+
+SLACK_TOKENS = 256
+"""Less than this is no reason to leave a cached prefix, or the engine where other ingresses would
+look for one."""
+
+SHARED_DIVISOR = 4
+"""A prefix that other conversations continue is worth this part of its tokens."""
+
+REMEMBERED_BLOCKS = 65_536
+"""Block names kept for an engine that does not tell the size of its cache."""
+
+_UNHEARD_REPORTS = 2
+"""A report may have been written before what was sent ahead of it arrived; the next was not."""
+
+
+class NoEngine(RuntimeError):
+    """No engine takes requests now."""
+
+
+@dataclass(slots=True)
+class _Load:
+    """What requests weigh."""
+
+    uncomputed_tokens: int = 0
+    """Of prompts that have not answered yet."""
+    requests: int = 0
+    blocks: int = 0
+    """That their prompts fill."""
+    unanswered: int = 0
+    """Requests without a token yet."""
+
+    def add(self, tokens: int, requests: int, blocks: int, unanswered: int) -> None:
+        self.uncomputed_tokens += tokens
+        self.requests += requests
+        self.blocks += blocks
+        self.unanswered += unanswered
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A request on its engine: the engine itself beside its rank, since another one may take the
+    rank of one that died."""
+
+    rank: int
+    engine: _Engine
+    uncomputed_tokens: int
+    blocks: int
+    after_report: int
+    """How many reports of the engine were heard when it was sent."""
+
+
+class _Engine:
+    """What this ingress knows of one start of an engine."""
+
+    def __init__(self, member: Member) -> None:
+        self.incarnation = member.incarnation
+        self.num_blocks = member.num_blocks
+        self.report = EngineReport(member.rank)
+        self.reports_heard = 0
+        self.blocks: OrderedDict[bytes, bool] = OrderedDict()
+        """Whether another block was sent behind it. The least recently used first, and a block
+        never before those that continue it: so whoever is here, its prefix is."""
+        self.sent = _Load()
+        """Everything that we sent and that has not finished."""
+        self.unheard: dict[int, _Load] = {0: _Load()}
+        """The part of it that the report does not count, by the reports heard at its sending."""
+
+    def hear(self, report: EngineReport) -> None:
+        """Take in a load report. One that was heard already says nothing of what came since, nor
+        does one that an engine inside a long step repeats with fresh progress."""
+        if self.incarnation not in (0, report.incarnation):
+            return
+        if replace(report, ticks=self.report.ticks) == self.report:
+            return
+        self.report = report
+        self.reports_heard += 1
+        self.unheard[self.reports_heard] = _Load()
+        self.unheard.pop(self.reports_heard - _UNHEARD_REPORTS, None)
+        self._forget()
+
+    def cached_blocks(self, names: Sequence[bytes]) -> int:
+        """How many blocks of this chain it is believed to have."""
+        if not names or names[0] not in self.blocks:
+            return 0
+        known, unknown = 1, len(names) + 1
+        while known + 1 < unknown:
+            middle = (known + unknown) // 2
+            if names[middle - 1] in self.blocks:
+                known = middle
+            else:
+                unknown = middle
+        return known
+
+    def remember(self, names: Sequence[bytes], known: int) -> None:
+        """Take in a chain of which `known` blocks are known."""
+        fresh = names[known:]
+        if fresh:
+            self.blocks.update(dict.fromkeys(reversed(fresh), True))
+            self.blocks[fresh[-1]] = False
+        for name in reversed(names[:known]):
+            self.blocks.move_to_end(name)
+        if fresh and known:
+            self.blocks[names[known - 1]] = True
+        self._forget()
+
+    def branches(self, names: Sequence[bytes], known: int) -> bool:
+        """Whether a chain of which `known` blocks are known leaves one that went on here."""
+        return 0 < known < len(names) and self.blocks.get(names[known - 1], False)
+
+    def _forget(self) -> None:
+        """Keep what fits into the cache beside the blocks that others' requests hold."""
+        limit = REMEMBERED_BLOCKS
+        if self.num_blocks:
+            held = int(self.report.kv_usage * self.num_blocks)
+            limit = self.num_blocks - max(0, held - self.sent.blocks)
+        while len(self.blocks) > limit:
+            self.blocks.popitem(last=False)
+
+    def weigh(
+        self, placed: _Placed, tokens: int, requests: int, blocks: int, unanswered: int = 0
+    ) -> None:
+        """Count a part of a request, or with negative numbers no longer."""
+        self.sent.add(tokens, requests, blocks, unanswered)
+        unheard = self.unheard.get(placed.after_report)
+        if unheard is not None:
+            unheard.add(tokens, requests, blocks, unanswered)
+
+    def waiting(self, max_rows: int) -> Backlog:
+        """What waits here, of which this ingress has sent what no report tells of yet."""
+        unheard = self.unheard.values()
+        return waiting_here(
+            self.report,
+            sum(load.unanswered for load in unheard),
+            sum(load.uncomputed_tokens for load in unheard),
+            max_rows,
+        )
+
+    def waiting_unreported(self, max_rows: int) -> Backlog:
+        """What waits here of what this ingress has sent, by its answers alone."""
+        sent = self.sent
+        waiting = min(sent.unanswered, max(0, sent.requests - max_rows))
+        return Backlog(own_requests=waiting, own_tokens=sent.uncomputed_tokens)
+
+    def cost(self, tokens: int, block_tokens: int) -> int:
+        """What a request with so many uncached prompt tokens costs here, in tokens."""
+        report, sent = self.report, self.sent
+        waiting, requests = report.waiting_tokens, report.running + report.waiting
+        held = int(report.kv_usage * self.num_blocks)
+        for load in self.unheard.values():
+            waiting += load.uncomputed_tokens
+            requests += load.requests
+            held += load.blocks
+        waiting = max(waiting, sent.uncomputed_tokens)
+        requests = max(requests, sent.requests)
+        lacking = 0
+        if self.num_blocks:
+            free = max(0, self.num_blocks - max(held, sent.blocks))
+            lacking = max(0, tokens - free * block_tokens)
+        return tokens + waiting + requests * TOKENS_PER_ROW + lacking
+
+
+class Router:
+    """Chooses a rank for each request and keeps count of what it chose."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._engines: dict[int, _Engine] = {}
+        self._active: list[int] = []
+        self._placed: dict[str, _Placed] = {}
+
+    @property
+    def active_ranks(self) -> list[int]:
+        return self._active
+
+    def update(self, view: ClusterView) -> None:
+        """Follow the roster and the loads. An engine that was started again, or whose workers
+        are being replaced, has lost its cache."""
+        engines: dict[int, _Engine] = {}
+        for member in view.roster.members:
+            known = self._engines.get(member.rank)
+            if known is None or known.incarnation != member.incarnation:
+                known = _Engine(member)
+            if member.state is MemberState.REPAIRING:
+                known.blocks.clear()
+            engines[member.rank] = known
+        self._engines = engines
+        self._active = [m.rank for m in view.roster.members if m.state is MemberState.ACTIVE]
+        for report in view.reports:
+            if report.rank in engines:
+                engines[report.rank].hear(report)
+
+    def choose(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        salt: str | None = None,
+        rank: int | None = None,
+    ) -> int:
+        """Place a request; `rank` asks for one engine. Raises NoEngine."""
+        if rank is not None and rank not in self._active:
+            raise NoEngine(f"engine {rank} takes no requests; active: {self._active}")
+        if not self._active:
+            raise NoEngine("no engine takes requests now")
+        names: list[bytes] = []
+        extend_block_hashes(names, pack_tokens(token_ids), self._block_tokens, salt)
+        if rank is None:
+            rank = self._pick(request_id, len(token_ids), names)
+        engine = self._engines[rank]
+        known = engine.cached_blocks(names)
+        cached = known * self._block_tokens
+        placed = _Placed(
+            rank, engine, max(1, len(token_ids) - cached), len(names), engine.reports_heard
+        )
+        self._placed[request_id] = placed
+        engine.weigh(placed, placed.uncomputed_tokens, 1, placed.blocks, 1)
+        engine.remember(names, known)
+        return rank
+
+    def answered(self, request_id: str) -> None:
+        """The prompt of a request was computed."""
+        placed = self._placed.get(request_id)
+        if placed is not None and placed.uncomputed_tokens:
+            placed.engine.weigh(placed, -placed.uncomputed_tokens, 0, 0, -1)
+            placed.uncomputed_tokens = 0
+
+    def done(self, request_id: str) -> None:
+        """A request has left its engine, however it ended."""
+        self.answered(request_id)
+        placed = self._placed.pop(request_id, None)
+        if placed is not None:
+            placed.engine.weigh(placed, 0, -1, -placed.blocks)
+
+    def backlog(self, max_rows: int) -> Backlog:
+        """What waits at all engines, each of which computes `max_rows` requests at once."""
+        return _sum(engine.waiting(max_rows) for engine in self._engines.values())
+
+    def backlog_unreported(self, max_rows: int) -> Backlog:
+        """Likewise, where reports are too old to tell: what others have sent is not known."""
+        return _sum(engine.waiting_unreported(max_rows) for engine in self._engines.values())
+
+    def rank_of(self, request_id: str) -> int | None:
+        placed = self._placed.get(request_id)
+        return placed.rank if placed else None
+
+    def placed_on(self, rank: int) -> list[str]:
+        return [request_id for request_id, placed in self._placed.items() if placed.rank == rank]
+
+    def _pick(self, request_id: str, tokens: int, names: Sequence[bytes]) -> int:
+        """The best engine for a prompt of so many tokens, whose full blocks are `names`."""
+        engines = {rank: self._engines[rank] for rank in self._active}
+        found = {rank: engine.cached_blocks(names) for rank, engine in engines.items()}
+        longest = max(found.values())
+        branches = any(
+            blocks == longest and engines[rank].branches(names, blocks)
+            for rank, blocks in found.items()
+        )
+        worth = {
+            rank: blocks // SHARED_DIVISOR if branches else blocks for rank, blocks in found.items()
+        }
+        scores = {
+            rank: engine.cost(tokens - worth[rank] * self._block_tokens, self._block_tokens)
+            for rank, engine in engines.items()
+        }
+        limit = min(scores.values()) + SLACK_TOKENS
+        equals = [rank for rank, score in scores.items() if score <= limit]
+        conversation = names[longest] if longest < len(names) else request_id.encode()
+        if len(equals) == 1:
+            return equals[0]
+        return min(
+            equals,
+            key=lambda rank: (0 if branches else -found[rank], _draw(conversation, rank)),
+        )
+
+
+def _sum(backlogs: Iterable[Backlog]) -> Backlog:
+    columns = zip(*backlogs, strict=True)
+    return Backlog(*map(sum, columns))
+
+
+def _draw(key: bytes, rank: int) -> bytes:
+    return hashlib.blake2b(key + rank.to_bytes(4, "little"), digest_size=8).digest()

@@ -1,1 +1,0 @@
-"""What the subcommands of `swell` do."""

@@ -1,0 +1,1 @@
+"""Keeps engines and the coordinator alive."""

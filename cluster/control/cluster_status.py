@@ -1,0 +1,86 @@
+"""What operators are told of a cluster: the body of `GET /admin/cluster`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from swell.cluster.control.backoff import Trouble
+from swell.cluster.control.placement import EngineHandle
+from swell.coordinator.roster import MemberState
+from swell.coordinator.wire import ClusterView, EngineReport
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What became of what an operator asked; `target` is the number of engines wanted now."""
+
+    target: int
+    refusal: str | None = None
+    """None: accepted."""
+
+
+def describe(
+    view: ClusterView,
+    handles: Mapping[int, EngineHandle],
+    *,
+    coordinator_pid: int | None,
+    target: int,
+    phase: str,
+    error: str | None,
+    trouble: Trouble | None,
+) -> dict[str, Any]:
+    """`handles`: engines that serve or start, by rank."""
+    reports = {report.rank: report for report in view.reports}
+    states = {member.rank: member.state for member in view.roster.members}
+    return {
+        "epoch": view.roster.epoch,
+        "wave": view.wave,
+        "state": _state(view, target, phase, degraded=trouble is not None and trouble.exhausted),
+        "target": target,
+        "engines": [
+            _engine(handle, str(states.get(rank, "starting")), reports.get(rank))
+            for rank, handle in sorted(handles.items())
+        ],
+        "coordinator": {"pid": coordinator_pid},
+        "rescale": {
+            "phase": phase,
+            "error": error,
+            "failures": trouble.times if trouble else 0,
+            "next_try_s": round(trouble.next_try_s, 1) if trouble else None,
+        },
+    }
+
+
+def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> dict[str, Any]:
+    report = report or EngineReport(handle.rank)
+    return {
+        "rank": handle.rank,
+        "state": state,
+        "pid": handle.ready.pid if handle.ready else None,
+        "node": handle.ready.node if handle.ready else None,
+        "running": report.running,
+        "waiting": report.waiting,
+        "kv_usage": report.kv_usage,
+        "steps": report.steps,
+        "epoch": report.epoch,
+        "wave": report.wave,
+        "repairs": report.repairs,
+        "workers": msgspec.to_builtins(handle.ready.workers) if handle.ready else [],
+    }
+
+
+def _state(view: ClusterView, target: int, phase: str, *, degraded: bool) -> str:
+    """`failed` only if nothing is left, `degraded` if engines are missing that cannot be started:
+    both are tried again. What lives after a change that failed is `serving`."""
+    states = [member.state for member in view.roster.members]
+    if not states:
+        return "failed" if degraded or phase == "failed" else "starting"
+    if view.state == "paused":
+        return "paused"
+    if degraded:
+        return "degraded"
+    settled = phase == "failed" or (phase == "idle" and len(states) == target)
+    whole = all(state is MemberState.ACTIVE for state in states)
+    return "serving" if settled and whole else "changing"

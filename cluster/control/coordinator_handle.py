@@ -1,0 +1,150 @@
+"""Ray's part of the coordinator's life: made once, watched, started again. No decisions.
+
+Its keys, its name and its port are chosen once and noted (`notes.py`), and it stays on the
+machine of the manager that made it: a successor is found where its predecessor was. Ray repeats
+calls that were under way when it died, so nobody here sees its death, only a longer wait. One that
+was stopped is told by its silence, and killed: the rest is as above.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from swell.cluster.control.notes import Notes
+from swell.configs.log import FactLogger
+from swell.configs.schema import Config
+from swell.coordinator.channel import make_keys
+from swell.coordinator.coordinator import Coordinator, CoordinatorContact
+from swell.coordinator.ports import free_port
+from swell.coordinator.roster import Member
+from swell.coordinator.service import ManagerNote, Membership, Seat
+from swell.coordinator.wire import ClusterView
+
+
+class CoordinatorHandle:
+    """The coordinator of one cluster. Its methods are the coordinator's own."""
+
+    def __init__(self, config: Config, namespace: str, notes: Notes) -> None:
+        self.name = f"coordinator-{notes.identity}"
+        """Of its actor: engines of another configuration have another one."""
+        self._config = config
+        self._namespace = namespace
+        self._notes = notes
+        self._actor: Any = None
+        self._suspected = asyncio.Lock()
+        self._restarts = 0
+        self._log = FactLogger("cluster.coordinator")
+        self.contact: CoordinatorContact | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self.contact.pid if self.contact else None
+
+    async def open(self) -> None:
+        """Find the coordinator, or make it; one that was ended takes its predecessor's place."""
+        kind: Any = Coordinator
+        host = ray.util.get_node_ip_address()
+        fresh = Seat(make_keys(), secrets.token_hex(8), free_port(host))
+        seat = await self._notes.seat(lambda: fresh)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        self._actor = kind.options(
+            name=self.name,
+            namespace=self._namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            scheduling_strategy=here,
+        ).remote(self._config.cluster, self._config.parallel.expert, seat, seat != fresh)
+        await self._meet()
+
+    async def close(self) -> None:
+        if self._actor is not None:
+            ray.kill(self._actor)
+
+    async def view(self) -> ClusterView:
+        view: ClusterView = await self._ask(self._actor.view.remote())
+        return view
+
+    async def wait(self, epoch: int, timeout_s: float) -> Membership:
+        """The cluster, when it is no longer of `epoch`, or after the time."""
+        result: Membership = await self._ask(self._actor.wait.remote(epoch, timeout_s), timeout_s)
+        await self._meet()
+        return result
+
+    async def join(self, members: list[Member]) -> None:
+        """Raises RuntimeError if their group does not form; everybody is as before then."""
+        limit_s = self._config.cluster.start_timeout_s
+        roster = await self._ask(self._actor.join.remote(members, limit_s), limit_s)
+        self._log.info("joined", epoch=roster.epoch, ranks=[member.rank for member in members])
+
+    async def leave(self, ranks: list[int]) -> None:
+        roster = await self._ask(self._actor.leave.remote(ranks))
+        self._log.info("leaving", epoch=roster.epoch, ranks=ranks)
+
+    async def stay(self, ranks: list[int]) -> None:
+        roster = await self._ask(self._actor.stay.remote(ranks))
+        self._log.info("staying", epoch=roster.epoch, ranks=ranks)
+
+    async def part(self, ranks: list[int]) -> None:
+        limit_s = self._config.cluster.start_timeout_s
+        roster = await self._ask(self._actor.part.remote(ranks, limit_s), limit_s)
+        self._log.info("parted", epoch=roster.epoch, ranks=ranks)
+
+    async def lose(self, ranks: list[int]) -> None:
+        roster = await self._ask(self._actor.lose.remote(ranks))
+        self._log.info("lost", epoch=roster.epoch, ranks=ranks)
+
+    async def hold(self) -> None:
+        await self._ask(self._actor.hold.remote())
+
+    async def release(self) -> None:
+        await self._ask(self._actor.release.remote())
+
+    async def take_over(self, owner: str) -> ManagerNote:
+        note: ManagerNote = await self._ask(self._actor.take_over.remote(owner))
+        return note
+
+    def note(self, note: ManagerNote) -> None:
+        """Send it; whether it was kept is seen in the next `Membership`."""
+        self._actor.note.remote(note)
+
+    async def _meet(self) -> None:
+        contact = await self._ask(self._actor.contact.remote())
+        if self.contact is not None and contact.pid != self.contact.pid:
+            self._restarts += 1
+            self._log.warning("coordinator restarted", pid=contact.pid, restarts=self._restarts)
+        self.contact = contact
+
+    async def _ask(self, reference: Awaitable[Any], patience_s: float = 0.0) -> Any:
+        """The answer of a call that may take `patience_s`, however often it must be restarted."""
+        answer = asyncio.ensure_future(reference)
+        try:
+            while True:
+                limit_s = patience_s + self._config.cluster.stall_timeout_s
+                done, _ = await asyncio.wait({answer}, timeout=limit_s)
+                if done:
+                    return answer.result()
+                await self._end_if_silent()
+        finally:
+            answer.cancel()
+
+    async def _end_if_silent(self) -> None:
+        """It is asked once more: the one who had to wait may have been stopped itself. Its
+        successor has as long as anybody to answer: it may be stopped, too."""
+        async with self._suspected:
+            try:
+                await asyncio.wait_for(
+                    self._actor.view.remote(), 1.0 + 2 * self._config.cluster.heartbeat_s
+                )
+            except TimeoutError:
+                self._log.warning("coordinator is silent: killed", pid=self.pid)
+                ray.kill(self._actor, no_restart=False)
+                with contextlib.suppress(TimeoutError):
+                    limit_s = self._config.cluster.stall_timeout_s
+                    await asyncio.wait_for(self._actor.view.remote(), limit_s)

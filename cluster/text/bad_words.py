@@ -1,0 +1,75 @@
+"""Bad words as the token sequences that an engine is told never to complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.engine.validate import MAX_BAD_WORD_TOKENS
+
+
+def bad_word_tokens(tokenizer: Any, words: list[str], *, vocab_size: int) -> list[list[int]]:
+    """The sequences that write the words, each once; `tokenizer` is transformers'.
+
+    A sequence with a token that is none of the model's `vocab_size` is never completed: it is left
+    out.
+
+    As vLLM does it (`SamplingParams.update_from_tokenizer`): a word is tokenized as at the
+    beginning of a text and as behind a space, whatever spaces it brings in front. The second form
+    counts if it begins with another token and is as long; a longer one is mostly a space and the
+    first form. A word that a space makes shorter ("ban", "ana" but " banana") is thus not found
+    behind spaces. Beyond vLLM's rule, a tokenizer that puts a space before every text also gives
+    the form without it, as behind a line end.
+
+    Raises `BadRequest` for a word that is no text or has no token, and for too many tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        plain = _encode(tokenizer, word.lstrip(), index)
+        if not plain:
+            raise BadRequest(
+                f"bad_words[{index}]={shown(word)} has no token: spaces and line ends in front "
+                "are left out; a token that is nothing else can be named in logit_bias",
+                f"bad_words[{index}]",
+            )
+        forms = [plain]
+        spaced = _encode(tokenizer, " " + word.lstrip(), index)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            forms.append(spaced)
+        bare = _behind_line_end(tokenizer, word.lstrip(), index)
+        if bare:  # what ends with it is banned with it
+            forms = [form for form in forms if form[-len(bare) :] != bare]
+            forms.append(bare)
+        found |= dict.fromkeys(map(tuple, forms))
+    sequences = [list(tokens) for tokens in found if max(tokens) < vocab_size]
+    count = sum(map(len, sequences))
+    if count > MAX_BAD_WORD_TOKENS:
+        raise BadRequest(
+            f"bad_words have {count} tokens in all forms; at most {MAX_BAD_WORD_TOKENS} are "
+            "allowed",
+            "bad_words",
+        )
+    return sequences
+
+
+def _behind_line_end(tokenizer: Any, word: str, index: int) -> list[int]:
+    """None where the two share a token."""
+    before = _encode(tokenizer, "\n", index)
+    whole = _encode(tokenizer, "\n" + word, index)
+    return whole[len(before) :] if whole[: len(before)] == before else []
+
+
+def _encode(tokenizer: Any, text: str, index: int) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRequest(
+            f"bad_words[{index}] holds a lone surrogate, which is no text", f"bad_words[{index}]"
+        ) from None
+    # The backend may be called from several threads, transformers' own method not, and only in
+    # batches lets others go on meanwhile.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoding.ids)

@@ -1,0 +1,239 @@
+"""A conversation to the text that the model reads, as a chat template writes it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from swell.cluster.text.object_text import read_object
+from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.schema.chat_messages import (
+    ROLES,
+    ChatMessage,
+    MessageToolCall,
+    ToolDefinition,
+)
+
+_OURS = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
+"""Names that `chat_template_kwargs` may not set."""
+
+
+_MAX_REASON_CHARS = 500
+"""Of what a template says against messages: it may repeat them."""
+
+
+class TemplateOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a conversation is written."""
+
+    tools: Sequence[ToolDefinition] = ()
+    add_generation_prompt: bool = True
+    """End with what begins an answer of the assistant."""
+    continue_final_message: bool = False
+    """End within the last message, which the answer continues."""
+    template: str | None = None
+    """Instead of the model's."""
+    documents: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = {}
+    """For the template's own use, as `enable_thinking`."""
+
+
+class ChatTemplate:
+    """The template of one model; `own` is used instead of the tokenizer's where it is given."""
+
+    def __init__(self, tokenizer: Any, model_name: str, own: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._own = own
+
+    @property
+    def text(self) -> str:
+        """Of the template; empty where there is none. Of several named ones, that of tools."""
+        template = self._own or self._tokenizer.chat_template or ""
+        if isinstance(template, dict):
+            template = template.get("tool_use") or template.get("default") or ""
+        return str(template)
+
+    def render(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
+        """Raises `BadRequest` with what the template says against the messages."""
+        if not self.text and options.template is None:
+            raise BadRequest(
+                f"the model {self._model_name!r} has no chat template: use /v1/completions, or add "
+                "a chat_template to the model's tokenizer_config.json",
+                "messages",
+                "no_chat_template",
+            )
+        taken = sorted(_OURS & options.variables.keys())
+        if taken:
+            raise BadRequest(
+                f"chat_template_kwargs may not set {shown(taken[0])}; send it as a field of the "
+                "request",
+                "chat_template_kwargs",
+            )
+        self._check_documents(options)
+        text = self._rendered(messages, options)
+        for role in dict.fromkeys(message.role for message in messages):
+            if role not in ROLES:
+                self._check_role(role, messages, options, text)
+        return text
+
+    def _check_documents(self, options: TemplateOptions) -> None:
+        if options.documents and "documents" not in (options.template or self.text):
+            raise BadRequest(
+                "documents: the chat template writes no documents; put them into a message",
+                "documents",
+                "unsupported_value",
+            )
+
+    def _check_role(
+        self, role: str, messages: Sequence[ChatMessage], options: TemplateOptions, text: str
+    ) -> None:
+        """A template may leave out, without a word, what has a role that it does not know: then the
+        text is the same whatever these messages say."""
+        others = [
+            msgspec.structs.replace(message, content=message.text + "?")
+            if message.role == role
+            else message
+            for message in messages
+        ]
+        try:
+            leaves_out = self._rendered(others, options) == text
+        except BadRequest:  # it looks at what they say
+            return
+        if leaves_out:
+            index = next(i for i, message in enumerate(messages) if message.role == role)
+            raise BadRequest(
+                f"messages[{index}].role={shown(role)} is not known to the model's chat template, "
+                f"which leaves such messages out; send one of {', '.join(ROLES)}",
+                f"messages[{index}].role",
+                "unsupported_value",
+            )
+
+    def _rendered(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
+        try:
+            return self._written(messages, options)
+        except Exception as error:  # a template may raise anything: it is a program
+            alone = _calls_alone(messages)
+            if alone is not None:
+                with suppress(Exception):
+                    return self._written(alone, options)
+            reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
+            whose = "this request's" if options.template else "the model's"
+            raise BadRequest(
+                f"{whose} chat template refuses these messages: {reason}",
+                "chat_template" if options.template else "messages",
+                "chat_template_error",
+            ) from None
+
+    def _written(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
+        sent = [tool.as_sent for tool in options.tools]
+        filled = [_filled(tool) for tool in sent]
+        try:
+            return self._applied(messages, options, sent)
+        except Exception:
+            if filled == sent:
+                raise
+            return self._applied(messages, options, filled)
+
+    def _applied(
+        self,
+        messages: Sequence[ChatMessage],
+        options: TemplateOptions,
+        tools: list[dict[str, Any]],
+    ) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                self._plain(messages, options),
+                tools=tools or None,
+                documents=list(options.documents) or None,
+                chat_template=options.template or self._own,
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **options.variables,
+            )
+        )
+
+    def _plain(
+        self, messages: Sequence[ChatMessage], options: TemplateOptions
+    ) -> list[dict[str, Any]]:
+        """Most templates know `system` and not its newer name `developer`."""
+        knows_developer = "developer" in (options.template or self.text)
+        plain = []
+        for message in messages:
+            rename = message.role == "developer" and not knows_developer
+            one: dict[str, Any] = {"role": "system" if rename else message.role}
+            one["content"] = message.text
+            for name in ("name", "tool_call_id"):
+                if getattr(message, name) is not None:
+                    one[name] = getattr(message, name)
+            if message.thoughts is not None:
+                one["reasoning_content"] = message.thoughts
+            if message.tool_calls:
+                one["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+            plain.append(one)
+        return plain
+
+
+def _calls_alone(messages: Sequence[ChatMessage]) -> list[ChatMessage] | None:
+    """Calls that were made at once as messages of one call each, every one followed by its result:
+    some templates take no more. None: no message has two."""
+    if all(len(message.tool_calls or ()) < 2 for message in messages):
+        return None
+    alone: list[ChatMessage] = []
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        results = []
+        while len(message.tool_calls or ()) > 1 and rest and rest[0].role == "tool":
+            results.append(rest.popleft())
+        for index, call in enumerate(message.tool_calls or ()):
+            if index == 0:
+                one = msgspec.structs.replace(message, tool_calls=[call])
+            else:
+                one = ChatMessage(role=message.role, name=message.name, tool_calls=[call])
+            own = [result for result in results if result.tool_call_id == call.id]
+            alone += [one, *own]
+            results = [result for result in results if result.tool_call_id != call.id]
+        if not message.tool_calls:
+            alone.append(message)
+        alone += results
+    return alone
+
+
+def _plain_call(call: MessageToolCall) -> dict[str, Any]:
+    """Templates write the arguments as an object, and a model may have written something else, or
+    not finished: then it is the longest beginning that is one."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments)
+    except msgspec.DecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        arguments = read_object(call.function.arguments)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _filled(tool: dict[str, Any]) -> dict[str, Any]:
+    """With what a tool may leave out, for templates that cannot do without."""
+    given = {name: value for name, value in tool["function"].items() if value is not None}
+    empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return {**tool, "function": {**empty, **given}}

@@ -1,0 +1,184 @@
+"""Token ids to text, one token at a time.
+
+The law: all pieces together, the last from `flush`, are
+`tokenizer.decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=False)`, however the
+ids were grouped, at a cost per token that does not grow with the answer. Of an answer that goes on
+with its prompt (`Opening.CONTINUATION`), `prompt_text` and all pieces are the decoding of prompt
+and answer together, at a cost that does not grow with the prompt either.
+
+Decoding the last few ids again, as is common, cannot keep that law: a decoder may treat the first
+token apart, drop a leading space, or judge bytes by what follows them. So the tokenizer's decoder
+is read, and one of three machines (`text_machines.py`) runs:
+
+    ByteLevelText   every token is bytes, the text is UTF-8 with errors replaced   (gpt2, llama 3)
+    PieceText       every token is a piece of text; the first may differ; runs of byte tokens
+                    are judged as a whole                                 (llama 2, t5, bert)
+    WindowText      nothing is known: a window is decoded again, whatever is uncertain is held
+
+A machine is taken only if it agrees with the tokenizer on a few hundred random answers. Limits of
+the law: a run of byte tokens that later turns out not to be UTF-8 has its valid characters shown
+already where it has more than `MAX_RUN_TOKENS`, or begins in the prompt (`PieceText`);
+`WindowText` shows text after at most `MAX_PENDING_TOKENS`, which a decoder without any locality can
+contradict.
+Cleaning of spaces (" ." to ".") is never applied: it would rewrite text that the model meant.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from swell.cluster.text.incremental_decoders import (
+    ByteLevelText,
+    ByteTable,
+    Decode,
+    DecoderShape,
+    PieceTable,
+    PieceText,
+    TextMachine,
+    WindowText,
+    byte_of_token,
+)
+
+
+class Opening(enum.Enum):
+    """How the text of an answer begins."""
+
+    BEGINNING = enum.auto()
+    """As a text of its own: a space that the tokenizer puts in front of every text is dropped."""
+    CONTINUATION = enum.auto()
+    """As what follows the prompt's text."""
+    VERBATIM = enum.auto()
+    """As what its tokens spell: so a grammar reads them."""
+
+
+def _stages(backend: Tokenizer) -> list[dict[str, Any]]:
+    """The decoder's stages, flat; empty without a decoder."""
+    if backend.decoder is None:
+        return []
+    found: list[dict[str, Any]] = []
+    stack = [json.loads(backend.decoder.__getstate__())]
+    while stack:
+        stage = stack.pop()
+        if stage["type"] == "Sequence":
+            stack.extend(reversed(stage["decoders"]))
+        else:
+            found.append(stage)
+    return found
+
+
+def _special_ids(backend: Tokenizer | None) -> frozenset[int]:
+    added = {} if backend is None else backend.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+class Detokenizer:
+    """What a tokenizer's answers share: the chosen machine and its tables.
+
+    `tokenizer` is one of transformers', or a `tokenizers.Tokenizer`, or None for no text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._backend = backend if isinstance(backend, Tokenizer) else None
+        self._special = _special_ids(self._backend)
+        self._start = {skip: self._choose(skip) for skip in (False, True)}
+
+    def start(
+        self,
+        skip_special_tokens: bool = True,
+        opening: Opening = Opening.BEGINNING,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> TextMachine:
+        """The text machine of a new answer to a prompt. Behind special tokens alone every answer is
+        a beginning."""
+        machine = self._start[skip_special_tokens]()
+        if opening is Opening.VERBATIM:
+            machine.go_on()
+        elif opening is Opening.CONTINUATION and self._has_text(prompt_token_ids):
+            machine.follow(prompt_token_ids)
+        return machine
+
+    def prompt_text(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of a prompt that an answer goes on with: all but an unfinished character at its
+        end, which is the answer's. Takes as long as the decoding of so many ids."""
+        machine = self._start[skip_special_tokens]()
+        return "".join(map(machine.push, token_ids)) + machine.settle()
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def _has_text(self, token_ids: Sequence[int]) -> bool:
+        return any(token_id not in self._special for token_id in reversed(token_ids))
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The whole text at once: the right side of the law."""
+        if self._tokenizer is None:
+            return ""
+        if self._tokenizer is self._backend:
+            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        return str(
+            self._tokenizer.decode(
+                token_ids,
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    def _choose(self, skip: bool) -> Callable[[], TextMachine]:
+        if self._tokenizer is None:
+            return TextMachine
+
+        def decode(token_ids: list[int]) -> str:
+            return self.decode(token_ids, skip)
+
+        try:
+            machine = self._exact_machine(decode, skip)
+            if machine is not None and self._agrees(machine, decode):
+                return machine
+        except ValueError:
+            pass  # a decoder that only looked like one of ours
+        return lambda: WindowText(decode)
+
+    def _exact_machine(self, decode: Decode, skip: bool) -> Callable[[], TextMachine] | None:
+        if self._backend is None:
+            return None
+        added = self._backend.get_added_tokens_decoder().values()
+        special = frozenset(token.content for token in added if token.special and skip)
+        stages = _stages(self._backend)
+        if [stage["type"] for stage in stages] in (["ByteLevel"], ["ByteLevel", "Fuse"]):
+            bytes_of = ByteTable(self._backend, special)
+            return lambda: ByteLevelText(bytes_of)
+        shape = DecoderShape.parse(stages)
+        if shape is None:
+            return None
+        pieces = PieceTable(decode, self._backend, special, shape)
+        return lambda: PieceText(pieces)
+
+    def _agrees(self, machine: Callable[[], TextMachine], decode: Decode) -> bool:
+        """Random answers, half of them rich in added tokens, single bytes and blanks."""
+        assert self._backend is not None
+        vocab = self._backend.get_vocab()
+        rare = sorted(self._backend.get_added_tokens_decoder())
+        rare += sorted(
+            token_id
+            for token, token_id in vocab.items()
+            if byte_of_token(token) is not None or not token.strip(" \u2581")
+        )
+        size, draw = max(vocab.values(), default=0) + 2, random.Random(0)
+        for trial in range(200):
+            pool = rare if rare and trial % 2 else range(size)
+            ids = [
+                draw.choice(pool) if draw.random() < 0.7 else draw.randrange(size)
+                for _ in range(draw.randint(1, 16))
+            ]
+            text = machine()
+            if "".join(map(text.push, ids)) + text.flush() != decode(ids):
+                return False
+        return True

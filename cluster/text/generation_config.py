@@ -1,0 +1,58 @@
+"""The defaults that a model brings in `generation_config.json` for requests that do not say.
+
+As in vLLM: temperature, top_p, top_k, min_p and repetition_penalty, and `max_new_tokens` for
+answers that have no limit, neither of the request nor of the endpoint. `do_sample` is not looked
+at: a model that wants greedy answers says `temperature: 0`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from swell.cluster.text.prompts import read_json
+from swell.cluster.text.sampling_params import BadRequest, SamplingParams
+from swell.cluster.text.validate_params import check_filters, check_length
+from swell.configs.schema import ConfigError, ModelConfig
+
+FILE = "generation_config.json"
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one model; empty where its file says nothing, or is not to be used."""
+
+    sampling: dict[str, Any] = {}
+    """Fields of `SamplingParams`."""
+    max_new_tokens: int | None = None
+    """Longest answer of a request that sets no limit."""
+
+    def sampling_params(self) -> SamplingParams:
+        """What an offline caller gets who gives no parameters."""
+        if self.max_new_tokens is None:
+            return SamplingParams(**self.sampling)
+        return SamplingParams(**self.sampling, max_tokens=self.max_new_tokens)
+
+
+def read_generation_config(model: ModelConfig) -> GenerationDefaults:
+    """Raises ConfigError for a value that a request could not have either: an answer drawn
+    otherwise than its model wants would be wrong in silence."""
+    if model.generation_config == "none":
+        return GenerationDefaults()
+    given = read_json(model.path, FILE)
+    defaults = GenerationDefaults(
+        sampling={name: given[name] for name in _SAMPLING if given.get(name) is not None},
+        max_new_tokens=given.get("max_new_tokens"),
+    )
+    try:
+        params = defaults.sampling_params()
+        check_filters(params)
+        check_length(params)
+    except BadRequest as error:
+        said = error.message.replace("max_tokens", "max_new_tokens")
+        raise ConfigError(
+            f"{model.path}/{FILE}: {said}; correct the file, or set model.generation_config=none "
+            "to ignore its defaults"
+        ) from None
+    return defaults

@@ -1,0 +1,116 @@
+"""What can be known to be wrong before anything is started: files and numbers, no process.
+
+Every check raises ConfigError with one line: what, its value, the limit, the way out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from swell.cluster.text.generation_config import read_generation_config
+from swell.cluster.text.prompts import model_end_token_ids
+from swell.configs.schema import Config, ConfigError
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def check(config: Config) -> None:
+    """All checks of `swell serve`. A hub id is left to the loader."""
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        if _looks_like_a_path(config.model.path):
+            raise ConfigError(
+                f"model.path={config.model.path!r} is no folder; give a folder with config.json "
+                "and safetensors, or a hub id such as owner/name"
+            )
+        return
+    model = _read_json(folder / "config.json", "a model folder holds one")
+    if not model.get("architectures") and not model.get("model_type"):
+        raise ConfigError(f"{folder / 'config.json'} names no architecture")
+    if config.model.load_format != "dummy":
+        _check_weights(folder)
+    _check_split(config, model)
+    read_generation_config(config.model)
+    model_end_token_ids(str(folder))
+
+
+def _looks_like_a_path(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or path.count("/") != 1
+
+
+def _read_json(path: Path, why: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except OSError:
+        raise ConfigError(f"{path} cannot be read; {why}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return data
+
+
+def _check_weights(folder: Path) -> None:
+    if (folder / _WEIGHTS).is_file():
+        _check_whole(folder / _WEIGHTS)
+        return
+    if not (folder / _INDEX).is_file():
+        raise ConfigError(
+            f"{folder} holds no weights: neither {_WEIGHTS} nor {_INDEX}; copy them there, or set "
+            "model.load_format=dummy to run with random ones"
+        )
+    shards = set(_read_json(folder / _INDEX, "it lists the shards").get("weight_map", {}).values())
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing:
+        raise ConfigError(
+            f"{folder} lacks {len(missing)} of {len(shards)} weight shards, first {missing[0]!r}; "
+            "copy the missing files there"
+        )
+    for shard in sorted(shards):
+        _check_whole(folder / shard)
+
+
+def _check_whole(path: Path) -> None:
+    """A safetensors file tells its own length: 8 bytes, a header of so many, and the tensors."""
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        text = file.read(header_bytes) if header_bytes < size_bytes else b""
+    try:
+        header = json.loads(text)
+        data_bytes = max(
+            (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
+            default=0,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ConfigError(f"{path} is no safetensors file; copy it there again") from None
+    whole_bytes = 8 + header_bytes + data_bytes
+    if size_bytes != whole_bytes:
+        raise ConfigError(
+            f"{path} has {size_bytes} bytes of {whole_bytes}: it is damaged; copy it there again"
+        )
+
+
+def _check_split(config: Config, model: dict[str, Any]) -> None:
+    """Numbers of the model against the numbers of workers."""
+    parallel = config.parallel
+    heads, layers = model.get("num_attention_heads"), model.get("num_hidden_layers")
+    if isinstance(heads, int) and heads % parallel.tensor:
+        raise ConfigError(
+            f"parallel.tensor={parallel.tensor} does not divide the model's {heads} attention "
+            f"heads; take a divisor of {heads}"
+        )
+    if isinstance(layers, int) and layers < parallel.pipeline:
+        raise ConfigError(
+            f"parallel.pipeline={parallel.pipeline} is above the model's {layers} layers"
+        )
+    positions = model.get("max_position_embeddings")
+    longest = config.model.max_model_len
+    if isinstance(positions, int) and longest is not None and longest > positions:
+        raise ConfigError(
+            f"model.max_model_len={longest} is above the model's max_position_embeddings="
+            f"{positions}"
+        )

@@ -1,0 +1,238 @@
+"""How one model marks reasoning and tool calls, and what that means for one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.text.parsers import (
+    detect_reasoning,
+    detect_tools,
+    make_parser,
+    message_format,
+    reasoning_format,
+    tool_format,
+)
+from swell.cluster.text.parsers.base import Parser
+from swell.cluster.text.parsers.formed import CallsOnly, FormOrCalls, HeldCalls
+from swell.cluster.text.parsers.grammar import Messages, ReasoningGrammar, answer, unpadded
+from swell.cluster.text.parsers.parts import Tool
+from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.schema.chat_messages import CallRules, ToolDefinition, call_rules
+from swell.cluster.text.structured_output import compile_grammar, compile_lark, form_of
+from swell.configs.schema import ConfigError, ServeConfig
+from swell.worker.sample.wire import Grammar
+
+
+class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one answer."""
+
+    make_parser: Callable[[], Parser]
+    grammar: Callable[[], Grammar] | None
+    """Compiles the form that the answer has; raises BadRequest."""
+
+
+class RequestFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one request, before its prompt is written."""
+
+    tools: list[ToolDefinition]
+    """Those that the model is shown."""
+    keeps_special_tokens: bool
+    """A marker is a special token, so these must stay in the text."""
+    of: Callable[[str], AnswerFormat]
+    """From the end of the prompt's text, which may have begun the answer's reasoning."""
+
+
+class ModelFormats:
+    """Of one model: as `serve.tool_parser` and `serve.reasoning_parser` say, or as its chat
+    template lets guess. Raises ConfigError for a name that is unknown."""
+
+    def __init__(self, tokenizer: Any, chat_template: str, config: ServeConfig) -> None:
+        self._tools = _chosen(config.tool_parser, detect_tools(chat_template))
+        guessed = detect_reasoning(chat_template)
+        self._reasoning = _chosen(config.reasoning_parser, guessed)
+        if self._reasoning == guessed == "think-open":
+            # This template says in each prompt whether the answer begins inside.
+            self._reasoning = "think"
+        self._added = added_tokens(tokenizer)
+        self._special = special_tokens(tokenizer)
+        try:
+            make_parser(self._tools, self._reasoning)
+            self._in_messages = message_format(self._tools, self._reasoning)
+        except ValueError as error:
+            raise ConfigError(f"serve.tool_parser or serve.reasoning_parser: {error}") from None
+
+    def of(self, body: ChatCompletionRequest) -> RequestFormat:
+        tools = body.tools if body.tools and body.tool_choice != "none" else []
+        if tools and self._tools is None:
+            raise BadRequest(
+                "tools: the model's chat template tells no format of tool calls that is known; "
+                "set serve.tool_parser to one, or send tool_choice='none'",
+                "tools",
+                "unsupported_value",
+            )
+        parser = make_parser(self._tools if tools else None, self._reasoning)
+        return RequestFormat(
+            tools=tools,
+            keeps_special_tokens=parser.keeps_special_tokens
+            or any(name in marker for marker in parser.markers for name in self._special),
+            of=partial(self._answer, body, tools),
+        )
+
+    def _answer(
+        self, body: ChatCompletionRequest, tools: list[ToolDefinition], prompt: str
+    ) -> AnswerFormat:
+        calls = _rules(body, tools)
+        form = None if calls and calls.required else body.form()
+        reasoning = self._before(body, form, prompt)
+        held = calls is not None or form is not None
+        name = self._tools if tools else None
+        kind = self._reasoning
+        written = self._in_messages
+        if held and reasoning is None and written is None:
+            kind = None
+        within = FormOrCalls if calls and form else None
+        shown = [_tool(tool) for tool in tools]
+        openers: tuple[str, ...] = ()
+        if name and calls and not (form and form.grammar):
+            openers = tool_format(name).openers
+
+        def make() -> Parser:
+            parser = make_parser(name, kind, shown=shown, prompt=prompt, within=within, held=held)
+            if calls and calls.required:
+                return CallsOnly(parser)
+            return HeldCalls(parser, openers) if openers else parser
+
+        limited = reasoning is not None and reasoning.budget is not None
+        messages = written.messages(prompt, self._added) if written else None
+        grammar = partial(self._compile, body, shown, calls, form, reasoning, messages)
+        return AnswerFormat(make_parser=make, grammar=grammar if held or limited else None)
+
+    def _before(
+        self, body: ChatCompletionRequest, form: StructuredOutputs | None, prompt: str
+    ) -> ReasoningGrammar | None:
+        """The reasoning that may stand before the answer; None: none is read as such."""
+        if self._reasoning is None:
+            return None
+        kind = reasoning_format(self._reasoning)
+        begun = kind.begun_by(prompt)
+        if not begun and (body.continue_final_message or kind.closed_by(prompt)):
+            return None
+        own = form.grammar if form else None
+        if not begun and own is not None and kind.open in own:
+            return None  # the parser could not tell such a text from reasoning
+        return ReasoningGrammar(
+            opening=kind.open,
+            closing=kind.close,
+            begun=begun,
+            padding=kind.padding,
+            budget=_budget(body),
+        )
+
+    def _compile(
+        self,
+        body: ChatCompletionRequest,
+        tools: list[Tool],
+        rules: CallRules | None,
+        form: StructuredOutputs | None,
+        reasoning: ReasoningGrammar | None,
+        messages: Messages | None,
+    ) -> Grammar:
+        """`tools`: those that the model is shown."""
+        if form is not None:
+            alone = compile_grammar(form, body.form_field)  # so that an error is about the form
+            if rules is None and reasoning is None and messages is None:
+                return alone
+            if reasoning is not None:
+                _check_behind(reasoning, form, body.form_field)
+        kind = tool_format(self._tools) if tools and self._tools else None
+        calls = None
+        if kind is not None and rules is not None:
+            names = rules.names
+            try:
+                calls = kind.calls(
+                    [tool for tool in tools if names is None or tool.name in names],
+                    parallel=not rules.single,
+                    special=self._added,
+                )
+            except ValueError as error:
+                raise BadRequest(f"tools: {error}", "tools") from None
+        try:
+            lark = answer(
+                calls,
+                special=self._added,
+                required=rules is not None and rules.required,
+                form=form_of(form, body.form_field) if form else None,
+                reasoning=reasoning,
+                openers=[opener.strip() for opener in kind.openers] if kind else (),
+                messages=messages,
+            )
+        except ValueError as error:
+            param = "thinking_token_budget"
+            raise BadRequest(f"{param}: {error}", param, "unsupported_value") from None
+        return compile_lark(lark, "tools" if calls else body.form_field or "structured_outputs")
+
+
+def _check_behind(reasoning: ReasoningGrammar, form: StructuredOutputs, param: str | None) -> None:
+    """Raises BadRequest for a form of which nothing can stand behind reasoning."""
+    behind = unpadded(form_of(form, param), reasoning.padding)
+    if not behind.terminal:
+        return
+    param = param or "structured_outputs"
+    try:
+        compile_lark(behind.alone(), param)
+    except BadRequest:
+        raise BadRequest(
+            f"{param} has only texts that begin with {reasoning.padding!r}, which behind reasoning "
+            "belongs to its end; leave it out, or send reasoning_effort='none'",
+            param,
+        ) from None
+
+
+def _rules(body: ChatCompletionRequest, tools: list[ToolDefinition]) -> CallRules | None:
+    """Of the calls that the answer may have; None: there are no tools, or the model is free to call
+    as it likes, and its text too."""
+    if not tools:
+        return None
+    rules = call_rules(body.tool_choice)
+    strict = any(tool.function and tool.function.strict for tool in tools)
+    single = rules.single or body.parallel_tool_calls is False
+    held = rules.required or rules.names is not None or strict or single or body.form()
+    return msgspec.structs.replace(rules, single=single) if held else None
+
+
+def _budget(body: ChatCompletionRequest) -> int | None:
+    """The most tokens of reasoning; None: there is no limit."""
+    effort = body.template_variables().get("reasoning_effort")
+    if body.thinking_token_budget is None and effort == "none":
+        return 0
+    return None if body.thinking_token_budget == -1 else body.thinking_token_budget
+
+
+def special_tokens(tokenizer: Any) -> frozenset[str]:
+    """Texts of the tokens that are skipped where text is made."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(str(token) for token in added.values() if token.special)
+
+
+def added_tokens(tokenizer: Any) -> dict[str, int]:
+    """Text -> id of the tokens that the tokenizer finds in a text before it cuts it into words:
+    special ones, and others that models write as marks."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): id for id, token in added.items()}
+
+
+def _tool(tool: ToolDefinition) -> Tool:
+    function = tool.function
+    assert function is not None, "tools were checked"
+    return Tool(function.name, function.description or "", function.parameters or {})
+
+
+def _chosen(wanted: str, guessed: str | None) -> str | None:
+    if wanted == "auto":
+        return guessed
+    return None if wanted == "none" else wanted

@@ -1,0 +1,28 @@
+r"""Calls as DeepSeek V3.2 writes them, in its "DSML".
+
+content\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n
+<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n
+</｜DSML｜invoke>\n</｜DSML｜function_calls>
+"""
+
+from __future__ import annotations
+
+from swell.cluster.text.parsers.markup import Markup, MarkupParser
+
+DSML = "｜DSML｜"
+OPEN, CLOSE = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
+
+
+class DeepSeekV32Parser(MarkupParser):
+    markers = (OPEN, CLOSE, DSML)
+    openers = (OPEN, "\n" + OPEN, "\n\n" + OPEN)
+    section = OPEN
+    section_ends = (CLOSE,)
+    call_begin = f'<{DSML}invoke name="'
+    markup = Markup(
+        name_end='">',
+        key_begin=f'<{DSML}parameter name="',
+        key_ends=('" string="true">', '" string="false">'),
+        value_end=f"</{DSML}parameter>",
+        call_ends=(f"</{DSML}invoke>", CLOSE),
+    )

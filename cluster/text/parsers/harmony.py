@@ -1,0 +1,238 @@
+"""Answers of gpt-oss: messages, each in a channel, in which reasoning and calls are one format.
+
+    <|channel|>analysis<|message|>so it is 4.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
+    <|start|>assistant<|channel|>final<|message|>It is 4.<|return|>
+
+The prompt ends with `<|start|>assistant`, or further on in a message. `to=` may stand before the
+channel. What is sent to `functions.NAME`, or to a tool that the model was shown, is a call with the
+message as its arguments; other messages are reasoning in the channel `analysis` and content in all
+others. Headers are markup: they are dropped, also where the answer breaks off in one, unless they
+are none. Text outside of messages is content. A call in an answer that may have none is content.
+
+Source: https://github.com/openai/harmony/blob/main/docs/format.md
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from swell.cluster.text.parsers import grammar
+from swell.cluster.text.parsers.base import Matcher
+from swell.cluster.text.parsers.calls import end_of
+from swell.cluster.text.parsers.grammar import CallGrammar, Messages
+from swell.cluster.text.parsers.parts import Arguments, Content, Part, Reasoning, Tool
+from swell.cluster.text.parsers.tools import SPACE, ToolParser
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+CONSTRAIN, RETURN = "<|constrain|>", "<|return|>"
+ENDS = ("<|end|>", "<|call|>", RETURN)
+TO = "to="
+MAX_HEADER_CHARS = 400
+
+_HEADER = re.compile(r"[-+\w.:/= \t]*")
+_CHANNEL = re.compile(r"<\|channel\|>[ \t]*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([-\w.:/]+)")
+_NAMESPACE = "functions."
+_ASSISTANT = f"{START}assistant"
+_CALL = f"{CHANNEL}commentary to={_NAMESPACE}"
+
+
+class HarmonyParser(ToolParser):
+    markers = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+    openers = (START, CHANNEL)
+    keeps_special_tokens = True
+
+    open = f"{CHANNEL}analysis{MESSAGE}"
+    close = f"<|end|>{_ASSISTANT}"
+    padding = ""
+    """How reasoning begins and ends behind the prompt, as a grammar writes it."""
+
+    _in_marker = False
+    _matcher_is_idle = True
+
+    def __init__(
+        self,
+        make_id: Callable[[], str] | None = None,
+        tools: Sequence[Tool] | None = (),
+        prompt: str = "",
+        held: bool = False,
+    ) -> None:
+        """`tools`: None where none may be called. `prompt`: the end of its text, which may have
+        begun a message. `held`: a grammar ends the answer with the first content or call that
+        stands in the channel for it, so nothing in that is a marker."""
+        super().__init__(make_id, tools or ())
+        self._may_call = tools is not None
+        self._held_to_last = False
+        self._begin_between()
+        self._make_part: Callable[[str], Part] = Content
+        self._num_header_chars = 0
+        self._num_messages = 0
+        """Those that have begun, and texts outside of any."""
+        _, found, begun = prompt.rpartition(START)
+        if found and begun != "assistant":
+            self._begin_header(START)
+            self._read(begun)
+            self._take()
+        self._held_to_last = held
+
+    @classmethod
+    def begun_by(cls, prompt: str) -> bool:
+        return prompt.endswith(cls.open)
+
+    @classmethod
+    def closed_by(cls, prompt: str) -> bool:
+        return not prompt.endswith(_ASSISTANT)
+
+    @classmethod
+    def messages(cls, prompt: str, special: Mapping[str, int]) -> Messages:
+        """How a grammar writes what follows this prompt."""
+        header_follows = prompt.endswith(_ASSISTANT) or cls.begun_by(prompt)
+        constrain, message = (grammar.mark(text, special) for text in (CONSTRAIN, MESSAGE))
+        free = CallGrammar(
+            marker=_CALL,
+            body=f'FREE_NAME ({constrain} "json")? {message} FREE_ARGUMENTS?',
+            rules=[r"FREE_NAME: /[-\w.]{1,128} ?/", "FREE_ARGUMENTS: /(?s:.+)/"],
+        )
+        return Messages(
+            content=f"{CHANNEL}final{MESSAGE}" if header_follows else "",
+            before_calls=f"{CHANNEL}commentary{MESSAGE}",
+            between=cls.close,
+            free=free,
+            marks=(START, CHANNEL, *ENDS),
+        )
+
+    @classmethod
+    def calls(
+        cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
+    ) -> CallGrammar:
+        """One call at most: the model ends its answer behind a call."""
+        constrain, message = (grammar.mark(text, special) for text in (CONSTRAIN, MESSAGE))
+        return CallGrammar(
+            marker=_CALL,
+            body="call",
+            rules=grammar.named_calls(tools, f'" " {constrain} "json" {message}'),
+        )
+
+    def flush(self) -> list[Part]:
+        held = "".join(self._held)
+        if self._state == self._in_message:
+            self._parts.append(self._make_part(self._matcher.flush()))
+        elif self._state == self._in_header and held.lstrip().startswith(TO):
+            self._begin_text(held, self._matcher.flush())
+        elif self._state == self._between:
+            rest = self._matcher.flush()
+            if rest or not self._num_messages:
+                self._begin_text("", rest)
+        return self._take()
+
+    # --------------------------------------------------------------------------------- states
+
+    def _between(self, text: str, at: int) -> int:
+        """Before a message or text: whitespace is dropped if a message follows."""
+        if not self._in_marker:
+            end = end_of(SPACE, text, at)
+            self._lead.append(text[at:end])
+            self._in_marker = end < len(text)
+            return end
+        shown, marker, at = self._matcher.push(text, at)
+        if shown:
+            self._begin_text("", shown + (marker or "") + self._matcher.flush())
+        elif marker:
+            self._on_marker(marker)
+        return at
+
+    def _in_header(self, text: str, at: int) -> int:
+        end = end_of(_HEADER, text, at) if self._matcher_is_idle else at
+        if end > at:
+            self._hold_header(text[at:end])
+            return end
+        shown, marker, at = self._matcher.push(text, at)
+        self._matcher_is_idle = bool(marker)
+        if shown:
+            rest = shown + (marker or "") + self._matcher.flush()
+            self._begin_text("".join(self._held), rest)
+        elif marker in (CHANNEL, CONSTRAIN, TO):
+            self._hold_header(marker)
+        elif marker:
+            self._on_marker(marker)
+        return at
+
+    def _in_message(self, text: str, at: int) -> int:
+        shown, marker, at = self._matcher.push(text, at)
+        self._parts.append(self._make_part(shown))
+        if marker:
+            self._on_marker(marker)
+        return at
+
+    def _in_last(self, text: str, at: int) -> int:
+        self._parts.append(self._make_part(text[at:]))
+        return len(text)
+
+    # ---------------------------------------------------------------------------------- moves
+
+    def _on_marker(self, marker: str) -> None:
+        """Where it stands outside of a header; `MESSAGE` ends one that is held."""
+        if marker == MESSAGE:
+            self._begin_message("".join(self._held))
+        elif marker in ENDS:
+            self._begin_between()
+        else:
+            self._begin_header("".join(self._lead) + marker)
+
+    def _begin_between(self) -> None:
+        self._held.clear()
+        self._lead.clear()
+        self._in_marker = False
+        self._matcher = Matcher(TO, START, CHANNEL, MESSAGE, *ENDS)
+        self._state = self._between
+
+    def _begin_header(self, text: str) -> None:
+        self._held[:] = [text]
+        self._lead.clear()
+        self._num_header_chars = len(text)
+        self._matcher = Matcher(*self.markers)
+        self._matcher_is_idle = True
+        self._state = self._in_header
+
+    def _hold_header(self, text: str) -> None:
+        self._held.append(text)
+        self._num_header_chars += len(text)
+        if self._num_header_chars > MAX_HEADER_CHARS:
+            self._begin_text("".join(self._held), "")
+
+    def _begin_text(self, known: str, rest: str) -> None:
+        """Content outside of a message. `known` holds no marker that counts."""
+        self._make_part = Content
+        self._parts.append(Content("".join([*self._lead, known])))
+        self._begin_body()
+        self._read(rest)
+
+    def _begin_message(self, header: str) -> None:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        name = self._function(recipient[1]) if recipient else ""
+        if name:
+            self._begin_parts(name)
+            index = self._num_calls - 1
+            self._make_part = lambda text: Arguments(index, text)
+        else:
+            reasons = channel is not None and channel[1] == "analysis"
+            self._make_part = Reasoning if reasons else Content
+        self._begin_body()
+        if self._held_to_last and (name or (channel is not None and channel[1] == "final")):
+            self._state = self._in_last
+
+    def _begin_body(self) -> None:
+        self._held.clear()
+        self._lead.clear()
+        self._num_messages += 1
+        self._matcher = Matcher(START, CHANNEL, *ENDS)
+        self._state = self._in_message
+
+    def _function(self, recipient: str) -> str:
+        """The tool that a message is sent to; empty: none of the client's."""
+        if not self._may_call:
+            return ""
+        name = recipient.removeprefix(_NAMESPACE)
+        return name if name != recipient or name in self._tools else ""

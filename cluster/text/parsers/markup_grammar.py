@@ -1,0 +1,191 @@
+"""Grammars of calls whose arguments are elements (`markup.py`).
+
+    call: "<function=" (call_0 | call_1) "</function>"
+    call_0: "f>" nl arg_0_0 (arg_0_1)?
+    arg_0_0: "<parameter=a" val_0_0 nl
+    val_0_0: ">\\n" text_0_0 | ">\\n" %json {...} "\\n</parameter>"
+
+Arguments stand in the order of the schema's properties. A string is text that does not hold what
+ends it; every other value is `%json` under its own schema. What a tool's schema says about the
+object as a whole, beyond its properties, no such grammar can hold: it is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from swell.cluster.text.parsers import grammar
+from swell.cluster.text.parsers.grammar import CallGrammar
+from swell.cluster.text.parsers.parts import Tool
+from swell.cluster.text.parsers.text_grammar import ANNOTATIONS, TextGrammar, field, split_schema
+from swell.cluster.text.parsers.values import STRING, schema_kinds
+from swell.cluster.text.structured_output import MAX_BYTES, inline_json
+
+if TYPE_CHECKING:
+    from swell.cluster.text.parsers.markup import Markup, MarkupParser
+
+NAME = re.compile(r'[^\s<>"]{1,256}')
+KEY = re.compile(r'[^\s<>"]([^\r\n<>"]{0,254}[^\s<>"])?')
+_EXTRA_KEY = "[A-Za-z_][-.A-Za-z0-9_]{0,63}"
+
+_DEFS = ("$defs", "definitions")
+_OBJECT_KEYWORDS = frozenset(("type", "properties", "required", "additionalProperties", *_DEFS))
+
+
+def calls(
+    kind: type[MarkupParser], tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
+) -> CallGrammar:
+    if not tools:
+        raise ValueError("a grammar of calls needs at least one tool")
+    markup, marker = kind.markup, grammar.mark(kind.section, special)
+    choice = " | ".join(f"call_{index}" for index in range(len(tools)))
+    begin = grammar.mark(kind.call_begin, special) if kind.call_begin else ""
+    one = f"nl {begin} ({choice}) {grammar.mark(markup.call_ends[0], special)}"
+    end = f"nl {grammar.mark(kind.section_ends[0], special)}" if kind.section_ends else ""
+    several = "+" if parallel and kind.calls_share_section else ""
+    body = f"call{several} {end}".strip()
+    rules, size = [f"call: {one}"], 0
+    for index, tool in enumerate(tools):
+        added = _ToolRules(markup, tool, str(index), special).rules()
+        rules += added
+        size += sum(map(len, added))
+        if size > MAX_BYTES:
+            raise ValueError(f"need a grammar of over {MAX_BYTES} bytes; ask for fewer at once")
+    return CallGrammar(
+        marker=kind.section,
+        body=body,
+        more=f"(nl {marker} {body})*" if parallel and not kind.calls_share_section else "",
+        rules=[*rules, 'nl: "\\n"?'],
+    )
+
+
+class _ToolRules:
+    """The rules of one tool's name and arguments; their names end with its `index`."""
+
+    def __init__(self, markup: Markup, tool: Tool, index: str, special: Mapping[str, int]) -> None:
+        self._markup = markup
+        self._tool = tool
+        self._index = index
+        self._special = special
+        end = markup.padding + markup.value_end
+        self._end = grammar.mark(end, special)
+        self._text = TextGrammar(end, markup.value_ends(), special)
+        self._schema = self._object()
+        self._rules: list[str] = []
+        self._size = 0
+        """Characters of schemas in the rules: each repeats its definitions."""
+
+    def rules(self) -> list[str]:
+        if not NAME.fullmatch(self._tool.name):
+            raise ValueError(f"tool {self._tool.name!r} has a name that no call can hold")
+        head = grammar.mark(self._tool.name + self._markup.name_end, self._special)
+        elements = [
+            self._element(str(number), *argument)
+            for number, argument in enumerate(self._arguments())
+        ]
+        return [f"call_{self._index}: {' '.join([head, 'nl', *elements])}", *self._rules]
+
+    def _object(self) -> dict[str, Any]:
+        schema = grammar.parameters_of(self._tool)
+        for keyword in sorted(set(schema) - _OBJECT_KEYWORDS - ANNOTATIONS):
+            raise ValueError(
+                f"parameters of tool {self._tool.name!r} have {keyword!r}, which calls in this "
+                "model's format cannot be held to; describe each argument under 'properties'"
+            )
+        return schema
+
+    def _properties(self) -> dict[str, Any]:
+        return field(self._schema, "properties", dict) if "properties" in self._schema else {}
+
+    def _required(self) -> list[Any]:
+        names = field(self._schema, "required", list) if "required" in self._schema else []
+        for name in names:
+            if not isinstance(name, str) or not KEY.fullmatch(name):
+                raise self._refused(name, "has a name that no call can hold")
+        return names
+
+    def _arguments(self) -> Iterator[tuple[str, bool, Any]]:
+        """Key, whether it must be there, schema. What may be left out and has a name that no call
+        can hold is left out."""
+        properties, required = self._properties(), self._required()
+        others = self._schema.get("additionalProperties")
+        for key in properties:
+            if key in required or KEY.fullmatch(key):
+                yield key, key in required, properties[key]
+        for key in required:
+            if key not in properties:
+                yield key, True, True if others is None else others
+        if others:
+            yield "", False, others
+
+    def _element(self, number: str, key: str, required: bool, schema: Any) -> str:
+        """`key` is empty for those that the schema does not name."""
+        rule, names = f"{self._index}_{number}", set(self._properties())
+        begin = grammar.mark(self._markup.key_begin + key, self._special)
+        if not key:
+            taken = "|".join(map(grammar.escaped, sorted(names)))
+            but = f" & ~/({taken})/" if names else ""
+            self._rules.append(f"KEY_{rule}: /{_EXTRA_KEY}/{but}")
+            begin = f"{begin} KEY_{rule}"
+        try:
+            values = self._values(rule, schema)
+        except ValueError as error:
+            raise self._refused(key, str(error)) from None
+        self._rules.append(f"arg_{rule}: {begin} ({' | '.join(values)}) nl")
+        return f"arg_{rule}{'' if required else '?' if key else '*'}"
+
+    def _values(self, rule: str, schema: Any) -> list[str]:
+        """What may stand behind the key."""
+        texts, other = split_schema(schema, self._schema)
+        kinds = schema_kinds(schema, self._schema) - STRING if other is not None else frozenset()
+        values = []
+        for number, text in enumerate(texts):
+            name = f"text_{rule}_{number}"
+            self._rules += self._text.rules(name, text, kinds)
+            values.append(f"{self._begin(0)} {name}")
+        if other is not None:
+            line = f"json_{rule}: {inline_json(self._with_defs(other))}"
+            self._rules.append(line)
+            self._size += len(line)
+            if self._size > MAX_BYTES:
+                raise ValueError(f"makes the tool's grammar longer than {MAX_BYTES} bytes")
+            values.append(f"{self._begin(-1)} json_{rule} {self._end}")
+        return values
+
+    def _begin(self, kind: int) -> str:
+        markup = self._markup
+        if not markup.value_begin:
+            return grammar.mark(markup.key_ends[kind] + markup.padding, self._special)
+        ends = (markup.key_ends[kind], markup.value_begin + markup.padding)
+        return " nl ".join(grammar.mark(end, self._special) for end in ends)
+
+    def _with_defs(self, schema: Any) -> dict[str, Any]:
+        if not isinstance(schema, dict):
+            return {}
+        references = [*_references(schema)]
+        for reference in references:
+            if not reference.startswith(("#/$defs/", "#/definitions/")):
+                raise ValueError(f"refers to {reference!r}; only '#/$defs/...' is known here")
+        defs = {key: self._schema[key] for key in _DEFS if key in self._schema}
+        return {**defs, **schema} if references else schema
+
+    def _refused(self, key: object, reason: str) -> ValueError:
+        what = f"argument {key!r}" if key else "additionalProperties"
+        return ValueError(
+            f"{what} of tool {self._tool.name!r} {reason}: calls in this model's format cannot be "
+            "held to it"
+        )
+
+
+def _references(node: Any) -> Iterator[str]:
+    level = [node]
+    while level:
+        one = level.pop()
+        if isinstance(one, dict):
+            level += one.values()
+            if isinstance(reference := one.get("$ref"), str):
+                yield reference
+        elif isinstance(one, list):
+            level += one

@@ -1,0 +1,234 @@
+r"""Grammars of arguments that are not written as one JSON object.
+
+In Python's notation each argument is a name and a JSON value, which Python's reader knows as well.
+In Gemma's the strings and keys inside of values are written differently too, so the grammar follows
+the schema down; what it cannot hold there is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swell.cluster.text.parsers.grammar import literal, mark, parameters_of
+from swell.cluster.text.parsers.parts import Tool
+from swell.cluster.text.structured_output import inline_json
+
+MAX_DEPTH = 32
+"""Of the values in a schema, one inside the other."""
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_NOTES = frozenset(("title", "description", "default", "examples", "$comment", "deprecated"))
+_DEFINITIONS = frozenset(("$defs", "definitions", "$schema", "$id", "readOnly", "writeOnly"))
+_OBJECT_KEYS = frozenset(("type", "properties", "required", "additionalProperties"))
+_KNOWN_KEYS = {
+    "object": _OBJECT_KEYS,
+    "array": frozenset(("type", "items")),
+    "string": frozenset(("type",)),
+}
+_SCALARS = ("number", "integer", "boolean", "null")
+
+
+def python_calls(tools: Sequence[Tool]) -> list[str]:
+    """Rules of `call`: `f(a=1, b="x")`."""
+    return _rules([_PythonArguments(tool, index) for index, tool in enumerate(tools)], ("", "()"))
+
+
+def gemma_calls(tools: Sequence[Tool], quote: str, special: Mapping[str, int]) -> list[str]:
+    """Rules of `call`: `call:f{a:1,b:QUOTExQUOTE}`."""
+    made = [_GemmaArguments(tool, index) for index, tool in enumerate(tools)]
+    return _rules(made, ("call:", "{}")) + _gemma_values(quote, special)
+
+
+class _Arguments:
+    """Rules for the arguments of one tool."""
+
+    assign: str
+    separator: str
+
+    def __init__(self, tool: Tool, index: int) -> None:
+        self.tool = tool
+        self.rules: list[str] = []
+        self._prefix = f"args_{index}"
+        self._root = parameters_of(tool)
+        self.all = self.members(self._root, f"parameters of tool {tool.name!r}", 0)
+
+    def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
+        """The name of a rule, or an expression in brackets."""
+        raise NotImplementedError
+
+    def any_value(self) -> str:
+        raise NotImplementedError
+
+    def members(self, schema: Mapping[str, Any], where: str, depth: int) -> str:
+        """The properties in their order: those that are required, and any of the others. Behind a
+        member a rule goes on with those after it."""
+        self._check(schema, _OBJECT_KEYS, where)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        properties = {**properties, **{name: {} for name in required if name not in properties}}
+        made = []
+        for name, one in properties.items():
+            if not _NAME.fullmatch(name):
+                raise ValueError(
+                    f"{where} have the property {name!r}, and this format writes names without "
+                    f"quotes: use letters, digits and _"
+                )
+            value = self._value(one, f"{name!r} in the {where}", depth + 1)
+            made.append(f"{literal(name + self.assign)} {value}")
+        behind, alternatives = "", [""]
+        for name, member in reversed([*zip(properties, made, strict=True)]):
+            first, rest = f"{member} {behind}", f"{literal(self.separator)} {member}"
+            if name in required:
+                alternatives = [first]
+            else:
+                alternatives.append(first)
+                rest = f"({rest})?"
+            behind = self._rule(f"{rest} {behind}")
+        optional = "?" if alternatives[0] == "" else ""
+        choices = " | ".join(one for one in reversed(alternatives) if one)
+        return f"({choices}){optional}" if choices else ""
+
+    def _value(self, schema: Any, where: str, depth: int) -> str:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{where} are more than {MAX_DEPTH} values inside each other")
+        if schema is True or schema == {}:
+            return self.any_value()
+        if not isinstance(schema, dict):
+            raise ValueError(f"{where} have the schema {schema!r}, which is none of an argument")
+        return self.value(schema, where, depth)
+
+    def _rule(self, expression: str) -> str:
+        name = f"{self._prefix}_{len(self.rules)}"
+        self.rules.append(f"{name}: {expression.rstrip()}")
+        return name
+
+    def _check(self, schema: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+        for key in sorted(set(schema) - known - _NOTES - _DEFINITIONS):
+            raise ValueError(
+                f"{where} have {key!r} in their schema, which forced calls in this model's format "
+                f"cannot hold; leave it out, or let the model choose: tool_choice='auto' without "
+                f"'strict'"
+            )
+
+
+class _PythonArguments(_Arguments):
+    assign = "="
+    separator = ", "
+
+    def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
+        """A JSON value, with the definitions that it may refer to."""
+        for reference in re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema)):
+            if not reference.startswith(("#/$defs/", "#/definitions/")):
+                raise ValueError(f"{where} refer to {reference!r}, which is not in '#/$defs'")
+        shared: dict[str, Any] = {
+            key: self._root[key] for key in ("$defs", "definitions") if key in self._root
+        }
+        return self._rule(inline_json({**schema, **shared}))
+
+    def any_value(self) -> str:
+        return self._rule(inline_json({}))
+
+
+class _GemmaArguments(_Arguments):
+    assign = ":"
+    separator = ","
+
+    def __init__(self, tool: Tool, index: int) -> None:
+        self._references: dict[str, str] = {}
+        """Reference -> the rule of what it means, which may refer to itself."""
+        super().__init__(tool, index)
+
+    def any_value(self) -> str:
+        return "any_value"
+
+    def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
+        if "$ref" in schema:
+            self._check(schema, frozenset(("$ref",)), where)
+            return self._referred(schema["$ref"], where, depth)
+        if "const" in schema or "enum" in schema:
+            values = schema["enum"] if "enum" in schema else [schema["const"]]
+            return f"({' | '.join(_written(value, where) for value in values)})"
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                self._check(schema, frozenset((key,)), where)
+                return self._one_of(schema[key], where, depth)
+        kind = schema.get("type", "object" if "properties" in schema else None)
+        if isinstance(kind, list):
+            return self._one_of([{**schema, "type": one} for one in kind], where, depth)
+        return self._of_kind(kind, schema, where, depth)
+
+    def _of_kind(self, kind: Any, schema: dict[str, Any], where: str, depth: int) -> str:
+        if kind in _SCALARS:
+            return self._rule(inline_json(schema))
+        self._check(schema, _KNOWN_KEYS.get(kind, frozenset()), where)
+        if kind == "string":
+            return "string"
+        if kind == "array":
+            item = self._value(schema.get("items", True), f"items of {where}", depth + 1)
+            return self._rule(f'"[" ({item} ("," {item})*)? "]"')
+        if schema.get("properties") or schema.get("additionalProperties") is False:
+            return self._rule(f'"{{" {self.members(schema, where, depth)} "}}"')
+        others = schema.get("additionalProperties", True)
+        item = f'NAME ":" {self._value(others, f"properties of {where}", depth + 1)}'
+        return self._rule(f'"{{" ({item} ("," {item})*)? "}}"')
+
+    def _one_of(self, schemas: list[Any], where: str, depth: int) -> str:
+        return f"({' | '.join(self._value(one, where, depth + 1) for one in schemas)})"
+
+    def _referred(self, reference: str, where: str, depth: int) -> str:
+        kind, _, name = reference.removeprefix("#/").partition("/")
+        found = self._root.get(kind, {}).get(name) if kind in ("$defs", "definitions") else None
+        if found is None:
+            raise ValueError(f"{where} refer to {reference!r}, which is not in '#/$defs'")
+        if reference not in self._references:
+            rule = self._references[reference] = f"{self._prefix}_ref_{len(self._references)}"
+            self.rules.append(
+                f"{rule}: {self._value(found, f'{reference!r} of {where}', depth + 1)}"
+            )
+        return self._references[reference]
+
+
+def _written(value: Any, where: str) -> str:
+    match value:
+        case str():
+            return f"quote {literal(value)} quote" if value else "quote quote"
+        case list():
+            items = ' "," '.join(_written(one, where) for one in value)
+            return f'"[" {items} "]"'
+        case dict():
+            raise ValueError(f"{where} are objects in an enum, which this format cannot hold")
+    return literal(json.dumps(value))
+
+
+def _gemma_values(quote: str, special: Mapping[str, int]) -> list[str]:
+    """Rules of strings and of values without a schema."""
+    text = "quote TEXT_INSIDE? quote" if quote in special else f"{literal(quote)} text_inside"
+    return [
+        f"quote: {mark(quote, special)}",
+        f"string: {text}",
+        f"TEXT_INSIDE: /(?s:.+)/ & ~/(?s:.*){re.escape(quote)}(?s:.*)/"
+        if quote in special
+        else f"text_inside[lazy]: /(?s:.*)/ {literal(quote)}",
+        r"NAME: /[A-Za-z_][A-Za-z0-9_]*/",
+        "any_value: string | any_scalar | any_array | any_object",
+        f"any_scalar: {inline_json({'type': list(_SCALARS)})}",
+        'any_array: "[" (any_value ("," any_value)*)? "]"',
+        'any_object: "{" (any_member ("," any_member)*)? "}"',
+        'any_member: NAME ":" any_value',
+    ]
+
+
+def _rules(made: Sequence[_Arguments], form: tuple[str, str]) -> list[str]:
+    """`form`: what stands between the name and the arguments, and what before and behind all."""
+    if not made:
+        raise ValueError("a grammar of calls needs at least one tool")
+    names = " | ".join(f"call_{index}" for index in range(len(made)))
+    before, brackets = form
+    calls = [
+        f"call_{index}: {literal(before + one.tool.name + brackets[0])} {one.all} "
+        f"{literal(brackets[1])}"
+        for index, one in enumerate(made)
+    ]
+    return [f"call: {names}", *calls, *(rule for one in made for rule in one.rules)]

@@ -1,0 +1,168 @@
+r"""Reasoning between two tags, at the beginning of an answer.
+
+    \n  <think> \n\n so it is 4. \n </think> \n\n It is 4.
+    ╰─ dropped ─────╯╰reasoning─╯╰─── dropped ──╯╰content╯
+
+The rule of whitespace: newlines (`\n`, any number) directly behind `<think>`, directly before
+`</think>` and directly behind it belong to the tags, as in the chat templates of Qwen3 and
+DeepSeek-R1; so does whitespace before `<think>`. All other whitespace is text. If the answer ends
+before `</think>`, its last newlines are reasoning. Mistral's tags have no newlines of their own.
+
+`<think>` counts only where the answer begins, and only the first `</think>` behind it: an answer
+may speak of the tags. A `</think>` without `<think>` is text: what precedes it was shown as content
+already. It ends reasoning where the prompt has opened it, or where the format says that the answer
+begins inside; a model that writes the tag there once more is forgiven.
+
+A tool call ends reasoning that is not closed, from its marker on. What only looks like a call, and
+a call without a marker, stay reasoning: a model may think about calls. Newlines directly before the
+call belong to it. A `</think>` behind the call is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from swell.cluster.text.parsers.base import ContentParser, Matcher, Parser, StateParser
+from swell.cluster.text.parsers.parts import Content, Part, Reasoning, ToolCall
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class ThinkParser(StateParser):
+    """The model writes `<think>` itself, or answers without reasoning (Qwen3). Where the prompt
+    ends with `<think>`, the answer begins inside."""
+
+    open, close = "<think>", "</think>"
+    padding = "\n"
+
+    def __init__(self, make_inner: Callable[[], Parser] = ContentParser, prompt: str = "") -> None:
+        """`make_inner` makes what reads the content. `prompt`: the end of the prompt's text."""
+        super().__init__(self._before)
+        self._make_inner = make_inner
+        self._inner = make_inner()
+        """Reads reasoning up to `close`, and another one the content behind it."""
+        self.markers = (self.open, self.close, *self._inner.markers)
+        self.keeps_special_tokens |= self._inner.keeps_special_tokens
+        self._matcher = Matcher(self.open)
+        self._space: list[str] = []
+        """Whitespace before what may be `<think>`."""
+        self._padding: list[str] = []
+        """Before what may be `</think>` or a call."""
+        self._begun = self.begun_by(prompt)
+
+    @classmethod
+    def begun_by(cls, prompt: str) -> bool:
+        return prompt.rstrip().endswith(cls.open.rstrip())
+
+    @classmethod
+    def closed_by(cls, prompt: str) -> bool:
+        return prompt.rstrip().endswith(cls.close)
+
+    def flush(self) -> list[Part]:
+        if self._state in (self._before, self._opening):
+            self._begin_unmarked("".join(self._space) + self._matcher.flush())
+        if self._state == self._inside:
+            self._reason(self._inner.flush())
+            self._parts.append(Reasoning("".join(self._padding)))
+        else:
+            self._parts += self._inner.flush()
+        return self._take()
+
+    def _before(self, text: str, at: int) -> int:
+        found = _SPACE.match(text, at)
+        assert found is not None
+        end = found.end()
+        self._space.append(text[at:end])
+        if end < len(text):
+            self._state = self._opening
+        return end
+
+    def _opening(self, text: str, at: int) -> int:
+        """At the first character that is not whitespace: `<think>` begins here or nowhere."""
+        shown, marker, at = self._matcher.push(text, at)
+        if shown:
+            rest = (marker or "") + self._matcher.flush()
+            self._begin_unmarked("".join(self._space) + shown + rest)
+        elif marker:
+            self._state = self._after_open
+        return at
+
+    def _begin_unmarked(self, text: str) -> None:
+        """The answer begins with `text` instead of `<think>`."""
+        self._state = self._after_open if self._begun else self._content
+        self._read(text)
+
+    def _after_open(self, text: str, at: int) -> int:
+        at = self._padding_end(text, at)
+        if at < len(text):
+            self._inner.until(self.close)
+            self._state = self._inside
+        return at
+
+    def _inside(self, text: str, at: int) -> int:
+        self._reason(self._inner.push(text[at:]))
+        rest = self._inner.rest
+        if rest is None:
+            return len(text)
+        # What was held is no call.
+        self._reason(self._inner.flush())
+        self._padding.clear()
+        self._inner = self._make_inner()
+        self._state = self._after_close
+        return len(text) - len(rest)
+
+    def _reason(self, parts: list[Part]) -> None:
+        """What the inner parser has read is reasoning until a call begins."""
+        for part in parts:
+            if isinstance(part, ToolCall) and self._state == self._inside:
+                self._padding.clear()
+                self._state = self._content
+            if isinstance(part, Content) and self._state == self._inside:
+                self._show(part.text)
+            else:
+                self._parts.append(part)
+
+    def _show(self, text: str) -> None:
+        stripped = text.rstrip(self.padding)
+        if stripped:
+            self._parts.append(Reasoning("".join([*self._padding, stripped])))
+            self._padding.clear()
+        self._padding.append(text[len(stripped) :])
+
+    def _after_close(self, text: str, at: int) -> int:
+        at = self._padding_end(text, at)
+        if at < len(text):
+            self._state = self._content
+        return at
+
+    def _content(self, text: str, at: int) -> int:
+        self._parts += self._inner.push(text[at:])
+        return len(text)
+
+    def _padding_end(self, text: str, at: int) -> int:
+        return len(text) - len(text[at:].lstrip(self.padding))
+
+
+class OpenThinkParser(ThinkParser):
+    """The answer begins inside (DeepSeek-R1), unless the prompt ends with `</think>`."""
+
+    @classmethod
+    def begun_by(cls, prompt: str) -> bool:
+        return not cls.closed_by(prompt)
+
+
+class MistralThinkParser(ThinkParser):
+    """Magistral's and Ministral's, whose tags are control tokens."""
+
+    open, close = "[THINK]", "[/THINK]"
+    padding = ""
+    keeps_special_tokens = True
+
+
+class GemmaThinkParser(ThinkParser):
+    """Gemma 4's channel of thoughts."""
+
+    open, close = "<|channel>thought\n", "<channel|>"
+    padding = ""
+    keeps_special_tokens = True

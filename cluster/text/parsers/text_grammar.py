@@ -1,0 +1,222 @@
+"""Strings that stand as plain text in an answer, in llguidance's Lark syntax: what a JSON schema
+says about them, and what must not stand in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from swell.cluster.text.parsers import grammar
+from swell.cluster.text.parsers.json_check import KINDS, JsonChecker
+from swell.cluster.text.parsers.values import MAX_SCHEMA_NODES, STRING, resolve, schema_kinds
+from swell.cluster.text.structured_output import lark_expression
+
+_Kind = TypeVar("_Kind")
+
+ANNOTATIONS = frozenset(
+    (
+        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("$schema", "$id", "$comment"),
+    )
+)
+"""Keywords that ask for nothing."""
+MAX_LENGTH = 100_000
+"""Of a string that has a `maxLength`; a longer one is not held to it."""
+
+_LOOKS = {
+    "null": "null|None",
+    "boolean": "true|false|True|False",
+    "number": r"-?[0-9][-+.0-9eE]*",
+    "object": r"\{(?s:.*)",
+    "array": r"\[(?s:.*)",
+    "string": r'"(?s:.*)',
+}
+"""Text that may be read as a value of another kind."""
+
+_DATE, _TIME = (
+    r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
+    (r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[-+]([01][0-9]|2[0-3]):[0-5][0-9])"),
+)
+_HEX = "[0-9a-fA-F]"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
+    "email": r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+",
+    "ipv4": r"((25[0-5]|(2[0-4]|1?[0-9])?[0-9])\.){3}(25[0-5]|(2[0-4]|1?[0-9])?[0-9])",
+}
+"""Other formats say nothing about the text, as JSON schema allows."""
+
+_TEXT_KEYWORDS = frozenset(("minLength", "maxLength", "pattern", "format"))
+_OTHER_KEYWORDS = frozenset(
+    (
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
+        *("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
+    )
+)
+"""They say nothing about strings."""
+
+_INNER_ANCHOR = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|([$^|])", re.S)
+
+
+def split_schema(schema: Any, root: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
+    """The schemas of the strings that a schema allows, and the schema of its other values; None:
+    it allows no others. ValueError for one that cannot be taken apart."""
+    return _Splitter(root).split(schema)
+
+
+class _Splitter:
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._nodes_left = MAX_SCHEMA_NODES
+
+    def split(self, schema: Any) -> tuple[list[dict[str, Any]], Any]:
+        self._nodes_left -= 1
+        if self._nodes_left < 0:
+            raise ValueError(f"has more than {MAX_SCHEMA_NODES} alternatives, or refers to itself")
+        kinds = schema_kinds(schema, self._root)
+        if not kinds & STRING:
+            return [], schema
+        if not isinstance(schema, dict):
+            return [{}], {"type": sorted(KINDS - STRING)}
+        asked = set(schema) - ANNOTATIONS
+        if asked == {"$ref"}:
+            return self.split(resolve(field(schema, "$ref", str), self._root))
+        if asked in ({"anyOf"}, {"oneOf"}):
+            return self._split_options(schema, asked.pop())
+        if asked & {"anyOf", "oneOf", "allOf", "$ref"}:
+            raise ValueError("combines anyOf, oneOf, allOf or $ref with other keywords")
+        return _split_plain(schema, kinds)
+
+    def _split_options(
+        self, schema: dict[str, Any], keyword: str
+    ) -> tuple[list[dict[str, Any]], Any]:
+        parts = [self.split(option) for option in field(schema, keyword, list)]
+        others = [other for _, other in parts if other is not None]
+        return [one for texts, _ in parts for one in texts], {keyword: others} if others else None
+
+
+def field(schema: dict[str, Any], keyword: str, kind: type[_Kind]) -> _Kind:
+    """The value of a keyword. ValueError for one of another kind than JSON schema's."""
+    value = schema[keyword]
+    if not isinstance(value, kind):
+        raise ValueError(f"has {keyword!r}, which is no {kind.__name__}")
+    return value
+
+
+def _split_plain(
+    schema: dict[str, Any], kinds: frozenset[str]
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    if "const" in schema or "enum" in schema:
+        values = [schema["const"]] if "const" in schema else field(schema, "enum", list)
+        texts = [{"enum": [value for value in values if isinstance(value, str)]}]
+        others = [value for value in values if not isinstance(value, str)]
+        return texts, {"enum": others} if others else None
+    others = sorted(kinds - STRING)
+    rest = {key: value for key, value in schema.items() if key not in _TEXT_KEYWORDS}
+    return [schema], {**rest, "type": others} if others else None
+
+
+class TextGrammar:
+    """Rules of strings up to their end. `end` stands behind each of them, `forbidden` in none."""
+
+    def __init__(self, end: str, forbidden: Sequence[str], special: Mapping[str, int]) -> None:
+        self._end = end
+        self._lead, self._rest = grammar.cut(end, special)
+        self._forbidden = forbidden
+        pattern = "|".join(map(grammar.escaped, forbidden))
+        self._bare = f"~/(?s:.*)({pattern})(?s:.*)/"
+
+    def rules(self, name: str, schema: dict[str, Any], others: frozenset[str]) -> list[str]:
+        """Of the string and its end. `others`: the kinds that the parser looks for in the text.
+        ValueError for what cannot be held."""
+        if "enum" in schema:
+            return self._choice(name, schema["enum"], others)
+        bodies, nullable = _bodies(schema)
+        if others:
+            looks = "|".join(_LOOKS[kind] for kind in sorted(others))
+            bodies.append(f"~/[ \\t\\r\\n]*({looks})[ \\t\\r\\n]*/")
+        text = " & ".join([*bodies, self._bare])
+        terminal = name.upper()
+        if not self._rest:
+            return [f"{terminal}: {text}", f"{name}[lazy]: {terminal} {grammar.literal(self._end)}"]
+        if self._lead:
+            # The added token in the end ends the text, whose last characters stand before it.
+            lead = grammar.literal(self._lead)
+            return [
+                f"{terminal}: {text}",
+                f"{terminal}_END: {terminal} {lead}",
+                f"{name}: {terminal}_END {self._rest}",
+            ]
+        maybe = "?" if nullable else ""
+        return [f"{terminal}: /(?s:.+)/ & {text}", f"{name}: {terminal}{maybe} {self._rest}"]
+
+    def _choice(self, name: str, values: list[str], others: frozenset[str]) -> list[str]:
+        for value in values:
+            checker = JsonChecker(others)
+            checker.push(value)
+            if checker.whole or any(one in value + self._end[:1] for one in self._forbidden):
+                raise ValueError(
+                    f"allows the text {value!r}, which would be read as something else"
+                )
+        if not values:
+            raise ValueError("allows no value")
+        texts = " | ".join(grammar.literal(value) for value in dict.fromkeys(values) if value)
+        choice = f"({texts}){'?' if '' in values else ''}" if texts else ""
+        return [
+            f"{name}: {choice} {grammar.literal(self._lead) if self._lead else ''} {self._rest}"
+        ]
+
+
+def _bodies(schema: dict[str, Any]) -> tuple[list[str], bool]:
+    """Expressions that the text matches, all of them, and whether it may be empty."""
+    known = {"type", "enum"} | _TEXT_KEYWORDS | _OTHER_KEYWORDS | ANNOTATIONS
+    for keyword in sorted(set(schema) - known):
+        raise ValueError(f"has {keyword!r}")
+    least = field(schema, "minLength", int) if "minLength" in schema else 0
+    most = field(schema, "maxLength", int) if "maxLength" in schema else None
+    most = None if most is not None and most > MAX_LENGTH else most
+    bodies, nullable = [], least == 0
+    if least or most is not None:
+        bodies.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
+    if "pattern" in schema:
+        pattern = field(schema, "pattern", str)
+        bodies.append(f"/{searched(pattern)}/")
+        nullable = nullable and _finds_nothing(pattern)
+    if known_format := _FORMATS.get(str(schema.get("format"))):
+        bodies.append(f"/{known_format}/")
+        nullable = False
+    return bodies or ["/(?s:.*)/"], nullable
+
+
+def _finds_nothing(pattern: str) -> bool:
+    """It is found in an empty text; one that Python does not know is taken for one that is not."""
+    try:
+        return re.search(pattern, "") is not None
+    except re.error:
+        return False
+
+
+def searched(pattern: str) -> str:
+    """The expression for a whole text in which an ECMA pattern is found. ValueError for one with
+    `^` or `$` inside."""
+    head = "" if pattern.startswith("^") else "(?s:.*)"
+    escapes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
+    ends = pattern.endswith("$") and escapes % 2 == 0
+    body = pattern[not head : len(pattern) - ends]
+    inner = {found[1] for found in _INNER_ANCHOR.finditer(body) if found[1]}
+    if inner & {"^", "$"} or ("|" in inner and (not head or ends) and _top_level_choice(body)):
+        raise ValueError(f"has the pattern {pattern!r}: ^ and $ may only stand around all of it")
+    return f"{head}({lark_expression(body)}){'' if ends else '(?s:.*)'}"
+
+
+def _top_level_choice(body: str) -> bool:
+    depth = 0
+    for found in re.finditer(r"\\.|\[(?:\\.|[^\]\\])*\]|([()|])", body, re.S):
+        depth += {"(": 1, ")": -1}.get(found[1] or "", 0)
+        if found[1] == "|" and depth == 0:
+            return True
+    return False

@@ -1,0 +1,145 @@
+"""Values that a model writes as text, as JSON: what the schema of a parameter says about them.
+
+    <parameter=n>3</parameter>         {"type": "integer"}              3
+    <parameter=s>3</parameter>         {"type": "string"}               "3"
+    <parameter=x>null</parameter>      {"type": ["string", "null"]}     null
+    <parameter=x>nulls</parameter>     {"type": ["string", "null"]}     "nulls"
+
+A text is the JSON value that it is if the schema allows values of that kind, or none of text; it is
+a string otherwise. Where nothing is known of a parameter, all kinds are allowed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from swell.cluster.text.parsers.json_check import KINDS, PYTHON_WORDS, JsonChecker
+
+STRING = frozenset(("string",))
+MAX_SCHEMA_NODES = 256
+"""Read for the kinds of one parameter: references may multiply without end."""
+
+_TYPES = {kind: frozenset((kind,)) for kind in KINDS}
+_TYPES["integer"] = _TYPES["float"] = _TYPES["number"]
+_PYTHON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number"}
+_PYTHON_TYPES |= {list: "array", dict: "object", type(None): "null"}
+
+
+def escaped(text: str) -> str:
+    """As it stands in a JSON string, character by character."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class TypedText:
+    """One value while it is written: a string comes out at once, and any other value when it is
+    whole, or as a string from the character on that makes it none."""
+
+    def __init__(self, kinds: frozenset[str]) -> None:
+        """`kinds`: those that the value may have."""
+        others = kinds - STRING
+        self._checker = None
+        if others:
+            self._checker = JsonChecker(others if "string" in kinds and kinds != KINDS else KINDS)
+        self._held: list[str] = []
+        self._begun = False
+
+    @property
+    def in_json(self) -> bool:
+        """The next character stands in a string of an array or object."""
+        return self._checker is not None and self._checker.in_string
+
+    def push(self, text: str) -> str:
+        """More of the text; what of the value is now certain, as JSON."""
+        if self._checker is None:
+            return self._opened() + escaped(text)
+        self._held.append(text)
+        self._checker.push(text)
+        if not self._checker.broken:
+            return ""
+        return self._as_string()
+
+    def end(self) -> str:
+        """The text is whole."""
+        if self._checker is None or not self._checker.whole:
+            return self._as_string() + '"'
+        text = "".join(self._held).strip()
+        return PYTHON_WORDS.get(text, text)
+
+    def flush(self) -> str:
+        """The answer ends within the text."""
+        return "".join(self._held)
+
+    def _opened(self) -> str:
+        begun, self._begun = self._begun, True
+        return "" if begun else '"'
+
+    def _as_string(self) -> str:
+        self._checker = None
+        held, self._held = "".join(self._held), []
+        return self._opened() + escaped(held)
+
+
+def parameter_kinds(parameters: dict[str, Any], key: str) -> frozenset[str]:
+    """The kinds that a tool's schema allows for one of its arguments."""
+    return _Kinds(parameters).of(parameter_schema(parameters, key))
+
+
+def parameter_schema(parameters: dict[str, Any], key: str) -> Any:
+    """The schema of one argument; True where nothing is known of it."""
+    properties = parameters.get("properties")
+    if isinstance(properties, dict) and key in properties:
+        return properties[key]
+    return parameters.get("additionalProperties", True)
+
+
+def schema_kinds(schema: Any, root: dict[str, Any]) -> frozenset[str]:
+    """The kinds of values that a schema allows; its references point into `root`."""
+    return _Kinds(root).of(schema)
+
+
+class _Kinds:
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._nodes_left = MAX_SCHEMA_NODES
+
+    def of(self, schema: Any) -> frozenset[str]:
+        self._nodes_left -= 1
+        if not isinstance(schema, dict) or self._nodes_left < 0:
+            return KINDS
+        kinds = _named(schema.get("type")) & self._of_values(schema)
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            kinds &= self.of(resolve(reference, self._root))
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(options := schema.get(keyword), list) and options:
+                kinds &= frozenset().union(*map(self.of, options))
+        if isinstance(parts := schema.get("allOf"), list):
+            for part in parts:
+                kinds &= self.of(part)
+        return kinds or KINDS
+
+    @staticmethod
+    def _of_values(schema: dict[str, Any]) -> frozenset[str]:
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if not isinstance(values, list):
+            return KINDS
+        return frozenset(_PYTHON_TYPES.get(type(value), "string") for value in values)
+
+
+def _named(names: Any) -> frozenset[str]:
+    listed = names if isinstance(names, list) else [names]
+    known = [_TYPES.get(name, KINDS) if isinstance(name, str) else KINDS for name in listed]
+    return frozenset().union(*known)
+
+
+def resolve(reference: str, root: dict[str, Any]) -> Any:
+    """What a reference like `#/$defs/Place` points to; True if that is not there."""
+    if not reference.startswith("#"):
+        return True
+    node: Any = root
+    for step in reference[1:].split("/")[1:]:
+        node = (
+            node.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
+        )
+    return True if node is None else node

@@ -1,0 +1,379 @@
+"""Prompts to token ids, once: router, prefix hash, engine and any retry reuse them.
+
+Everything that a prompt can be refused for is refused here, before an engine hears of it. Text
+that cannot fit is refused by its length in bytes alone: a token covers at most as many bytes as
+the longest one of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from swell.cluster.api.models import TokenizeRequest
+from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
+from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.schema.chat_messages import ChatMessage
+from swell.cluster.text.schema.decode import decode
+from swell.cluster.text.truncation import (
+    MAX_TRUNCATED_BYTES,
+    PLAIN_TEXT,
+    TEMPLATE_TEXT,
+    Keep,
+    TextOptions,
+    kept,
+)
+from swell.cluster.text.validate_params import check_token_ids
+from swell.configs.schema import ConfigError
+
+PIECE_CHARS = 64 * 1024
+"""Of a text that is very probably too long, so much is tokenized at once to find out."""
+MAX_PROMPTS = 1024
+"""Prompts of one completions request."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
+Prompt = str | list[int]
+PLAIN_CHAT = TemplateOptions()
+
+
+def encode_fast(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> Any:
+    """The encoding of one text without its offsets. Of the ways to ask for it only those of batches
+    let other threads go on meanwhile: `encode` holds the interpreter for seconds a megabyte."""
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoding
+
+
+@lru_cache(maxsize=8)
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model folder or hub id, as transformers reads it; loaded once."""
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"model.path={path!r} holds no tokenizer: one of {', '.join(TOKENIZER_FILES)} is "
+            "needed; copy it there from the original model"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"the tokenizer of model.path={path!r} cannot be loaded: {reason}; give a folder with "
+            "tokenizer.json, or a hub id that can be reached"
+        ) from None
+
+
+def end_token_ids(path: str, tokenizer: Any) -> list[int]:
+    """Ids that end an answer: the model's (generation_config.json, else config.json) and the
+    tokenizer's own. Raises ConfigError for what is no id."""
+    found = model_end_token_ids(path)
+    if tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    return sorted(set(found))
+
+
+def model_end_token_ids(path: str) -> list[int]:
+    """Of the model's own files. Raises ConfigError for what is no id."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(path, name).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise ConfigError(
+                f"{Path(path) / name}: eos_token_id={json.dumps(value)} is no token id: it has to "
+                "be an integer of at least 0, or a list of such; write it without quotes"
+            )
+        return list(ids)
+    return []
+
+
+def read_json(path: str, name: str) -> dict[str, Any]:
+    """A JSON file of a model, or nothing where there is none."""
+    file = Path(path) / name
+    if not Path(path).is_dir():
+        from transformers.utils import cached_file
+
+        cached = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if cached is None:
+            return {}
+        file = Path(cached)
+    try:
+        data = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    return data if isinstance(data, dict) else {}
+
+
+def read_template(path: str | None) -> str | None:
+    """The chat template of `serve.chat_template`; None if there is none."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"serve.chat_template={path!r} cannot be read: {error}") from None
+
+
+class PromptProcessor:
+    """One model's way from text to ids. Safe to call from several threads.
+
+    `vocab_size` is the model's, which may exceed the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_model_len: int,
+        vocab_size: int,
+        model_name: str,
+        chat_template: str | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer, model_name, chat_template)
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            # A tokenizer.json may bring both; transformers would reset them at every call, which
+            # is also what makes its own calls unsafe among threads.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        decode = getattr(type(tokenizer), "_decode", None)
+        self._decodes_alone = getattr(decode, "__module__", "").startswith("transformers.")
+        """Its texts are the backend's own: no model's code stands between."""
+        self._longest_token = self._longest_token_bytes()
+
+    @property
+    def max_prompt_bytes(self) -> int:
+        return self.max_model_len * self._longest_token
+
+    def set_limits(self, max_model_len: int, vocab_size: int) -> None:
+        """What the engines can take, once they have told it."""
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+
+    def completion_prompts(
+        self, prompt: str | Sequence[Any], options: TextOptions = PLAIN_TEXT
+    ) -> list[list[int]]:
+        """The ids of each prompt: of a text, texts, token ids, or lists of token ids."""
+        prompts = self.split(prompt)
+        ids = []
+        for index, one in enumerate(prompts):
+            field = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+            if isinstance(one, str):
+                ids.append(
+                    self.encode(
+                        one,
+                        add_special_tokens=options.add_special_tokens,
+                        field=field,
+                        keep=options.keep,
+                    )
+                )
+            else:
+                ids.append(self.check_ids(kept(one, options.keep, self.max_model_len), field=field))
+        return ids
+
+    def split(self, prompt: str | Sequence[Any]) -> list[Prompt]:
+        """The prompts of one request, each a text or a list of ids."""
+        if isinstance(prompt, str):
+            return [prompt]
+        parts = list(prompt)
+        if not parts:
+            raise BadRequest("prompt=[] is empty; a prompt needs at least one token", "prompt")
+        kinds = {type(part) for part in parts}
+        if kinds == {int}:
+            return [parts]
+        if kinds not in ({str}, {list}):
+            raise BadRequest(
+                f"prompt={shown(parts)} mixes its forms: send a text, a list of texts, a list of "
+                "token ids, or a list of lists of token ids",
+                "prompt",
+            )
+        if len(parts) > MAX_PROMPTS:
+            raise BadRequest(
+                f"prompt holds {len(parts)} prompts; at most {MAX_PROMPTS} are allowed", "prompt"
+            )
+        return parts
+
+    def check_ids(self, token_ids: list[int], *, field: str = "prompt") -> list[int]:
+        if not token_ids:
+            raise BadRequest(f"{field}=[] is empty; a prompt needs at least one token", field)
+        if len(token_ids) >= self.max_model_len:
+            raise self._too_long(len(token_ids), field)
+        check_token_ids(field, token_ids, self.vocab_size)
+        return token_ids
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        field: str = "prompt",
+        keep: Keep | None = None,
+    ) -> list[int]:
+        """The ids of one text, or those of them to `keep`. May take long: call from a thread."""
+        if not text:
+            raise BadRequest(f"{field}='' is empty; a prompt needs at least one token", field)
+        if keep is not None:
+            return self._truncated(text, add_special_tokens, field, keep)
+        self._check_bytes(text, field)
+        if self._backend is None:
+            token_ids: list[int] = self.tokenizer.encode(
+                text, add_special_tokens=add_special_tokens
+            )
+            return self.check_ids(token_ids, field=field)
+        self._check_pieces(self._backend, text, field)
+        encoding = encode_fast(self._backend, text, add_special_tokens=add_special_tokens)
+        if len(encoding) >= self.max_model_len:
+            raise self._too_long(len(encoding), field)
+        return self.check_ids(encoding.ids, field=field)
+
+    def _truncated(self, text: str, add_special_tokens: bool, field: str, keep: Keep) -> list[int]:
+        """All of the text is tokenized: where tokens begin depends on what stands before them."""
+        self._check_bytes(text, field, max(self.max_prompt_bytes, MAX_TRUNCATED_BYTES))
+        if self._backend is None:
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            ids = encode_fast(self._backend, text, add_special_tokens=add_special_tokens).ids
+        return self.check_ids(kept(ids, keep, self.max_model_len), field=field)
+
+    def _check_pieces(self, backend: Tokenizer, text: str, field: str) -> None:
+        """Refuse a text that is far too long before all of it is tokenized. A text has fewer tokens
+        than its pieces, if not by much: so twice as many as fit are too many."""
+        if len(text) <= max(PIECE_CHARS, 4 * self.max_model_len):
+            return
+        count = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            count += len(encode_fast(backend, piece, add_special_tokens=False))
+            if count > 2 * self.max_model_len:
+                raise self._too_long(count, field)
+
+    def chat_messages(
+        self, messages: Sequence[Mapping[str, Any] | ChatMessage]
+    ) -> list[ChatMessage]:
+        """Messages of Python callers, read as those of HTTP are."""
+        try:
+            body = msgspec.json.encode({"messages": messages})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadRequest(f"messages: {error}", "messages") from None
+        return decode(body, TokenizeRequest).messages or []
+
+    def chat_prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        options: TemplateOptions = PLAIN_CHAT,
+        own: TextOptions = TEMPLATE_TEXT,
+    ) -> list[int]:
+        """The ids of a conversation, as the chat template writes it."""
+        if own.keep is None:
+            for index, message in enumerate(messages):
+                self._check_bytes(message.text, f"messages[{index}].content")
+        text = self.template.render(messages, options)
+        return self.encode(
+            text, add_special_tokens=own.add_special_tokens, field="messages", keep=own.keep
+        )
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of ids, special tokens included; of as many as a prompt may have. May take long:
+        call from a thread."""
+        if len(token_ids) > self.max_model_len:
+            raise BadRequest(
+                f"tokens holds {len(token_ids)} ids; at most max_model_len={self.max_model_len} "
+                "are allowed",
+                "tokens",
+            )
+        check_token_ids("tokens", token_ids, self.vocab_size)
+        return self.text(token_ids)
+
+    def text(self, token_ids: list[int]) -> str:
+        """The text of ids that were checked."""
+        if self._backend is not None and self._decodes_alone:
+            (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=False)
+            return str(text)
+        return str(self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
+    def resolve_max_tokens(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        *,
+        default: int | None = None,
+        min_tokens: int = 0,
+        field: str = "prompt",
+    ) -> int:
+        """The answer's budget: as asked, or what the prompt leaves (None), but then no more than
+        `default` and no less than `min_tokens`."""
+        if num_prompt_tokens >= self.max_model_len:
+            raise self._too_long(num_prompt_tokens, field, max_tokens)
+        left = self.max_model_len - num_prompt_tokens
+        if max_tokens is not None and max_tokens > left:
+            raise self._too_long(num_prompt_tokens, field, max_tokens)
+        budget = left if max_tokens is None else max_tokens
+        if max_tokens is None and default is not None:
+            budget = min(left, max(default, min_tokens))
+        if min_tokens > budget:
+            raise BadRequest(
+                f"min_tokens={shown(min_tokens)} is above the {budget} tokens that the answer "
+                f"may have (max_model_len={self.max_model_len}, prompt={num_prompt_tokens})",
+                "min_tokens",
+            )
+        return budget
+
+    def _check_bytes(self, text: str, field: str, limit: int | None = None) -> None:
+        """Refuse what cannot fit (or is no text) without tokenizing it."""
+        limit = self.max_prompt_bytes if limit is None else limit
+        try:
+            num_bytes = len(text) if text.isascii() else len(text.encode())
+        except UnicodeEncodeError:
+            raise BadRequest(f"{field} holds a lone surrogate, which is no text", field) from None
+        if num_bytes > limit:
+            raise BadRequest(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, "
+                f"{field} has {num_bytes} bytes, and no more than {limit} bytes "
+                "can fit. Please reduce the length of the input.",
+                field,
+                "context_length_exceeded",
+            )
+
+    def _too_long(
+        self, num_prompt_tokens: int, field: str, max_tokens: int | None = None
+    ) -> BadRequest:
+        head = f"This model's maximum context length is {self.max_model_len} tokens. However, "
+        if max_tokens is None:
+            what = (
+                f"your {field} has {num_prompt_tokens} tokens, and at least one is needed for the "
+                f"answer. Please reduce the length of the {field}."
+            )
+        else:
+            what = (
+                f"you requested {shown(num_prompt_tokens + max_tokens)} tokens "
+                f"({num_prompt_tokens} in the {field}, max_tokens={shown(max_tokens)} for the "
+                f"answer). Please reduce the length of the {field} or max_tokens."
+            )
+        return BadRequest(head + what, field, "context_length_exceeded")
+
+    def _longest_token_bytes(self) -> int:
+        """In a byte-level alphabet each character of a token is one byte."""
+        vocab = self.tokenizer.get_vocab()
+        byte_level = self._backend is not None and "ByteLevel" in repr(self._backend.decoder)
+        return max((len(t) if byte_level else len(t.encode()) for t in vocab), default=1)

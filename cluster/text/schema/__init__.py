@@ -1,0 +1,1 @@
+"""Typed JSON bodies, and how they are read."""

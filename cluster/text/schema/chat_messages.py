@@ -1,0 +1,359 @@
+"""The messages of a conversation, and the tools that an answer may call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+
+from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that every chat template is taken to know; any other must be one of the template's own."""
+_ROLE = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
+MAX_OWN_ROLES = 8
+"""Other roles of one conversation: each is looked for in the template by a rendering."""
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
+
+
+class ContentPart(HistoryPart, kw_only=True):
+    """One part of a message; parts other than text are refused by name."""
+
+    type: str
+    text: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    audio_url: Any = None
+    video_url: Any = None
+    file: Any = None
+    refusal: str | None = None
+    cache_control: Any = None
+    """Accepted; prefixes are always shared."""
+
+    NOT_SERVED = dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file"), ())
+
+
+class FunctionCall(HistoryPart, kw_only=True):
+    name: str
+    arguments: str
+    """JSON, as text. A model wrote it: it may be cut off, or no JSON at all."""
+
+
+class MessageToolCall(HistoryPart, kw_only=True):
+    """A call that an earlier answer made."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class ChatMessage(HistoryPart, kw_only=True):
+    role: str
+    """One of `ROLES`, or one that the chat template knows."""
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    """Of a message of role `tool`: the call that it answers."""
+    tool_calls: list[MessageToolCall] | None = None
+    reasoning_content: str | None = None
+    """What an earlier answer thought; handed to the chat template."""
+    reasoning: Any = None
+    """The same under vLLM's newer name, where it is a text."""
+    function_call: FunctionCall | None = None
+    """The one call of a message, as OpenAI's API had it before `tool_calls`; role `function` has
+    its result."""
+
+    refusal: str | None = None
+    audio: Any = None
+
+    NOT_SERVED = {"audio": ()}
+
+    def check_at(self, path: str) -> None:
+        if self.audio is not None:
+            self.refuse_unsupported(path + ".")
+        if self.role not in ROLES and not _ROLE.match(self.role):
+            raise BadRequest(
+                f"{path}.role={shown(self.role)} must be one of {', '.join(ROLES)}, or a role of "
+                "the chat template's: 1 to 64 letters, digits, '_', '-' or '.'",
+                f"{path}.role",
+            )
+        if self.tool_calls or self.function_call is not None:
+            self._check_calls(path)
+        if self.tool_call_id == "":
+            raise BadRequest(
+                f"{path}.tool_call_id='' must be the id of a call; it is empty",
+                f"{path}.tool_call_id",
+            )
+        if self.content is None and self.role != "assistant":
+            raise BadRequest(
+                f"{path}.content is missing: a message of role {self.role!r} needs text",
+                f"{path}.content",
+            )
+        if isinstance(self.content, list):
+            for index, part in enumerate(self.content):
+                _check_part(part, f"{path}.content[{index}]")
+
+    def _check_calls(self, path: str) -> None:
+        for name in ("tool_calls", "function_call"):
+            if getattr(self, name) and self.role != "assistant":
+                raise BadRequest(
+                    f"{path}.{name} stands in a message of role {self.role!r}; only 'assistant' "
+                    "calls tools",
+                    f"{path}.{name}",
+                )
+        for index, call in enumerate(self.tool_calls or ()):
+            check_named(call.id, f"{path}.tool_calls[{index}].id")
+            check_named(call.function.name, f"{path}.tool_calls[{index}].function.name")
+        if self.function_call is not None:
+            check_named(self.function_call.name, f"{path}.function_call.name")
+            if self.tool_calls:
+                raise BadRequest(
+                    f"{path}.function_call and {path}.tool_calls both say what was called; send "
+                    "tool_calls",
+                    f"{path}.function_call",
+                )
+
+    @property
+    def thoughts(self) -> str | None:
+        """What an earlier answer thought, under either name."""
+        if self.reasoning_content is None and isinstance(self.reasoning, str):
+            return self.reasoning
+        return self.reasoning_content
+
+    @property
+    def text(self) -> str:
+        """The content as one text; parts stand on lines of their own."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text or part.refusal or "" for part in self.content)
+        return self.content or ""
+
+
+def check_named(value: str, path: str) -> None:
+    """An id or a name of a call, which its result and the template refer to."""
+    if not value:
+        raise BadRequest(f"{path}='' is empty; at least one character is needed", path)
+
+
+def _check_part(part: ContentPart, path: str) -> None:
+    if part.type not in TEXT_PARTS:
+        raise BadRequest(
+            f"{path}.type={shown(part.type)} is not supported; only 'text' parts are",
+            f"{path}.type",
+            "unsupported_value",
+        )
+    name = "refusal" if part.type == "refusal" else "text"
+    if getattr(part, name) is None:
+        raise BadRequest(
+            f"the required field '{path}.{name}' is missing", f"{path}.{name}", "missing_field"
+        )
+    part.refuse_unsupported(path + ".")
+
+
+def check_messages(messages: list[ChatMessage]) -> None:
+    """Also brings calls of the older API into the form of the newer one."""
+    if not messages:
+        raise BadRequest("messages=[] must hold at least one message", "messages")
+    for index, message in enumerate(messages):
+        message.check_at(f"messages[{index}]")
+    own = {message.role for message in messages} - {*ROLES, "function"}
+    if len(own) > MAX_OWN_ROLES:
+        raise BadRequest(
+            f"messages have {len(own)} roles beside {', '.join(ROLES)}; at most {MAX_OWN_ROLES} "
+            "are allowed",
+            "messages",
+        )
+    _renew_calls(messages)
+
+
+def _renew_calls(messages: list[ChatMessage]) -> None:
+    """`function_call` and role `function`, as `tool_calls` and role `tool`. A result belongs to the
+    last call of its name."""
+    called: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        if message.function_call is not None:
+            # Nine letters and digits: some templates demand ids of this form.
+            id = f"call{index:05d}"
+            message.tool_calls = [MessageToolCall(id=id, function=message.function_call)]
+            called[message.function_call.name] = id
+            message.function_call = None
+        elif message.role == "function":
+            name = message.name or ""
+            if name not in called:
+                raise BadRequest(
+                    f"messages[{index}].name={shown(message.name)} of role 'function' is the name "
+                    "of no earlier function_call",
+                    f"messages[{index}].name",
+                )
+            message.role, message.tool_call_id = "tool", called[name]
+
+
+class FunctionDefinition(HistoryPart, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object; None: no arguments."""
+    strict: bool | None = None
+    """Hold the schema also where the model itself chooses to call."""
+
+
+class ToolDefinition(HistoryPart, kw_only=True, dict=True):
+    type: str
+    function: FunctionDefinition | None = None
+    custom: Any = None
+    cache_control: Any = None
+
+    NOT_SERVED = {"custom": ()}
+
+    @cached_property
+    def as_sent(self) -> dict[str, Any]:
+        """What the chat template is shown: the tool as its client wrote it (`keep_tools`), or, of
+        another API, what is known of it."""
+        assert self.function is not None, "tools were checked"
+        known = {
+            name: getattr(self.function, name) for name in ("name", "description", "parameters")
+        }
+        function = {name: value for name, value in known.items() if value is not None}
+        return {"type": self.type, "function": function}
+
+
+class _SentTools(msgspec.Struct):
+    tools: list[dict[str, Any]] | None = None
+
+
+_SENT_TOOLS = msgspec.json.Decoder(_SentTools)
+
+
+def keep_tools(tools: list[ToolDefinition] | None, body: bytes) -> None:
+    """Keep the tools of a body as it was sent: with fields that are not typed, and in their
+    order."""
+    if tools:
+        for tool, sent in zip(tools, _SENT_TOOLS.decode(body).tools or (), strict=True):
+            sent.pop("cache_control", None)
+            tool.as_sent = sent
+
+
+class FunctionName(RequestBody, kw_only=True):
+    name: str
+
+
+class AllowedTool(RequestBody, kw_only=True):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class AllowedTools(RequestBody, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class NamedToolChoice(RequestBody, kw_only=True, omit_defaults=True):
+    """The tool to call; or, of all that the model is shown, those that it may call."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def check(self) -> None:
+        """Each type has the field of its name, and only this one."""
+        for name in ("function", "allowed_tools"):
+            if (getattr(self, name) is not None) != (self.type == name):
+                raise BadRequest(
+                    f"tool_choice.type={self.type!r} needs tool_choice.{self.type}, and no other "
+                    "field beside it",
+                    f"tool_choice.{name}",
+                )
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class CallRules(msgspec.Struct, frozen=True):
+    """What a choice among tools asks of an answer."""
+
+    required: bool = False
+    single: bool = False
+    """The one tool that is named is called once."""
+    names: frozenset[str] | None = None
+    """Tools that may be called; None: all of them."""
+
+
+def call_rules(choice: ToolChoice | None) -> CallRules:
+    """Of a checked choice that is not `none`."""
+    if not isinstance(choice, NamedToolChoice):
+        return CallRules(required=choice == "required")
+    if choice.allowed_tools is not None:
+        names = frozenset(tool.function.name for tool in choice.allowed_tools.tools)
+        return CallRules(required=choice.allowed_tools.mode == "required", names=names)
+    assert choice.function is not None, "the choice was checked"
+    return CallRules(required=True, single=True, names=frozenset([choice.function.name]))
+
+
+def check_count(tools: Sequence[object] | None) -> None:
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise BadRequest(
+            f"tools holds {len(tools)} tools; at most {MAX_TOOLS} are allowed", "tools"
+        )
+
+
+def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -> None:
+    """The rules between tools and the choice among them."""
+    names: list[str] = []
+    check_count(tools)
+    for index, tool in enumerate(tools or ()):
+        names.append(_check_tool(tool, f"tools[{index}]", names))
+    if choice is None or choice in ("none", "auto"):
+        return
+    if not names:
+        raise BadRequest(
+            f"tool_choice={shown(msgspec.to_builtins(choice))} needs tools, and tools is empty",
+            "tool_choice",
+        )
+    if not isinstance(choice, NamedToolChoice):
+        return
+    choice.check()
+    chosen = call_rules(choice).names
+    assert chosen is not None, "an object names tools"
+    if not chosen:
+        raise BadRequest(
+            "tool_choice.allowed_tools.tools=[] allows no tool; send tool_choice='none'",
+            "tool_choice.allowed_tools.tools",
+        )
+    for name in sorted(chosen.difference(names)):
+        raise BadRequest(
+            f"tool_choice names {shown(name)}, which tools does not hold; they are {shown(names)}",
+            "tool_choice",
+        )
+
+
+def _check_tool(tool: ToolDefinition, path: str, before: list[str]) -> str:
+    """The tool's name."""
+    if tool.type != "function":
+        raise BadRequest(
+            f"{path}.type={shown(tool.type)} is not supported; only 'function' is",
+            f"{path}.type",
+            "unsupported_value",
+        )
+    tool.refuse_unsupported(path + ".")
+    if tool.function is None:
+        raise BadRequest(
+            f"the required field '{path}.function' is missing", f"{path}.function", "missing_field"
+        )
+    name = tool.function.name
+    if not _NAME.match(name):
+        raise BadRequest(
+            f"{path}.function.name={shown(name)} must be 1 to 64 letters, digits, '_', '-' or '.'",
+            f"{path}.function.name",
+        )
+    if name in before:
+        raise BadRequest(
+            f"{path}.function.name={shown(name)} is the name of an earlier tool too",
+            f"{path}.function.name",
+        )
+    return name

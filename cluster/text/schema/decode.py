@@ -1,0 +1,221 @@
+"""Bytes to a typed request, or a `BadRequest` that names field, value and limit."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from functools import cache
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.schema.json_size import check_size
+from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.schema.unknown_fields import Findings, Sifter, UnknownFields
+
+Request = TypeVar("Request", bound=RequestBody)
+
+EXPLAINED_BYTES = 256 * 1024
+"""Of a longer body that is not JSON only the place is told: to find more would take long."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Windows' tools write it in front of UTF-8."""
+_MAX_ERROR_CHARS = 1000
+"""Of msgspec's messages, which repeat the names of unknown fields."""
+
+
+@cache
+def _decoder(kind: type[RequestBody]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+_WORDS = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+}
+
+
+_UNKNOWN = "Object contains unknown field"
+
+
+class Decoded(msgspec.Struct, Generic[Request], frozen=True):
+    request: Request
+    findings: Findings
+    """What was left out of it."""
+
+
+def decode(body: bytes, kind: type[Request]) -> Request:
+    """Read and check one request body. Raises `BadRequest` and nothing else."""
+    return read(body, kind).request
+
+
+def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") -> Decoded[Request]:
+    """The same, and what of the body was left out; `unknown` is `serve.unknown_fields`."""
+    body = body.removeprefix(_BYTE_ORDER_MARK)
+    check_size(body)
+    findings = Findings()
+    try:
+        return Decoded(_request(body, kind, unknown, findings), findings)
+    except BadRequest as error:
+        raise error.as_sent(findings.aliases) from None
+
+
+def _request(
+    body: bytes, kind: type[Request], unknown: UnknownFields, findings: Findings
+) -> Request:
+    sent = body
+    try:
+        if kind.PARTS:  # the decoder alone does not look into them
+            body = Sifter(unknown, findings).sift(body, kind)
+        try:
+            request: Request = _decoder(kind).decode(body)
+        except msgspec.ValidationError as error:
+            if not str(error).startswith(_UNKNOWN):
+                raise
+            body = Sifter(unknown, findings).sift(body, kind)
+            request = _decoder(kind).decode(body)
+        request.keep(sent)
+    except msgspec.ValidationError as error:
+        raise _explain_validation(error, body, kind) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise _explain_syntax(error, body) from None
+    request.check()
+    return request
+
+
+def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
+    """Why the body is not JSON. Python's own reader accepts two things that JSON and we do not,
+    NaN and lone surrogates, so it can tell them from plain damage."""
+    if not body.strip():
+        return BadRequest("the body is empty; a JSON object is expected", code="invalid_json")
+    constants: list[str] = []
+    try:
+        text = body.decode()
+        if len(body) > EXPLAINED_BYTES:
+            return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
+        value = json.loads(text, parse_constant=constants.append)
+    except UnicodeDecodeError as flaw:
+        return BadRequest(
+            f"the body is not UTF-8: {flaw.reason} at byte {flaw.start}", code="invalid_json"
+        )
+    except (ValueError, RecursionError):
+        return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
+    if constants:
+        return BadRequest(
+            f"the body is not valid JSON: {constants[0]} is no JSON number", code="invalid_json"
+        )
+    path = _find_surrogate(value)
+    if path is not None:
+        return BadRequest(
+            f"{path or 'the body'} holds a lone surrogate (half of a \\uD800-\\uDFFF pair), "
+            "which is no text",
+            path or None,
+            "invalid_json",
+        )
+    return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
+
+
+class _Place(NamedTuple):
+    """Where a value stands; its path is only written once it is needed."""
+
+    key: str | int
+    outer: _Place | None
+
+
+def _find_surrogate(value: object) -> str | None:
+    """The path of the first string that cannot be UTF-8."""
+    stack: list[tuple[object, _Place | None]] = [(value, None)]
+    while stack:
+        part, where = stack.pop()
+        if isinstance(part, str) and not _is_text(part):
+            return _path(where)
+        if isinstance(part, dict):
+            if not all(map(_is_text, part)):
+                return _path(where)
+            stack.extend((item, _Place(key, where)) for key, item in part.items())
+        elif isinstance(part, list):
+            stack.extend((item, _Place(index, where)) for index, item in enumerate(part))
+    return None
+
+
+def _path(place: _Place | None) -> str:
+    keys: list[str | int] = []
+    while place is not None:
+        keys.append(place.key)
+        place = place.outer
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in reversed(keys))
+    return path.removeprefix(".")[:_MAX_ERROR_CHARS]
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _explain_validation(
+    error: msgspec.ValidationError, body: bytes, kind: type[RequestBody]
+) -> BadRequest:
+    """msgspec tells the rule and the path; the value is looked up in the body."""
+    told = str(error)
+    if len(told) > _MAX_ERROR_CHARS:
+        told = f"{told[: _MAX_ERROR_CHARS // 2]}...{told[-_MAX_ERROR_CHARS // 2 :]}"
+    head, sign, tail = told.rpartition(" - at `")
+    text, where = (head, tail) if sign else (told, "")
+    path = where.rstrip("`").removeprefix("$").removeprefix(".")
+    name = _quoted(text)
+    if text.startswith(_UNKNOWN):
+        return BadRequest(
+            _unknown_field(_join(path, name), name, path, kind), _join(path, name), "unknown_field"
+        )
+    if text.startswith("Object missing required field"):
+        full = _join(path, name)
+        return BadRequest(f"the required field {full!r} is missing", full, "missing_field")
+    text = _rule_in_words(text)
+    if not path:
+        return BadRequest(f"the body is wrong: {text}", None, "invalid_type")
+    found, value = _lookup(body, path)
+    head = f"{path}={shown(value)}" if found else path
+    return BadRequest(f"{head}: {text}", path, "invalid_type")
+
+
+def _quoted(text: str) -> str:
+    found = re.search("`(.*)`", text, re.DOTALL)
+    return found.group(1) if found else ""
+
+
+def _rule_in_words(text: str) -> str:
+    """``Expected `int | null`, got `str` `` -> expected integer or null, got string."""
+
+    def words(match: re.Match[str]) -> str:
+        return " or ".join(_WORDS.get(part, part) for part in match.group(1).split(" | "))
+
+    text = re.sub("`([^`]*)`", words, text)
+    return text[:1].lower() + text[1:]
+
+
+def _unknown_field(full: str, name: str, path: str, kind: type[RequestBody]) -> str:
+    known = [] if path else list(kind.__struct_fields__)
+    near = difflib.get_close_matches(name[:100], known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"the field {shown(full)} is unknown{hint}"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _lookup(body: bytes, path: str) -> tuple[bool, Any]:
+    """The value at `path`, where one can be found."""
+    try:
+        value = msgspec.json.decode(body)
+        for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+            value = value[key] if key else value[int(index)]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False, None
+    return "[...]" not in path, value

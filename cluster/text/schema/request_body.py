@@ -1,0 +1,58 @@
+"""What every request body is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.schema.known_fields import Ecosystem
+
+
+class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Base of every request body. An unknown field is refused, but see `openai/sift.py`.
+
+    A field of OpenAI's API that is not served is known all the same: its neutral value passes,
+    and any other is refused by name, so that nobody gets an answer that silently ignores a wish.
+    """
+
+    NOT_SERVED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """field -> values that change nothing."""
+    ECOSYSTEM: ClassVar[Ecosystem] = Ecosystem()
+    """Fields of other servers, beside those of the struct."""
+    PARTS: ClassVar[Mapping[str, Mapping[str | None, type[msgspec.Struct]]]] = {}
+    """Of fields that are typed after the body: the structs of their objects, by `type`."""
+
+    def check(self) -> None:
+        """The rules between fields; raises `BadRequest`."""
+
+    def keep(self, body: bytes) -> None:
+        """Keep what types lose of the body, which is this one's as it was sent."""
+
+    def refuse_unsupported(self, path: str = "") -> None:
+        for name, neutral in self.NOT_SERVED.items():
+            value = getattr(self, name)
+            if value is not None:
+                check_neutral(f"{path}{name}", value, neutral)
+
+
+def check_neutral(path: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    """Refuse, by name, what asks for something that is not here."""
+    # To Python 0 is False, and to JSON it is not.
+    if value is None or any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
+    ):
+        return
+    raise BadRequest(
+        f"{path}={shown(value)} is not supported"
+        + (f"; leave it out or send {neutral[0]!r}" if neutral else "; leave it out"),
+        path,
+        "unsupported_value",
+    )
+
+
+class HistoryPart(RequestBody, kw_only=True):
+    """Base of what a conversation is made of: messages, their parts, calls and tool definitions.
+    Other programs wrote them, and an unknown field is ignored and counted."""

@@ -1,0 +1,196 @@
+"""What a token stands for alone: its bytes, and the text that these are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
+from typing import NamedTuple
+
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.incremental_decoders import (
+    ByteLevelText,
+    PieceTable,
+    PieceText,
+    TextMachine,
+)
+
+
+class Written(NamedTuple):
+    """What one token adds to a text."""
+
+    text: str
+    """What it makes certain, perhaps also of tokens before it."""
+    place: int
+    """Characters of what is certain then that stand before its own text."""
+    at_beginning: bool
+    """The tokens that could have stood there have the texts of a beginning."""
+
+
+class Places(NamedTuple):
+    """Where tokens stand in their text."""
+
+    offsets: list[int]
+    """For each token the characters before it; tokens that share a character share its place."""
+    at_beginning: int
+    """So many of the first tokens have the texts of a beginning."""
+
+
+class Texts(dict[int, bytes]):
+    """id -> the bytes that the token adds to a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._texts: dict[int, str] = {}
+
+    def text(self, token_id: int) -> str:
+        """A part of a character shows as a replacement character."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self[token_id].decode(errors="replace")
+        return text
+
+
+class TokenTexts(Texts):
+    """id -> the bytes that the token adds behind others, filled on use; special tokens too.
+
+    Exact for the tokenizers that `detokenizer` reads; for others it is the decoding of the id
+    alone, which may hold replacement characters instead of a part of a character. An id that the
+    tokenizer does not know has none.
+    """
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        super().__init__()
+        self.at_beginning: Texts = FirstTexts(self)
+        """The same of a token that no text stands before."""
+        self._detokenizer = detokenizer
+        self._machine = detokenizer.start(skip_special_tokens=False)
+        self._whole = {skip: WholeTexts(detokenizer.start(skip)) for skip in (False, True)}
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = data = self._bytes(token_id)
+        return data
+
+    @property
+    def pieces(self) -> PieceTable | None:
+        """Where tokens may have another text at a beginning."""
+        return self._machine.table if isinstance(self._machine, PieceText) else None
+
+    def writer(self, machine: TextMachine, skip_special_tokens: bool) -> Writer:
+        """Of the text that `machine` makes."""
+        return Writer(self, machine, self._whole[skip_special_tokens])
+
+    def places(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        sent: str | None = None,
+    ) -> Places:
+        """Of the tokens of a text. `sent`: the text that they were made from, which may spell
+        special tokens that are skipped, and lack a space that the tokenizer puts behind those."""
+        machine = self._detokenizer.start(skip_special_tokens)
+        written = list(map(self.writer(machine, skip_special_tokens).write, token_ids))
+        if sent is not None and "".join([one.text for one in written]) != sent:
+            written = self._as_sent(token_ids, written, sent)
+        starts = accumulate([len(one.text) for one in written], initial=0)
+        offsets = list(map(add, starts, [one.place for one in written]))
+        return Places(offsets, sum([one.at_beginning for one in written]))
+
+    def _as_sent(
+        self, token_ids: Sequence[int], written: list[Written], sent: str
+    ) -> list[Written]:
+        """The same with the texts of `sent`, where that differs from what was written."""
+        found, chars = [], 0
+        for token_id, (text, place, at_beginning) in zip(token_ids, written, strict=True):
+            if not sent.startswith(text or self.text(token_id), chars):
+                if self._detokenizer.is_special(token_id):
+                    text = ""  # the tokenizer has put it there
+                elif text.startswith(" ") and sent.startswith(text[1:], chars):
+                    text, place = text[1:], max(0, place - 1)
+            elif not text and self._detokenizer.is_special(token_id):
+                text = self.text(token_id)
+            found.append(Written(text, place, at_beginning))
+            chars += len(text)
+        return found
+
+    def _bytes(self, token_id: int) -> bytes:
+        machine, pieces = self._machine, self.pieces
+        if isinstance(machine, ByteLevelText):
+            return machine.table[token_id]
+        if pieces is None:
+            return self._detokenizer.decode([token_id], skip_special_tokens=False).encode()
+        return _as_bytes(pieces.behind(token_id))
+
+
+class FirstTexts(Texts):
+    """id -> the bytes that the token adds at the beginning of a text."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        super().__init__()
+        self._behind = texts
+
+    def __missing__(self, token_id: int) -> bytes:
+        pieces = self._behind.pieces
+        data = (
+            self._behind[token_id] if pieces is None else _as_bytes(pieces.at_beginning(token_id))
+        )
+        self[token_id] = data
+        return data
+
+
+class WholeTexts(dict[int, Written | None]):
+    """id -> what the token writes behind a finished character; None: that depends on others."""
+
+    def __init__(self, machine: TextMachine) -> None:
+        super().__init__()
+        self._machine = machine
+
+    def __missing__(self, token_id: int) -> Written | None:
+        text = self._text(token_id)
+        self[token_id] = written = Written(text, 0, False) if text else None
+        return written
+
+    def _text(self, token_id: int) -> str:
+        machine = self._machine
+        if isinstance(machine, PieceText):
+            piece = machine.table.behind(token_id)
+            return piece if isinstance(piece, str) else ""
+        if not isinstance(machine, ByteLevelText):
+            return ""
+        try:
+            return machine.table[token_id].decode()
+        except UnicodeDecodeError:
+            return ""
+
+
+class Writer:
+    """One text, written token by token.
+
+    Behind a token with a whole text nothing is open: the next such token is not pushed, for the
+    machine would give its text and remember nothing.
+    """
+
+    def __init__(self, texts: TokenTexts, machine: TextMachine, whole: WholeTexts) -> None:
+        self._texts = texts
+        self._machine = machine
+        self._whole = whole
+        self._is_closed = False
+
+    def write(self, token_id: int) -> Written:
+        """Push a token, and see where its own text stands."""
+        whole = self._whole[token_id]
+        if whole is not None and self._is_closed:
+            return whole
+        texts, machine = self._texts, self._machine
+        at_beginning, place = machine.at_beginning, machine.pending_chars
+        text = machine.push(token_id)
+        self._is_closed = whole is not None and text != ""
+        if len(text) > place:
+            own = (texts.at_beginning if at_beginning else texts).text(token_id)
+            if own and text.endswith(own):
+                place = max(place, len(text) - len(own))
+        return Written(text, place, at_beginning)
+
+
+def _as_bytes(piece: str | int | None) -> bytes:
+    return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()

@@ -1,0 +1,209 @@
+"""The limits of what a user may ask about an answer: each refusal names field, value and limit."""
+
+from __future__ import annotations
+
+import msgspec
+
+from swell.cluster.text.sampling_params import BadRequest, SamplingParams, shown
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_CHARS_TOGETHER = 4096
+"""All stop strings of a request: each character is a node of the automaton that finds them."""
+MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS_TOGETHER = 16_384
+"""All bad words of a request: the engine looks for their tokens at every step."""
+MAX_TEMPERATURE = 100.0
+MAX_TOP_K = 2**31 - 1
+MAX_N = 128
+"""Answers to one prompt."""
+MAX_LOGPROBS = 20
+"""Most likely tokens that are told beside each token."""
+WHOLE_VOCABULARY = -1
+"""Of `prompt_logprobs`: every token is told beside each token of the prompt."""
+MAX_VOCABULARY_LOGPROBS = 512 * 1024
+"""Of the whole vocabulary, over all prompt tokens and answers of a request: 40 MB of JSON."""
+MAX_BIASED_TOKENS = 1024
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
+"""It divides: logits over something near zero are infinite."""
+MAX_REPETITION_PENALTY = 100.0
+
+
+def validate(params: SamplingParams, *, vocab_size: int) -> None:
+    """Check every field; raises `BadRequest` naming field, value and limit."""
+    check_filters(params)
+    check_length(params)
+    _check_strings("stop", params.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS_TOGETHER)
+    _check_strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS_TOGETHER)
+    _check_tokens("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS, vocab_size)
+    _check_allowed(params.allowed_token_ids, vocab_size)
+    _check_bias(params.logit_bias, vocab_size)
+    _check_count(params)
+    if params.logprobs is not None:
+        _integer("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+    if params.prompt_logprobs is not None:
+        _integer("prompt_logprobs", params.prompt_logprobs, WHOLE_VOCABULARY, MAX_LOGPROBS)
+    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        if not isinstance(getattr(params, name), bool):
+            raise BadRequest(f"{name}={shown(getattr(params, name))} must be true or false", name)
+
+
+def with_vocabulary(
+    params: SamplingParams, num_prompt_tokens: int, vocab_size: int
+) -> SamplingParams:
+    """`prompt_logprobs=-1` as a number of tokens. `num_prompt_tokens`: of all prompts together.
+    Raises `BadRequest` where that is too much to tell."""
+    if params.prompt_logprobs != WHOLE_VOCABULARY:
+        return params
+    count = num_prompt_tokens * (params.best_of or params.n) * vocab_size
+    if count > MAX_VOCABULARY_LOGPROBS:
+        raise BadRequest(
+            f"prompt_logprobs=-1 of {num_prompt_tokens} prompt tokens and a vocabulary of "
+            f"{vocab_size} are {count} log probabilities for {params.best_of or params.n} "
+            f"answers; at most {MAX_VOCABULARY_LOGPROBS} are told. Send a shorter prompt, or "
+            f"prompt_logprobs of at most {MAX_LOGPROBS}",
+            "prompt_logprobs",
+        )
+    return msgspec.structs.replace(params, prompt_logprobs=vocab_size)
+
+
+def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
+    """Refuse ids outside 0 .. vocab_size - 1, naming the first of them."""
+    if not token_ids or (
+        set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size
+    ):
+        return
+    for index, token in enumerate(token_ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise BadRequest(
+                f"{name}[{index}]={shown(token)} is no token id of this model; "
+                f"they are 0 .. {vocab_size - 1}, {vocab_size} in all",
+                f"{name}[{index}]",
+            )
+
+
+def check_filters(params: SamplingParams) -> None:
+    _number("temperature", params.temperature, 0, MAX_TEMPERATURE)
+    _number("top_p", params.top_p, 0, 1)
+    _number("min_p", params.min_p, 0, 1)
+    _integer("top_k", params.top_k, -1, MAX_TOP_K)
+    _number("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _number("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _number(
+        "repetition_penalty",
+        params.repetition_penalty,
+        MIN_REPETITION_PENALTY,
+        MAX_REPETITION_PENALTY,
+    )
+    if params.seed is not None:
+        _integer("seed", params.seed, -(2**63), 2**63 - 1)
+
+
+def check_length(params: SamplingParams) -> None:
+    if params.max_tokens is not None:
+        _integer("max_tokens", params.max_tokens, 1, None)
+    _integer("min_tokens", params.min_tokens, 0, None)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise BadRequest(
+            f"min_tokens={params.min_tokens} is above max_tokens={params.max_tokens}", "min_tokens"
+        )
+
+
+def _check_count(params: SamplingParams) -> None:
+    """How many answers are drawn, and how many of them are kept."""
+    _integer("n", params.n, 1, MAX_N)
+    if params.best_of is None:
+        return
+    _integer("best_of", params.best_of, 1, MAX_N)
+    if params.best_of < params.n:
+        raise BadRequest(
+            f"best_of={params.best_of} is below n={params.n}: no more answers can be kept than "
+            "are drawn",
+            "best_of",
+        )
+
+
+def _number(name: str, value: object, low: float, high: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and low <= value <= high):  # type: ignore[operator]  # false for NaN
+        raise BadRequest(
+            f"{name}={shown(value)} is out of range: {low:g} <= {name} <= {high:g}", name
+        )
+
+
+def _integer(name: str, value: object, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadRequest(f"{name}={shown(value)} must be an integer", name)
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise BadRequest(f"{name}={shown(value)} must be {limit}", name)
+
+
+def check_together(name: str, texts: list[str], limit: int) -> None:
+    """Refuse strings that have more characters together than `limit`."""
+    chars = sum(map(len, texts))
+    if chars > limit:
+        raise BadRequest(
+            f"{name} has {chars} characters together; at most {limit} are allowed", name
+        )
+
+
+def _check_strings(name: str, value: object, limit: int, limit_chars: int) -> None:
+    """A string or a list of strings."""
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list):
+        raise BadRequest(f"{name}={shown(value)} must be a string or a list of strings", name)
+    if len(strings) > limit:
+        raise BadRequest(f"{name} holds {len(strings)} strings; at most {limit} are allowed", name)
+    for index, text in enumerate(strings):
+        path = f"{name}[{index}]" if isinstance(value, list) else name
+        if not isinstance(text, str) or not text:
+            raise BadRequest(f"{path}={shown(text)} must be a string that is not empty", path)
+        if len(text) > MAX_STOP_CHARS:
+            raise BadRequest(
+                f"{path}={shown(text)} has {len(text)} characters; "
+                f"at most {MAX_STOP_CHARS} are allowed",
+                path,
+            )
+    check_together(name, strings, limit_chars)
+
+
+def _check_tokens(name: str, token_ids: object, limit: int, vocab_size: int) -> None:
+    if not isinstance(token_ids, list):
+        raise BadRequest(f"{name}={shown(token_ids)} must be a list of token ids", name)
+    if len(token_ids) > limit:
+        raise BadRequest(f"{name} holds {len(token_ids)} ids; at most {limit} are allowed", name)
+    check_token_ids(name, token_ids, vocab_size)
+
+
+def _check_allowed(token_ids: object, vocab_size: int) -> None:
+    if token_ids is None:
+        return
+    if token_ids == []:
+        raise BadRequest(
+            "allowed_token_ids=[] allows no token; name one at least, or leave it out to allow all",
+            "allowed_token_ids",
+        )
+    _check_tokens("allowed_token_ids", token_ids, vocab_size, vocab_size)
+
+
+def _check_bias(bias: object, vocab_size: int) -> None:
+    if not isinstance(bias, dict):
+        raise BadRequest(f"logit_bias={shown(bias)} must map token ids to numbers", "logit_bias")
+    if len(bias) > MAX_BIASED_TOKENS:
+        raise BadRequest(
+            f"logit_bias holds {len(bias)} tokens; at most {MAX_BIASED_TOKENS} are allowed",
+            "logit_bias",
+        )
+    for token, value in bias.items():
+        path = f"logit_bias[{shown(token)}]"
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise BadRequest(
+                f"{path}: {shown(token)} is no token id of this model; they are "
+                f"0 .. {vocab_size - 1}, {vocab_size} in all",
+                "logit_bias",
+            )
+        _number(path, value, -MAX_BIAS, MAX_BIAS)

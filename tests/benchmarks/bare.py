@@ -1,0 +1,135 @@
+"""`python -m tests.benchmarks.bare MODEL --port P`: the ingress's own routes and one engine in one
+process, behind a bare uvicorn.
+
+No Ray, no Serve, no channel: the event loop and the engine's thread hand messages to each other.
+What `swell serve` costs beyond this is what the cluster costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import queue
+import signal
+import threading
+from functools import partial
+from typing import Any
+
+import uvloop
+
+from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.server.http_server import EdgeServer
+from swell.cluster.client.links import Counted, EngineId, OnGap, OnOutputs, OnView
+from swell.configs.log import configure_logging
+from swell.configs.process import prepare_for_torch
+from swell.configs.schema import load, parse_override
+from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.ports import claim_port
+from swell.coordinator.roster import Member, Roster
+from swell.coordinator.wire import ClusterView
+from swell.engine.core import EngineCore
+from swell.engine.executor import build_executor
+from swell.engine.wire import AbortRequests, EngineCoreOutputs, EngineCoreRequest
+
+_CLIENT = b"bare"
+_DRAIN_S = 5.0
+
+
+class BareEngine:
+    """One engine on a thread of its own. `send` and `close` are called in the event loop, and
+    `on_outputs` runs there: it stands where an ingress's links stand."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        client_index: int,
+        *,
+        heartbeat_s: float,
+        on_view: OnView,
+        on_outputs: OnOutputs,
+        on_gap: OnGap,
+        counted: Counted,
+    ) -> None:
+        self._core = core
+        self._on_outputs = on_outputs
+        self._loop = asyncio.get_running_loop()
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closing = False
+        limits = core.limits
+        member = Member(
+            0,
+            ChannelAddress("", "", ""),
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            num_blocks=limits.num_blocks,
+        )
+        self._loop.call_soon(on_view, ClusterView(Roster(1, (member,))), [])
+        self._thread = threading.Thread(target=self._run, name="bare-engine")
+        self._thread.start()
+
+    def send(self, engine: EngineId, message: Any) -> None:
+        self._messages.put(message)
+
+    def close(self) -> None:
+        self._closing = True
+        self._messages.put(None)
+        self._thread.join()
+        self._core.shutdown()
+
+    def _run(self) -> None:
+        while not self._closing:
+            if not self._core.has_work:
+                self._take(self._messages.get())
+            self._intake()
+            for outputs in self._core.step(self._intake).values():
+                message = EngineCoreOutputs(0, outputs)
+                self._loop.call_soon_threadsafe(self._on_outputs, message)
+
+    def _intake(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._take(self._messages.get_nowait())
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case EngineCoreRequest():
+                refused = self._core.add_request(message, _CLIENT)
+                if refused is not None:
+                    answer = EngineCoreOutputs(0, [refused])
+                    self._loop.call_soon_threadsafe(self._on_outputs, answer)
+            case AbortRequests():
+                self._core.abort_requests(message.request_ids)
+
+
+async def serve(model: str, overrides: dict[str, Any]) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    config = claim_port(load(model, {"parallel.executor": "inproc", **overrides}))
+    executor = build_executor(config)
+    core = EngineCore(config, executor, executor.start())
+    ingress = Ingress(config, partial(BareEngine, core), manager=None)
+    await ingress.start()
+    edge = EdgeServer(ingress.app, config.serve.host, config.serve.port, _DRAIN_S)
+    await edge.start()
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    print(f"ready: http://{config.serve.host}:{edge.port}", flush=True)
+    await ended.wait()
+    await edge.stop()
+    await ingress.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bare", description=__doc__)
+    parser.add_argument("model", help="a YAML file of ours, a model folder or a hub id")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--set", action="append", default=[], type=parse_override, metavar="K=V")
+    args = parser.parse_args()
+    configure_logging()
+    prepare_for_torch()
+    uvloop.run(serve(args.model, {**dict(args.set), "serve.port": args.port}))
+
+
+if __name__ == "__main__":
+    main()

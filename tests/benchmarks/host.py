@@ -1,0 +1,263 @@
+"""`python -m tests.benchmarks.host`: what a step costs the host, with no model in it.
+
+The engine's side: requests that decode go through a real scheduler and a real channel, two steps in
+flight, and the tokens are random numbers. The worker's side: the real runner around a model that
+returns zeros. The floor: a real engine in one process answers one request, and what the model and
+its sampler take is subtracted from the step.
+
+Engine and worker are measured in processor time of their thread; what the channel's own threads
+encrypt and send counts too, as the processor time of the process beyond that.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from swell.cluster.local import LLM, SamplingParams
+from swell.configs.schema import CacheConfig, SchedulerConfig
+from swell.coordinator.channel import Inbox, Outlet, make_keys
+from swell.engine.scheduler import ScheduledStep, Scheduler
+from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, EngineMessage
+from swell.worker.mesh import Mesh, SoloGroup
+from swell.worker.runner import ModelRunner
+from swell.worker.sample.wire import SamplerParams
+from swell.worker.wire import (
+    ModelRunnerOutput,
+    NewRow,
+    SchedulerOutput,
+    WorkerCommand,
+    WorkerMessage,
+)
+
+ROWS = (16, 64, 256)
+CONTEXTS = (128, 2048, 8000)
+STEPS = 160
+"""A multiple of a block's tokens: each row fills as many blocks as it would in the long run."""
+WARMUP_STEPS = 32
+MAX_MODEL_LEN = 8192 + 256
+BLOCK_TOKENS = 16
+VOCAB = 32_000
+INGRESS = b"ingress"
+
+_SCHEDULER = SchedulerConfig(max_rows=256, max_tokens_per_step=1 << 22)
+_CACHE = CacheConfig(block_tokens=BLOCK_TOKENS)
+
+
+class Clock:
+    """Processor time of this thread by name, one number for each step."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, list[int]] = {}
+
+    def time(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
+        started = time.thread_time_ns()
+        result = call(*args)
+        self._steps.setdefault(name, []).append(time.thread_time_ns() - started)
+        return result
+
+    def medians_us(self) -> dict[str, float]:
+        """Of the steps behind the warm-up."""
+        return {
+            name: statistics.median(steps[WARMUP_STEPS:]) / 1e3
+            for name, steps in self._steps.items()
+        }
+
+
+class Wire:
+    """A worker and an ingress on one channel each, near enough to hear every message."""
+
+    def __init__(self) -> None:
+        keys = make_keys()
+        self.workers: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys)
+        self.worker: Outlet[WorkerCommand] = Outlet(
+            self.workers.address, WorkerCommand, keys, b"worker"
+        )
+        self.ingresses: Inbox[EngineMessage] = Inbox(EngineMessage, keys)
+        self.ingress: Outlet[EngineCoreOutputs] = Outlet(
+            self.ingresses.address, EngineCoreOutputs, keys, INGRESS
+        )
+        self.worker.send(ModelRunnerOutput(0))
+        self.ingress.send(EngineCoreRequest("hello", [1], SamplerParams(), 1))
+        list(self.workers.receive(5.0))
+        list(self.ingresses.receive(5.0))
+
+    def close(self) -> None:
+        for end in (self.worker, self.ingress, self.workers, self.ingresses):
+            end.close()
+
+
+def requests(rows: int, context: int) -> Iterable[EngineCoreRequest]:
+    """Prompts of about `context` tokens that share nothing; their blocks fill in turn."""
+    dice = random.Random(rows * context)
+    for row in range(rows):
+        prompt = dice.choices(range(VOCAB), k=context + row % BLOCK_TOKENS)
+        yield EngineCoreRequest(
+            f"cmpl-{row:032x}-0", prompt, SamplerParams(), MAX_MODEL_LEN - len(prompt)
+        )
+
+
+def new_scheduler(rows: int, context: int) -> Scheduler:
+    blocks = 256 * (MAX_MODEL_LEN // BLOCK_TOKENS + 1)
+    scheduler = Scheduler(_SCHEDULER, _CACHE, blocks, MAX_MODEL_LEN, VOCAB)
+    for request in requests(rows, context):
+        assert scheduler.add(request, INGRESS) is None
+    return scheduler
+
+
+def random_output(step: ScheduledStep) -> ModelRunnerOutput:
+    drawn = random.choices(range(VOCAB), k=sum(step.plan.samples))
+    return ModelRunnerOutput(step.plan.step, drawn)
+
+
+def engine_side(rows: int, context: int) -> dict[str, float]:
+    """Microseconds of a step: schedule, update, channel; and `wire`, what the channel's own
+    threads add to them."""
+    scheduler, wire, clock = new_scheduler(rows, context), Wire(), Clock()
+    step = scheduler.schedule()
+    assert step is not None
+    whole: list[int] = []
+    for _ in range(WARMUP_STEPS + STEPS):
+        started = time.process_time_ns() - time.thread_time_ns()
+        behind = clock.time("schedule", scheduler.schedule)
+        output = random_output(step)
+        clock.time("channel_worker", _to_worker_and_back, wire, behind, output)
+        outputs = clock.time("update", scheduler.update, step, output)
+        clock.time("channel_ingress", _to_ingress, wire, outputs)
+        wire.ingress.receive(5.0)
+        whole.append(time.process_time_ns() - time.thread_time_ns() - started)
+        step = behind
+    wire.close()
+    figures = clock.medians_us()
+    figures["channel_threads"] = statistics.median(whole[WARMUP_STEPS:]) / 1e3
+    figures["total"] = sum(figures.values())
+    return figures
+
+
+def _to_worker_and_back(wire: Wire, step: ScheduledStep, output: ModelRunnerOutput) -> None:
+    wire.workers.send(b"worker", step.plan)
+    wire.worker.receive(5.0)
+    wire.worker.send(output)
+    list(wire.workers.receive(5.0))
+
+
+def _to_ingress(wire: Wire, outputs: dict[bytes, Any]) -> None:
+    for client, told in outputs.items():
+        wire.ingresses.send(client, EngineCoreOutputs(0, told, time.monotonic(), seq=1))
+
+
+class ZeroModel:
+    """Zeros as hidden states, and logits of eight tokens."""
+
+    config = None
+    vocab_size = 8
+
+    def __call__(self, batch: Any, _intermediate: Any) -> torch.Tensor:
+        return torch.empty(batch.num_tokens, 1)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(hidden.shape[0], 8)
+
+    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.zeros(hidden.shape[0], dtype=torch.int64)
+        return tokens, tokens.float()
+
+
+def worker_side(rows: int, context: int) -> dict[str, float]:
+    """Microseconds of a step on a worker whose model costs nothing."""
+    mesh = Mesh(0, 0, SoloGroup(), SoloGroup(), SoloGroup())
+    runner = ModelRunner(ZeroModel(), mesh, _SCHEDULER, _CACHE, MAX_MODEL_LEN, torch.device("cpu"))
+    scheduler, clock = new_scheduler(rows, context), Clock()
+    _admit(scheduler, runner)
+    for _ in range(WARMUP_STEPS + STEPS):
+        step = scheduler.schedule()
+        assert step is not None
+        output = clock.time("worker", _run, runner, step.plan)
+        scheduler.update(step, output)
+    return clock.medians_us()
+
+
+def _admit(scheduler: Scheduler, runner: ModelRunner) -> None:
+    """Slots are taken one by one: the prompts of all rows at once are no step that anybody runs."""
+    step = scheduler.schedule()
+    assert step is not None
+    for row, start, count in zip(
+        step.plan.new_rows, step.plan.starts, step.plan.num_tokens, strict=True
+    ):
+        _run(runner, _admission(row, start, count))
+    scheduler.update(step, random_output(step))
+
+
+def _admission(row: NewRow, start: int, count: int) -> SchedulerOutput:
+    return SchedulerOutput(
+        0, new_rows=[row], slots=[row.slot], starts=[start], num_tokens=[count], samples=[True]
+    )
+
+
+def _run(runner: ModelRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
+    output = runner.execute_model(plan)
+    assert output is not None
+    return output.get_output()
+
+
+class Stopwatch:
+    """Wall time inside of calls, by the clock of whoever is in them."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter_ns()
+            result = call(*args, **kwargs)
+            self.ns += time.perf_counter_ns() - started
+            return result
+
+        return timed
+
+
+def floor(model: str, tokens: int = 512) -> dict[str, float]:
+    """Microseconds of wall time of a step with one row in `LLM`, and all of them but the model and
+    the sampler."""
+    with LLM(model) as llm:
+        runner = llm._core.executor._worker.runner  # type: ignore[attr-defined]
+        watch = Stopwatch()
+        runner._forward = watch.around(runner._forward)
+        runner.model.most_likely = watch.around(runner.model.most_likely)
+        wish = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        steps, rests = [], []
+        for _ in range(5):
+            watch.ns, started = 0, time.perf_counter_ns()
+            llm.generate([[5, 6, 7]], wish)
+            elapsed = time.perf_counter_ns() - started
+            steps.append(elapsed / tokens / 1e3)
+            rests.append((elapsed - watch.ns) / tokens / 1e3)
+    return {"step": min(steps[1:]), "rest": statistics.median(rests[1:])}
+
+
+def measure() -> dict[str, float]:
+    """`engine.ROWS.CONTEXT.PART`, `worker.ROWS.CONTEXT`, `floor.PART`, all in microseconds."""
+    torch.set_num_threads(1)
+    figures: dict[str, float] = {}
+    for rows in ROWS:
+        for context in CONTEXTS:
+            for part, us in engine_side(rows, context).items():
+                figures[f"engine.{rows}.{context}.{part}"] = us
+    for rows in (1, *ROWS):
+        for context in CONTEXTS:
+            figures[f"worker.{rows}.{context}"] = worker_side(rows, context)["worker"]
+    return figures
+
+
+def main() -> None:
+    for name, us in measure().items():
+        print(f"{name:36} {us:9.1f} us")
+
+
+if __name__ == "__main__":
+    main()

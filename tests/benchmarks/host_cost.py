@@ -1,0 +1,58 @@
+"""What the host does for a step and for a token, with no model behind it."""
+
+from __future__ import annotations
+
+from tests.benchmarks.case import Case, Measured, Setup
+from tests.benchmarks.results import Figure
+from tests.benchmarks.turns import OURS, Turns
+from tests.benchmarks.worker import Worker
+
+_TOKENS = "tokens"
+_MAX_STEP_US = 1500.0
+_MAX_TOKEN_US = 20.0
+_LINEAR = 1.15
+"""Four times the rows may cost this much more than four times as much; and a longer context this
+much more than a short one: both would be 1 without noise."""
+
+
+def run(setup: Setup) -> Measured:
+    workers = [
+        Worker(OURS, "function.py", ["tests.benchmarks.host", "measure"], setup),
+        Worker(_TOKENS, "function.py", ["tests.benchmarks.tokens", "measure_tokens"], setup),
+    ]
+    with Turns(workers) as turns:
+        rounds = turns.take(setup.repeats, Worker.turn)
+
+    def step_us(rows: int, context: int) -> list[float]:
+        return rounds.series(OURS, f"engine.{rows}.{context}.total")
+
+    figures = [
+        Figure("host us/step, 256 rows, 2048 context", step_us(256, 2048), at_most=_MAX_STEP_US),
+        Figure(
+            "host us/step, 256 rows, 8000 context",
+            step_us(256, 8000),
+            "128 context",
+            step_us(256, 128),
+            at_most=_LINEAR,
+        ),
+        Figure(
+            "host us/step, 256 rows",
+            step_us(256, 2048),
+            "4 x 64 rows",
+            [4 * us for us in step_us(64, 2048)],
+            at_most=_LINEAR,
+        ),
+    ]
+    figures += [
+        Figure(f"text and SSE us/token, {name}", series, at_most=_MAX_TOKEN_US)
+        for name, series in rounds.all_series(_TOKENS).items()
+        if "streams" in name
+    ]
+    figures += [
+        Figure(f"worker's host us/step, {rows} rows", rounds.series(OURS, f"worker.{rows}.2048"))
+        for rows in (1, 64, 256)
+    ]
+    return Measured(figures, turns.troubles)
+
+
+CASES = {"host": Case("host cost of a step and of a token, no model", run)}

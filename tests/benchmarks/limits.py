@@ -1,0 +1,97 @@
+"""How fast a batch could be: its matrix products alone, and its bytes at the memory's rate.
+
+    time of a step = products of its tokens and of its drawn rows, each as one `F.linear`
+                   + bytes of KV that its rows read and write, at the measured memory rate
+
+A step of a single token does not reach the processor's arithmetic: there the weights' bytes at
+that rate take the products' place. Which steps there are is what our scheduler decides.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from tests.benchmarks.models import FLOAT_BYTES, Shape
+from tests.benchmarks.steps import Step
+
+_PROBE_BYTES = 512 * 2**20
+"""Far more than any cache holds."""
+_PROBES, _PASSES = 4, 8
+_LEAST_S = 0.3
+"""A product is repeated for this long, and at least twice."""
+
+
+def memory_rate() -> float:
+    """Bytes a second that all cores together read: the best of several passes over several buffers.
+
+    Pages differ: where a virtual machine's memory lies decides about a factor of two.
+    """
+    best = float("inf")
+    for _ in range(_PROBES):
+        buffer = torch.ones(_PROBE_BYTES // FLOAT_BYTES)
+        best = min(best, *(_timed(buffer.sum) for _ in range(_PASSES)))
+    return _PROBE_BYTES / best
+
+
+class Products:
+    """The matrix products of a model, with weights of their own for each layer."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        hidden, kv = shape.hidden, shape.kv_heads * shape.head_dim
+        sizes = (
+            (hidden + 2 * kv, hidden),
+            (hidden, hidden),
+            (2 * shape.intermediate, hidden),
+            (hidden, shape.intermediate),
+        )
+        self._layers = [[torch.randn(size) for size in sizes] for _ in range(shape.layers)]
+        self._head = torch.randn(shape.vocab_size, hidden)
+
+    @torch.inference_mode()
+    def seconds(self, tokens: int, drawn: int) -> float:
+        """Of one step, the median of several."""
+        widths = (self.shape.hidden, self.shape.intermediate)
+        inputs = {width: torch.randn(tokens, width) for width in widths}
+        last = torch.randn(drawn, self.shape.hidden)
+
+        def run() -> None:
+            for layer in self._layers:
+                for weight in layer:
+                    F.linear(inputs[weight.shape[1]], weight)
+            if drawn:
+                F.linear(last, self._head)
+
+        return _median(run)
+
+
+def batch_seconds(shape: Shape, products: Products, made: list[Step], rate: float) -> float:
+    """The least time of all these steps."""
+    seconds = sum(step.positions for step in made) * shape.kv_bytes / rate
+    kinds = Counter((step.tokens, step.drawn) for step in made)
+    for (tokens, drawn), count in kinds.items():
+        alone = tokens == 1
+        one = shape.weight_bytes / rate if alone else products.seconds(tokens, drawn)
+        seconds += count * one
+    return seconds
+
+
+def _median(run: Callable[[], object]) -> float:
+    spent = [_timed(run)]
+    started = time.perf_counter()
+    spent = [_timed(run) for _ in range(2)] if spent[0] > _LEAST_S else []
+    while time.perf_counter() - started < _LEAST_S:
+        spent.append(_timed(run))
+    return statistics.median(spent)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started

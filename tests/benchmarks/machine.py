@@ -1,0 +1,59 @@
+"""Where and of what a measurement was made."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_VECTORS = ("avx2", "avx512f", "amx_tile", "asimd", "sve")
+_PACKAGES = ("torch", "ray", "transformers")
+
+
+def machine() -> dict[str, str]:
+    """The processor and what it can do."""
+    text = _read("/proc/cpuinfo")
+    model = re.search(r"model name\s*:\s*(.+)", text)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    known = set(flags[1].split()) if flags else set()
+    return {
+        "processor": model[1].strip() if model else platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "vectors": " ".join(name for name in _VECTORS if name in known),
+        "last cache": _read("/sys/devices/system/cpu/cpu0/cache/index3/size").strip(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what we stand on."""
+    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+
+
+def version_in(interpreter: str, package: str) -> str:
+    """The version of a distribution that another interpreter has; empty if it has none."""
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    run = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=False)
+    return run.stdout.strip()
+
+
+def today() -> str:
+    return datetime.date.today().isoformat()
+
+
+def commit() -> str:
+    """Of the checkout; `+` behind it: with changes. Empty outside of one."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
+    run = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return run.stdout.strip()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

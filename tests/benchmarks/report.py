@@ -1,0 +1,101 @@
+"""Results as tables: in the terminal, and between the markers of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+
+from swell.cluster.cli.console import print_table
+from tests.benchmarks.results import Figure, Results
+
+HEAD = ("case", "what", "swell", "against", "theirs", "ratio", "spread", "target", "")
+START, END = "<!-- bench -->\n", "<!-- end -->"
+_MARKS = {None: "", True: "met", False: "MISSED"}
+
+
+def rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """One for each figure, under the head."""
+    for name, result in results.items():
+        for figure in result.figures:
+            yield name, *_cells(figure)
+
+
+def _cells(figure: Figure) -> tuple[str, ...]:
+    compared = figure.compared
+    spread = f"{number(compared.low)} .. {number(compared.high)}" if len(figure.ours) > 1 else ""
+    return (
+        figure.what,
+        number(median(figure.ours)),
+        figure.against,
+        number(median(figure.theirs)) if figure.theirs else "",
+        number(compared.median) if figure.against else "",
+        spread,
+        target(figure),
+        _MARKS[figure.met],
+    )
+
+
+def target(figure: Figure) -> str:
+    """Of the ratio if there is a reference, else of the number itself."""
+    if figure.at_least is not None:
+        return f">= {number(figure.at_least)}"
+    return f"<= {number(figure.at_most)}" if figure.at_most is not None else ""
+
+
+def number(value: float) -> str:
+    """Three digits that count, and no exponents."""
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}".replace(",", " ")
+    return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 else 4}f}"
+
+
+def show(results: Results) -> None:
+    print_table("", HEAD, rows(results), left=2)
+    for name, result in results.items():
+        for trouble in result.troubles:
+            print(f"{name}: {trouble}")
+
+
+def markdown(results: Results) -> str:
+    """Circumstances, then the table."""
+    lines = [*circumstances(results), "", _line(HEAD)]
+    lines.append(_line(["---", "---", "---:", "---", *["---:"] * 4, "---"]))
+    lines += [_line(row) for row in rows(results)]
+    for name, result in results.items():
+        lines += ["", *(f"{name}: {trouble}" for trouble in result.troubles)]
+    return "\n".join(lines).rstrip()
+
+
+def circumstances(results: Results) -> list[str]:
+    """A line for each machine, one for the peers, and one for each date and commit."""
+    lines = [*dict.fromkeys(_listed({**r.machine, **r.versions}) for r in results.values())]
+    peers: dict[str, str] = {}
+    for result in results.values():
+        peers |= result.peers
+    if peers:
+        lines.append(f"against {_listed(peers)}")
+    when: dict[str, list[str]] = {}
+    for name, result in results.items():
+        rounds = f"{result.date}, commit {result.commit or 'unknown'}, {result.repeats} rounds"
+        when.setdefault(rounds, []).append(name)
+    lines += [f"{rounds}: {', '.join(names)}" for rounds, names in when.items()]
+    return [f"- {line}" for line in lines]
+
+
+def _listed(facts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items() if value)
+
+
+def write_markdown(path: Path, results: Results) -> None:
+    """Put the table between the markers of a page. Raises ValueError without them."""
+    head, start, rest = path.read_text().partition(START)
+    _old, end, tail = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"{path} has no {START.strip()!r} followed by {END!r}")
+    path.write_text(f"{head}{start}{markdown(results)}\n{end}{tail}")
+
+
+def _line(cells: tuple[str, ...] | list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

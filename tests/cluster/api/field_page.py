@@ -1,0 +1,94 @@
+"""Writes `docs/fields.md` from the code: `python -m tests.cluster.api.field_page`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.api.completions.protocol import CompletionRequest
+from swell.cluster.api.responses.protocol import ResponsesRequest
+from swell.cluster.api.sampling_fields import FORMS
+from swell.cluster.text.schema.request_body import RequestBody
+from tests.cluster.api.field_lists import ROUTES, SERVERS
+from tests.cluster.api.test_request_fields import EFFECTIVE, without_effect
+
+PAGE = Path(__file__).parents[3] / "docs" / "fields.md"
+KINDS: dict[str, type[RequestBody]] = {
+    "chat": ChatCompletionRequest,
+    "completions": CompletionRequest,
+    "responses": ResponsesRequest,
+}
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+}
+MEANS = {
+    **{name: f"structured_outputs.{form}" for name, form in FORMS.items()},
+    "max_completion_tokens": "max_tokens",
+}
+HEAD = """# Fields of other servers
+
+Every field at the top of the request bodies of OpenAI, vLLM and SGLang, and what Swell does with
+it. This page is made from the code by `python -m tests.cluster.api.field_page`, and
+`tests/cluster/api/test_field_page.py` tries each row.
+
+- *served*: it does what its name says ([requests.md](requests.md)).
+- *means*: another name of a field of ours; both together are a 400.
+- *taken*: any value; it changes nothing in the answer.
+- *refused*: a 400 that names it, unless its value asks for nothing: those that are shown, or null.
+
+`null` is taken for every field that is not required, and says nothing. A name that is in no list is
+a 400, or ignored with a warning (`serve.unknown_fields`). In messages, content parts, calls, items
+and tools unknown fields are ignored.
+"""
+
+
+def names(route: str) -> list[str]:
+    return sorted(set().union(*(fields[route] for fields in SERVERS.values())))
+
+
+def does(route: str, name: str) -> tuple[str, Any]:
+    """What becomes of a field: served, means, taken or refused; with the field that it means, or
+    the values that are not refused. Raises KeyError for what is not known."""
+    kind = KINDS[route]
+    table, own = kind.ECOSYSTEM, name in kind.__struct_fields__
+    if name in table.means:
+        return "means", table.means[name]
+    if name in table.taken:
+        return "taken", None
+    if name in table.neutral or name in kind.NOT_SERVED:
+        return "refused", {**table.neutral, **kind.NOT_SERVED}[name]
+    if own and name in without_effect(kind.__name__):
+        return "taken", None
+    if own and name in EFFECTIVE[kind.__name__].split():
+        meant = MEANS.get(name)
+        return ("means", meant) if meant else ("served", None)
+    raise KeyError(f"{route}: {name}")
+
+
+def told(route: str, name: str) -> str:
+    what, of = does(route, name)
+    if what == "means":
+        return f"means `{of}`"
+    if what != "refused":
+        return what
+    values = ", ".join(f"`{json.dumps(value)}`" for value in of)
+    return f"refused, but for {values}" if values else "refused"
+
+
+def page() -> str:
+    lines = [HEAD]
+    for route in ROUTES:
+        lines += [f"## `{PATHS[route]}`", "", "| field | of | Swell |", "|---|---|---|"]
+        for name in names(route):
+            servers = ", ".join(server for server, f in SERVERS.items() if name in f[route])
+            lines.append(f"| `{name}` | {servers} | {told(route, name)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

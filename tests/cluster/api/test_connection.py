@@ -1,0 +1,358 @@
+"""What a connection may cost: clients that send too much, too slowly, or too many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from swell.cluster.api.server.connection import HEAD_BYTES, HEADERS, URL_BYTES, ConnectionLimits
+from swell.cluster.api.server.http_server import EdgeServer
+
+MIB = 1 << 20
+QUICK = ConnectionLimits(connections=8, head_timeout_s=0.3, transfer_timeout_s=0.3)
+PATIENT = ConnectionLimits(connections=8, head_timeout_s=30, transfer_timeout_s=30)
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
+
+
+async def _root(request: Request) -> JSONResponse:
+    return JSONResponse("ok")
+
+
+async def _echo(request: Request) -> JSONResponse:
+    return JSONResponse(len(await request.body()))
+
+
+async def _refused(request: Request) -> JSONResponse:
+    """Without a look at its body."""
+    return JSONResponse("who are you?", 401)
+
+
+async def _slow(request: Request) -> JSONResponse:
+    await request.body()
+    await asyncio.sleep(1.0)
+    return JSONResponse("done")
+
+
+APP = Starlette(
+    routes=[
+        Route("/", _root),
+        Route("/echo", _echo, methods=["POST"]),
+        Route("/refused", _refused, methods=["POST"]),
+        Route("/slow", _slow, methods=["POST"]),
+    ]
+)
+
+
+class Wire:
+    """A client that sends what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def send(self, data: bytes) -> None:
+        """A server may close meanwhile: what it said is read all the same."""
+        with contextlib.suppress(ConnectionError):
+            for start in range(0, len(data), 1 << 16):
+                self._writer.write(data[start : start + (1 << 16)])
+                await self._writer.drain()
+
+    async def answer(self) -> tuple[int, Any]:
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        (length,) = (
+            int(line.split(b":")[1])
+            for line in head.lower().split(b"\r\n")
+            if line.startswith(b"content-length")
+        )
+        body = await self._reader.readexactly(length)
+        return int(head.split(b" ")[1]), json.loads(body)
+
+    async def is_closed(self) -> bool:
+        """Whether the server closes within the test's patience."""
+        with contextlib.suppress(ConnectionError):
+            while await self._reader.read(1 << 16):
+                pass
+        return True
+
+
+class Server:
+    def __init__(self, edge: EdgeServer) -> None:
+        self.edge = edge
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def connect(self) -> Wire:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.edge.port)
+        self._writers.append(writer)
+        return Wire(reader, writer)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def served(limits: ConnectionLimits) -> AsyncIterator[Server]:
+    edge = EdgeServer(APP, "127.0.0.1", 0, 1, limits)
+    await edge.start()
+    server = Server(edge)
+    try:
+        async with asyncio.timeout(60):
+            yield server
+    finally:
+        server.close()
+        await edge.stop()
+
+
+HEADS = {
+    "a long header": (GET + b"x: " + b"a" * (4 * MIB), 431),
+    "many headers": (GET + b"a: b\r\n" * (HEADERS + 1) + b"\r\n", 431),
+    "many small headers without end": (GET + b"a:\r\n" * MIB, 431),
+    "a long URL": (b"GET /" + b"a" * (URL_BYTES + 1) + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
+    "a URL without end": (b"GET /" + b"a" * (4 * MIB), 414),
+    "a long trailer": (
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nt: " + b"a" * (4 * MIB),
+        431,
+    ),
+    "a long chunk extension": (
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * (4 * MIB),
+        431,
+    ),
+    "tiny chunks": (POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 300_000, 400),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_more_than_a_head_may_have_is_refused_while_it_comes(name: str) -> None:
+    data, status = HEADS[name]
+
+    async def ask() -> None:
+        async with served(PATIENT) as server:
+            wire = await server.connect()
+            sending = asyncio.create_task(wire.send(data))
+            told, body = await wire.answer()
+            assert told == status and body["error"]["message"]
+            assert await wire.is_closed()
+            await sending
+            other = await server.connect()
+            await other.send(GET + b"\r\n")
+            assert await other.answer() == (200, "ok")
+
+    asyncio.run(ask())
+
+
+def test_heads_below_the_limits_pass() -> None:
+    async def ask() -> None:
+        async with served(PATIENT) as server:
+            wire = await server.connect()
+            await wire.send(b"GET /?" + b"a" * (URL_BYTES - 10) + b" HTTP/1.1\r\nHost: x\r\n")
+            await wire.send(b"x: " + b"a" * (HEAD_BYTES // 2) + b"\r\n" + b"a: b\r\n" * 200)
+            await wire.send(b"\r\n")
+            assert await wire.answer() == (200, "ok")
+            await wire.send(POST + b"Content-Length: %d\r\n\r\n" % MIB + b"a" * MIB)
+            assert await wire.answer() == (200, MIB)
+            chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in [b"a" * 500] * 2000)
+            await wire.send(POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+            assert await wire.answer() == (200, 1_000_000)
+
+    asyncio.run(ask())
+
+
+HALVES = {
+    "nothing": b"",
+    "half a line": b"GET / HT",
+    "half a head": GET,
+    "half a body": POST + b"Content-Length: 100\r\n\r\n" + b"a" * 50,
+    "half a chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nff\r\naaa",
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_a_request_is_closed_at_its_deadline(name: str) -> None:
+    async def ask() -> None:
+        async with served(QUICK) as server:
+            wire = await server.connect()
+            await wire.send(HALVES[name])
+            status, body = await wire.answer()
+            assert (status, body["error"]["code"]) == (408, "request_timeout")
+            assert await wire.is_closed()
+
+    asyncio.run(ask())
+
+
+def test_a_body_that_drips_is_closed_though_it_never_stops() -> None:
+    async def ask() -> None:
+        async with served(QUICK) as server:
+            wire = await server.connect()
+            await wire.send(POST + b"Content-Length: 100000\r\n\r\n")
+
+            async def drip() -> None:
+                while True:
+                    await wire.send(b"a")
+                    await asyncio.sleep(0.02)
+
+            dripping = asyncio.create_task(drip())
+            status, _ = await wire.answer()
+            dripping.cancel()
+            assert status == 408
+
+    asyncio.run(ask())
+
+
+def test_an_answer_that_takes_long_is_not_cut_off() -> None:
+    """Nor by blank lines behind the request, nor by the next request's beginning."""
+
+    async def ask(behind: bytes) -> None:
+        async with served(QUICK) as server:
+            wire = await server.connect()
+            head = b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+            await wire.send(head + behind)
+            assert await wire.answer() == (200, "done")
+
+    asyncio.run(ask(b""))
+    asyncio.run(ask(b"\r\n\r\n"))
+
+
+def test_a_kept_connection_has_time_between_requests_and_none_within() -> None:
+    async def ask() -> None:
+        async with served(QUICK) as server:
+            wire = await server.connect()
+            await wire.send(GET + b"\r\n")
+            assert await wire.answer() == (200, "ok")
+            await asyncio.sleep(3 * QUICK.head_timeout_s)
+            await wire.send(GET + b"\r\n")
+            assert await wire.answer() == (200, "ok")
+            await wire.send(GET)
+            assert (await wire.answer())[0] == 408
+
+    asyncio.run(ask())
+
+
+def test_connections_beyond_the_limit_are_refused_and_room_comes_back() -> None:
+    async def ask() -> None:
+        async with served(PATIENT) as server:
+            held = [await server.connect() for _ in range(PATIENT.connections)]
+            for wire in held:
+                await wire.send(GET + b"\r\n")
+                assert await wire.answer() == (200, "ok")
+            late = [await server.connect() for _ in range(20)]
+            for wire in late:
+                status, body = await wire.answer()
+                assert (status, body["error"]["code"]) == (503, "too_many_connections")
+                assert "serve.max_connections=8" in body["error"]["message"]
+            held[0]._writer.close()
+            await held[0]._writer.wait_closed()
+            while True:
+                wire = await server.connect()
+                await wire.send(GET + b"\r\n")
+                status, _ = await wire.answer()
+                if status == 200:
+                    break
+
+    asyncio.run(ask())
+
+
+def test_who_is_refused_before_the_body_reads_why_though_more_comes() -> None:
+    async def ask() -> None:
+        async with served(PATIENT) as server:
+            wire = await server.connect()
+            head = b"POST /refused HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            sending = asyncio.create_task(wire.send(head % (64 * MIB) + b"a" * (8 * MIB)))
+            assert await wire.answer() == (401, "who are you?")
+            assert await wire.is_closed(), "what is still to come is nobody's"
+            await sending
+
+    asyncio.run(ask())
+
+
+def test_many_requests_at_once_on_one_connection_are_not_parsed_to_their_end() -> None:
+    async def ask() -> None:
+        async with served(PATIENT) as server:
+            wire = await server.connect()
+            await wire.send((GET + b"\r\n") * 10)
+            for _ in range(10):
+                assert await wire.answer() == (200, "ok")
+            await wire.send((GET + b"\r\n") * 100_000)
+            assert await wire.is_closed()
+
+    asyncio.run(ask())
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+BODIES = {
+    "short": (b"Content-Length: 5\r\n\r\n", b"hello", 5),
+    "long": (b"Content-Length: 90000\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n" * 5000, 90_000),
+    "chunked": (b"Transfer-Encoding: chunked\r\n\r\n", b"5\r\nhello\r\n0\r\n\r\n", 5),
+    "empty": (b"Content-Length: 0\r\n\r\n", b"", 0),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("apart", [False, True])
+def test_who_offers_another_protocol_is_answered_in_this_one(name: str, apart: bool) -> None:
+    """As Java's client does. Its body is a body: never the next request."""
+    framing, body, size = BODIES[name]
+
+    async def ask() -> None:
+        async with served(PATIENT) as server:
+            wire = await server.connect()
+            for _ in range(2):
+                await wire.send(POST + UPGRADE + framing + (b"" if apart else body))
+                if apart:
+                    await asyncio.sleep(0.05)
+                    await wire.send(body)
+                assert await wire.answer() == (200, size)
+            await wire.send(GET + UPGRADE + b"\r\n" + GET + b"\r\n")
+            assert [await wire.answer(), await wire.answer()] == [(200, "ok")] * 2
+
+    asyncio.run(ask())
+
+
+def test_who_takes_nothing_of_an_answer_is_cut_off() -> None:
+    async def ask() -> None:
+        async with served(QUICK) as server:
+            gone = asyncio.Event()
+
+            async def endless(scope: Any, receive: Any, send: Any) -> None:
+                start = {"type": "http.response.start", "status": 200, "headers": []}
+                await send(start)
+                while (await _soon(receive()))["type"] != "http.disconnect":
+                    part = {"type": "http.response.body", "body": b"a" * MIB, "more_body": True}
+                    await send(part)
+                gone.set()
+
+            async def _soon(message: Any) -> Any:
+                try:
+                    return await asyncio.wait_for(message, 0.001)
+                except TimeoutError:
+                    return {"type": "none"}
+
+            server.edge._server.config.loaded_app = endless
+            wire = await server.connect()
+            await wire.send(GET + b"\r\n")
+            await gone.wait()
+
+    asyncio.run(ask())
+
+
+def test_no_more_connections_than_there_are_file_descriptors() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ConnectionLimits(connections=hard * 2, head_timeout_s=1, transfer_timeout_s=1)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        limits = wanted.within_descriptors()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert 0 < limits.connections < soft == hard
+        assert QUICK.within_descriptors() == QUICK
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,0 +1,330 @@
+"""A client that has stopped sending may wait for its answer; one that has left is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import io
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from swell.cluster.api.server import half_close
+from tests.cluster.fake_cluster import ENDLESS, FakeCluster, FakeEngine, body, truth, until
+from tests.cluster.text import tokenizers_for_tests
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+LONG = 500
+"""Tokens: more than are allowed meanwhile."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(params=LOOPS)
+def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    """Both kinds of transports: Serve's replicas have uvloop's."""
+
+    def run(work: Coroutine[Any, Any, Any]) -> Any:
+        with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
+            return runner.run(work)
+
+    return run
+
+
+def post(payload: dict[str, Any], version: str = "1.1", **headers: str) -> bytes:
+    data = json.dumps(payload).encode()
+    lines = [f"POST /v1/completions HTTP/{version}", "Host: localhost"]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(data)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+class Peer:
+    """One connection of a client."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes, *, stops: bool = True) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+        if stops:
+            self.writer.write_eof()
+
+    async def rest(self) -> bytes:
+        """All that comes until the server closes."""
+        async with asyncio.timeout(30):
+            return await self.reader.read()
+
+    async def leave(self) -> None:
+        self.writer.close()
+        await self.writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def connected(folder: Path, steps: int) -> AsyncIterator[tuple[FakeCluster, FakeEngine, Any]]:
+    async with FakeCluster(folder).serving() as cluster:
+        engine = await cluster.join(0, steps)
+        peers: list[Peer] = []
+
+        async def connect() -> Peer:
+            peers.append(Peer(*await asyncio.open_connection("127.0.0.1", cluster.edge.port)))
+            return peers[-1]
+
+        try:
+            yield cluster, engine, connect
+        finally:
+            for peer in peers:
+                peer.writer.close()
+
+
+class _Socket:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def makefile(self, *_: Any) -> io.BytesIO:
+        return io.BytesIO(self._data)
+
+
+def parsed(data: bytes) -> tuple[int, bytes]:
+    """Status and body, as Python's own client reads them: interim answers are skipped."""
+    answer = http.client.HTTPResponse(_Socket(data))  # type: ignore[arg-type]
+    answer.begin()
+    return answer.status, answer.read()
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_stops_sending_gets_its_answer(
+    folder: Path, run: Any, version: str, stream: bool
+) -> None:
+    """It comes some time after the end of what was sent."""
+    payload = body([5, 6], 8, stream=stream)
+
+    async def ask() -> bytes:
+        async with connected(folder, 0) as (_, engine, connect):
+            peer = await connect()
+            await peer.send(post(payload, version))
+            await until(lambda: engine.requests)
+            await asyncio.sleep(0.1)  # an end that was taken for leaving would be acted on by now
+            engine.allow()
+            data: bytes = await peer.rest()
+            assert engine.aborted == []
+            return data
+
+    data = run(ask())
+    assert data.startswith(b"HTTP/1.1 200 OK\r\n")
+    status, text = parsed(data)
+    assert status == 200
+    if stream:
+        assert text.endswith(b"data: [DONE]\n\n")
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith(b"data: {")]
+        ids = [id for event in events for one in event["choices"] for id in one["token_ids"]]
+    else:
+        ids = json.loads(text)["choices"][0]["token_ids"]
+    assert ids == truth([5, 6], 8)
+
+
+def test_short_routes_too(folder: Path, run: Any) -> None:
+    async def ask() -> bytes:
+        async with connected(folder, 0) as (_, _, connect):
+            peer = await connect()
+            await peer.send(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            return await peer.rest()  # type: ignore[no-any-return]
+
+    status, text = parsed(run(ask()))
+    assert (status, json.loads(text)["data"][0]["id"]) == (200, "fake")
+
+
+def test_all_requests_on_the_connection_are_answered_but_one_that_is_cut_off(
+    folder: Path, run: Any
+) -> None:
+    payload = body([5, 6], 4)
+
+    async def ask() -> tuple[bytes, int]:
+        async with connected(folder, 0) as (_, engine, connect):
+            peer = await connect()
+            await peer.send(post(payload) * 2 + post(payload)[:-3])
+            await until(lambda: engine.requests)
+            engine.allow()
+            data = await peer.rest()
+            return data, len(engine.arrived)
+
+    data, arrived = run(ask())
+    assert data.count(b"HTTP/1.1 200 OK\r\n") == arrived == 2
+    assert data.count(b'"finish_reason":"length"') == 2
+
+
+def test_who_waits_long_is_asked_whether_it_is_there(folder: Path, run: Any) -> None:
+    """By an interim answer, which says nothing and is skipped."""
+    payload = body([5, 6], 4)
+
+    async def ask() -> bytes:
+        async with connected(folder, 0) as (_, engine, connect):
+            peer = await connect()
+            await peer.send(post(payload))
+            async with asyncio.timeout(30):
+                interim = await peer.reader.readuntil(b"\r\n\r\n")
+            assert engine.aborted == []
+            engine.allow()
+            return interim + await peer.rest()
+
+    data = run(ask())
+    assert data.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+    status, text = parsed(data)
+    assert (status, json.loads(text)["choices"][0]["token_ids"]) == (200, truth([5, 6], 4))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_who_has_left_is_noticed_before_there_is_an_answer(
+    folder: Path, run: Any, stream: bool
+) -> None:
+    async def ask() -> None:
+        async with connected(folder, 0) as (_, engine, connect):
+            peer = await connect()
+            await peer.send(post(body([5, 6], LONG, stream=stream)), stops=False)
+            await until(lambda: engine.requests)
+            await peer.leave()
+            await until(lambda: engine.aborted)
+            await until(lambda: not engine.requests)
+
+    run(ask())
+
+
+def test_who_leaves_in_a_stream_is_noticed_by_what_is_written(folder: Path, run: Any) -> None:
+    async def ask() -> None:
+        async with connected(folder, 2) as (_, engine, connect):
+            peer = await connect()
+            await peer.send(post(body([5, 6], LONG, stream=True)))
+            await peer.reader.readuntil(b"data: ")
+            await peer.leave()
+            engine.allow(2)
+            await until(lambda: engine.aborted)
+            assert len(engine.arrived) == 1
+
+    run(ask())
+
+
+def test_who_leaves_a_stream_that_has_stopped_is_noticed(folder: Path, run: Any) -> None:
+    """Nothing would be written to it; who stays reads past the comment."""
+
+    async def ask() -> bytes:
+        async with connected(folder, 1) as (_, engine, connect):
+            gone, stays = await connect(), await connect()
+            await gone.send(post(body([5, 6], LONG, stream=True)))
+            await gone.reader.readuntil(b"data: ")
+            await gone.leave()
+            engine.allow(1)
+            await stays.send(post(body([5, 6], 2, stream=True)))
+            await stays.reader.readuntil(b":\n\n")
+            await until(lambda: engine.aborted)
+            engine.allow()
+            return await stays.rest()  # type: ignore[no-any-return]
+
+    assert run(ask()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_who_leaves_with_several_requests_ends_them_all(folder: Path, run: Any) -> None:
+    """Also the one that is being answered, behind which others wait."""
+
+    async def ask() -> None:
+        async with connected(folder, 0) as (cluster, engine, connect):
+            peer = await connect()
+            await peer.send(post(body([5, 6], 2)) + post(body([5, 6], LONG)) * 2, stops=False)
+            engine.allow(2)
+            await peer.reader.readuntil(b'"usage"')
+            await until(lambda: len(engine.arrived) == 2)
+            await peer.leave()
+            await until(lambda: engine.aborted)
+            await until(lambda: not cluster.edge._server.server_state.tasks)
+
+    run(ask())
+
+
+def test_a_client_of_the_first_protocol_that_has_left_is_noticed(
+    folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HTTP/1.0 has no interim answers: the kernel asks the other one."""
+    monkeypatch.setattr(half_close, "KEEPALIVE_S", 1)
+
+    async def ask() -> None:
+        async with connected(folder, 0) as (_, engine, connect):
+            peer = await connect()
+            # The client's kernel forgets the connection after a second, not after a minute.
+            found = peer.writer.get_extra_info("socket")
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, 1)
+            await peer.send(post(body([5, 6], LONG), "1.0"), stops=False)
+            await until(lambda: engine.requests)
+            await peer.leave()
+            await until(lambda: engine.aborted)
+
+    run(ask())
+
+
+@pytest.mark.parametrize("cut", [-1, 40], ids=["in the body", "in the head"])
+def test_a_request_that_is_cut_off_reaches_no_engine(folder: Path, run: Any, cut: int) -> None:
+    async def ask() -> None:
+        async with connected(folder, 0) as (cluster, engine, connect):
+            peer = await connect()
+            await peer.send(post(body([5, 6], 4))[:cut])
+            await peer.rest()
+            assert (await cluster.client.get("/health")).status_code == 200
+            assert engine.arrived == []
+
+    run(ask())
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_stream_to_a_client_of_the_first_protocol_has_no_chunks(
+    folder: Path, run: Any, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with the connection; what is written to a client that has stopped sending, too."""
+    monkeypatch.setattr(half_close, "PROBE_S", 0.01)
+
+    async def ask() -> bytes:
+        async with connected(folder, 2) as (_, engine, connect):
+            peer = await connect()
+            wish = post(body([5, 6], 4, stream=True), "1.0", Expect="100-continue")
+            await peer.send(wish, stops=stops)
+            start = await peer.reader.readuntil(b"data: ")
+            if stops:
+                start += await peer.reader.readuntil(b":\n\n")
+            engine.allow()
+            data: bytes = start + await peer.rest()
+            return data
+
+    head, _, text = run(ask()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"transfer-encoding" not in head
+    lines = {line.partition(b":")[0] for line in text.split(b"\n")}
+    assert lines == {b"data", b""}
+    assert text.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_only_the_second_protocol_is_told_to_go_on(folder: Path, run: Any, version: str) -> None:
+    """`Expect: 100-continue` of HTTP/1.0 means nothing (RFC 9110, 10.1.1)."""
+
+    async def ask() -> bytes:
+        async with connected(folder, ENDLESS) as (_, _, connect):
+            peer = await connect()
+            await peer.send(post(body([5, 6], 2), version, Expect="100-continue"))
+            data: bytes = await peer.rest()
+            return data
+
+    data = run(ask())
+    assert data.startswith(b"HTTP/1.1 100 ") == (version == "1.1")
+    assert parsed(data)[0] == 200

@@ -1,0 +1,331 @@
+"""The whole route without Ray and without a model: HTTP, ingress, channel, engines, and back.
+
+Engines compute with the fake worker, whose every token is a hash of the whole context before it,
+so that an answer which was continued wrongly by another engine cannot look right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import secrets
+import threading
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.server.http_server import EdgeServer
+from swell.cluster.client.links import EngineLinks
+from swell.configs.schema import load
+from swell.coordinator.channel import make_keys
+from swell.coordinator.ports import free_port
+from swell.coordinator.service import CoordinatorService, Seat
+from swell.engine.core import EngineCore
+from swell.engine.executor import ExecutorLimits
+from swell.engine.server import EngineServer
+from swell.engine.wire import EngineCoreRequest
+from tests.cluster.text import tokenizers_for_tests
+from tests.engine.fake_worker import FakeExecutor, next_token
+
+MAX_MODEL_LEN = 600
+
+
+class SlowExecutor(FakeExecutor):
+    """Takes a moment for each step, so that something can happen meanwhile."""
+
+    def run_until(self, step: int):
+        threading.Event().wait(0.002)
+        return super().run_until(step)
+
+
+class Building:
+    """A coordinator, engines on threads, one ingress with a real HTTP server."""
+
+    def __init__(self, folder: Path, **serve: object) -> None:
+        self.config = load(
+            {
+                "model": {"path": str(folder), "name": "fake"},
+                "cache": {"block_tokens": 4},
+                "scheduler": {"max_rows": 8, "policy": "priority"},
+                "serve": serve,
+                "cluster": {"heartbeat_s": 0.2},
+            }
+        )
+        self.seat = Seat(make_keys(), secrets.token_hex(8), free_port("127.0.0.1"))
+        self.coordinator = CoordinatorService(self.config.cluster, seat=self.seat)
+        self.engines: dict[int, EngineServer] = {}
+        self.threads: list[threading.Thread] = []
+        self.url = ""
+
+    def add_engine(self, rank: int) -> None:
+        core = EngineCore(self.config, SlowExecutor(600, 4), ExecutorLimits(600, MAX_MODEL_LEN, 50))
+        server = EngineServer(
+            self.config, rank, core, self.coordinator.keys, self.coordinator.address
+        )
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        self.engines[rank] = server
+        self.threads.append(thread)
+        self.coordinator.join([server.member], 10)
+
+    def remove_engine(self, rank: int) -> None:
+        self.coordinator.lose([rank])
+        self.engines[rank].stop()
+
+    def replace_coordinator(self) -> None:
+        """The next one is at the same place and knows nothing."""
+        self.coordinator.stop()
+        self.coordinator = CoordinatorService(self.config.cluster, seat=self.seat, recover=True)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[httpx.AsyncClient]:
+        manager = SimpleNamespace()
+        connect = partial(EngineLinks, self.coordinator.address, self.coordinator.keys)
+        ingress = Ingress(self.config, connect, manager)
+        await ingress.start()
+        edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
+        await edge.start()
+        try:
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{edge.port}", timeout=30
+            ) as client:
+                while not ingress.llm.active_ranks:
+                    await asyncio.sleep(0.01)
+                yield client
+        finally:
+            await edge.stop()
+            await ingress.stop()
+
+    def close(self) -> None:
+        for server in self.engines.values():
+            server.stop()
+        for thread in self.threads:
+            thread.join()
+        self.coordinator.stop()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def building(folder: Path, engines: int, **serve: object):
+    house = Building(folder, **serve)
+    try:
+        for rank in range(engines):
+            house.add_engine(rank)
+        yield house
+    finally:
+        house.close()
+
+
+def truth(prompt: list[int], count: int, seed: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, seed))
+    return tokens[len(prompt) :]
+
+
+def body(prompt: list[int], count: int, **extra: object) -> dict:
+    wish = {"model": "fake", "prompt": prompt, "max_tokens": count, "seed": 3}
+    return {**wish, "ignore_eos": True, "return_token_ids": True, **extra}
+
+
+async def read_stream(client: httpx.AsyncClient, wish: dict) -> list[int]:
+    ids: list[int] = []
+    async with client.stream("POST", "/v1/completions", json={**wish, "stream": True}) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                ids += json.loads(line[6:])["choices"][0]["token_ids"]
+    return ids
+
+
+def test_answers_go_on_when_their_engine_leaves(folder):
+    prompts = [[n, 2, 3, n] for n in range(6)]
+
+    async def ask(house: Building) -> tuple[list[list[int]], list[httpx.Response]]:
+        async with house.serving() as client:
+            streams = [asyncio.create_task(read_stream(client, body(p, 300))) for p in prompts]
+            wholes = [
+                asyncio.create_task(client.post("/v1/completions", json=body(p, 300)))
+                for p in prompts
+            ]
+            await asyncio.sleep(0.2)
+            house.add_engine(2)
+            await asyncio.to_thread(house.remove_engine, 0)
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(house.remove_engine, 1)
+            return await asyncio.gather(*streams), await asyncio.gather(*wholes)
+
+    with building(folder, 2) as house:
+        streams, wholes = asyncio.run(ask(house))
+    expected = [truth(prompt, 300, seed=3) for prompt in prompts]
+    assert streams == expected
+    assert [w.json()["choices"][0]["token_ids"] for w in wholes] == expected
+    assert [w.json()["usage"]["completion_tokens"] for w in wholes] == [300] * 6
+    moved = [w.headers["x-swell-engine"].split(",") for w in wholes]
+    assert all(ranks[-1] == "2" and len(ranks) >= 2 for ranks in moved)
+
+
+def test_answers_wait_for_an_engine_when_the_last_one_leaves(folder):
+    async def ask(house: Building) -> list[list[int]]:
+        async with house.serving() as client:
+            early = asyncio.create_task(read_stream(client, body([1, 2], 200)))
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(house.remove_engine, 0)
+            await asyncio.sleep(0.1)
+            late = asyncio.create_task(read_stream(client, body([1], 5)))
+            await asyncio.sleep(0.1)
+            assert not late.done()
+            house.add_engine(1)
+            return await asyncio.gather(early, late)
+
+    with building(folder, 1) as house:
+        early, late = asyncio.run(ask(house))
+    assert early == truth([1, 2], 200, seed=3)
+    assert late == truth([1], 5, seed=3)
+
+
+def test_a_coordinator_that_knows_nothing_learns_it_from_all_others(folder):
+    async def ask(house: Building) -> tuple[list[list[int]], list[int]]:
+        async with house.serving() as client:
+            before = house.coordinator.view().roster
+            streams = [asyncio.create_task(read_stream(client, body([n], 300))) for n in range(4)]
+            await asyncio.to_thread(house.replace_coordinator)
+            after = (await asyncio.to_thread(house.coordinator.view)).roster
+            assert after.epoch > before.epoch and after.members == before.members
+            await asyncio.to_thread(house.add_engine, 2)
+            await asyncio.to_thread(house.remove_engine, 0)
+            while 2 not in (await client.get("/ready")).json().get("engines", []):
+                await asyncio.sleep(0.01)
+            whole = await client.post("/v1/completions", json=body([9], 20, data_parallel_rank=2))
+            return await asyncio.gather(*streams), whole.json()["choices"][0]["token_ids"]
+
+    with building(folder, 2) as house:
+        streams, late = asyncio.run(ask(house))
+    assert streams == [truth([n], 300, seed=3) for n in range(4)]
+    assert late == truth([9], 20, seed=3)
+
+
+def test_two_ingresses_share_the_engines_without_crossing(folder):
+    prompts = [[n] for n in range(8)]
+
+    async def ask(house: Building) -> list[list[int]]:
+        async with house.serving() as one, house.serving() as two:
+            return await asyncio.gather(
+                *(read_stream((one, two)[n % 2], body(p, 60)) for n, p in enumerate(prompts))
+            )
+
+    with building(folder, 2) as house:
+        assert asyncio.run(ask(house)) == [truth(p, 60, seed=3) for p in prompts]
+
+
+def test_any_ingress_tells_what_all_have_counted(folder):
+    """Also of those that are gone, and of those that a restarted coordinator hears again."""
+
+    async def ended(client: httpx.AsyncClient) -> float:
+        text = (await client.get("/metrics")).text
+        line = r'^swell_request_success_total{finished_reason="length"} (\S+)$'
+        (count,) = re.findall(line, text, re.MULTILINE)
+        return float(count)
+
+    async def all_tell(count: int, *clients: httpx.AsyncClient) -> None:
+        async with asyncio.timeout(30):
+            while {await ended(client) for client in clients} != {count}:
+                await asyncio.sleep(0.02)
+
+    async def ask(house: Building) -> float:
+        async with house.serving() as one:
+            async with house.serving() as two:
+                for client in (one, two, two):
+                    await read_stream(client, body([1], 3))
+                await all_tell(3, one, two)
+                await asyncio.to_thread(house.replace_coordinator)
+                await read_stream(one, body([2], 3))
+                await all_tell(4, one, two)
+            async with house.serving() as three:
+                return await ended(three)
+
+    with building(folder, 1) as house:
+        assert asyncio.run(ask(house)) == 4
+
+
+def test_everything_is_free_after_clients_left(folder):
+    async def ask(house: Building) -> dict:
+        async with house.serving() as client:
+            for stream in (True, False):
+                with contextlib.suppress(httpx.ReadTimeout):
+                    await client.post(
+                        "/v1/completions", json=body([5], 500, stream=stream), timeout=0.1
+                    )
+            for _ in range(100):
+                report = (await client.get("/admin/idle")).json()
+                if all(engine["idle"] for engine in report["engines"]):
+                    break
+                await asyncio.sleep(0.02)
+            return report
+
+    with building(folder, 2) as house:
+        report = asyncio.run(ask(house))
+    assert report["engines"] == [
+        {"rank": 0, "idle": True, "reason": None},
+        {"rank": 1, "idle": True, "reason": None},
+    ]
+
+
+def test_keys(folder, tmp_path):
+    (tmp_path / "users").write_text("# keys\nalpha  # of somebody\nbeta\n")
+    (tmp_path / "admins").write_text("root\n")
+
+    async def ask(house: Building) -> list[int]:
+        async with house.serving() as client:
+            statuses = []
+            for key in (None, "alpha", "beta", "gamma", "root"):
+                headers = {"authorization": f"Bearer {key}"} if key else {}
+                post = await client.post("/v1/completions", json=body([1], 2), headers=headers)
+                admin = await client.get("/admin/idle", headers=headers)
+                statuses.append((post.status_code, admin.status_code))
+            assert (await client.get("/health")).status_code == 200
+            return statuses
+
+    files = {
+        "api_keys_file": str(tmp_path / "users"),
+        "admin_keys_file": str(tmp_path / "admins"),
+    }
+    with building(folder, 1, **files) as house:
+        statuses = asyncio.run(ask(house))
+    assert statuses == [(401, 401), (200, 401), (200, 401), (401, 401), (401, 200)]
+
+
+def test_what_a_request_says_of_itself_reaches_its_engine(folder):
+    told = {"x-request-id": "mine", "traceparent": "00-ab-cd-01", "tracestate": "k=v"}
+    wish = body([1, 2], 400, stream=True, priority=7, cache_salt="salt", n=2)
+
+    async def ask(house: Building) -> list[EngineCoreRequest]:
+        async with house.serving() as client:
+            stream = client.stream("POST", "/v1/completions", json=wish, headers=told)
+            async with stream as answer:
+                assert answer.headers["x-request-id"] == "mine"
+                requests = house.engines[0].core.scheduler.requests
+                async for _ in answer.aiter_lines():
+                    if len(requests) == 2:  # the second may come behind the first's first token
+                        break
+                return [r.core for r in list(requests.values())]
+
+    with building(folder, 1) as house:
+        asked = asyncio.run(ask(house))
+    assert sorted(core.sampler.seed for core in asked) == [3, 4]
+    for core in asked:
+        assert core.external_req_id == "mine"
+        assert core.trace_headers == {"traceparent": "00-ab-cd-01", "tracestate": "k=v"}
+        assert (core.priority, core.cache_salt) == (7, "salt")

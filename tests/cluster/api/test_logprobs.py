@@ -1,0 +1,283 @@
+"""Log probabilities as the API tells them: exact bytes, true offsets, finite numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swell.cluster.api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs_body
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.outputs import LogprobTable, RequestOutput, RequestOutputKind
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.sampling_params import SamplingParams, to_core_request
+from swell.cluster.text.token_texts import TokenTexts
+from swell.engine.wire import EngineCoreOutput, FinishReason
+from swell.worker.sample.wire import PromptLogprobs, TokenLogprobs
+from tests.cluster.text import tokenizers_for_tests as made
+
+KINDS = {**made.EXACT, **made.WINDOWED}
+DETOKENIZERS = {name: Detokenizer(make()) for name, make in KINDS.items()}
+TEXTS = {name: TokenTexts(shared) for name, shared in DETOKENIZERS.items()}
+BYTE_LEVEL = made.byte_level()
+VOCAB = BYTE_LEVEL.get_vocab_size()
+EMOJI = "emoji 😀😃🎉 family 👨‍👩‍👧 flag 🇩🇪"
+
+
+# ---------------------------------------------------------------- what a token stands for
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, VOCAB + 2), max_size=40))
+def test_bytes_of_byte_level_tokens_make_up_the_text(ids: list[int]) -> None:
+    whole = b"".join(TEXTS["byte_level"][i] for i in ids)
+    assert whole.decode(errors="replace") == BYTE_LEVEL.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama2", "gemma", "metaspace", "words"])
+@pytest.mark.parametrize("line", sorted(set(made.CORPUS)))
+def test_bytes_of_an_encoded_text_make_it_up(name: str, line: str) -> None:
+    """But for the space that some decoders drop at the very beginning."""
+    tokenizer = KINDS[name]()
+    ids = tokenizer.encode(line).ids
+    whole = b"".join(TEXTS[name][i] for i in ids).decode()
+    assert whole.strip(" ") == tokenizer.decode(ids, skip_special_tokens=False).strip(" ")
+
+
+def test_a_part_of_a_character_has_its_own_bytes_and_shows_as_replaced() -> None:
+    ids = BYTE_LEVEL.encode("👩").ids
+    assert len(ids) > 1
+    texts = TEXTS["byte_level"]
+    assert b"".join(texts[i] for i in ids) == "👩".encode()
+    assert {texts.text(i) for i in ids} == {"\ufffd"}
+
+
+@pytest.mark.parametrize("name", sorted(made.EXACT))
+def test_special_tokens_have_text_and_unknown_ids_have_none(name: str) -> None:
+    tokenizer = KINDS[name]()
+    for token_id, token in tokenizer.get_added_tokens_decoder().items():
+        assert TEXTS[name].text(token_id).strip() == token.content
+    assert TEXTS[name][tokenizer.get_vocab_size() + 5] == b""
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    texts = TokenTexts(Detokenizer(None))
+    assert (texts[5], texts.text(5), texts.places([5, 6]).offsets) == (b"", "", [0, 0])
+
+
+# ---------------------------------------------------------------- tables
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.integers(0, VOCAB - 1),
+        st.floats(-30, 0),
+        st.lists(st.tuples(st.integers(0, VOCAB - 1), st.floats(-30, 0)), max_size=4),
+    ),
+    max_size=8,
+)
+
+
+def table_of(rows: list[tuple[int, float, list[tuple[int, float]]]]) -> LogprobTable:
+    table = LogprobTable(TEXTS["byte_level"])
+    for place, (token_id, logprob, best) in enumerate(rows):
+        ids, values = [i for i, _ in best], [value for _, value in best]
+        table.append([token_id, *ids], [logprob, *values], place + 1, 3 * place)
+    return table
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.integers(0, 8), st.integers(0, 8))
+def test_a_table_is_cut_and_joined_like_a_list(rows: Any, first: int, second: int) -> None:
+    table = table_of(rows)
+    low, high = sorted((first, second))
+    assert list(table[low:high]) == list(table)[low:high]
+    joined = table[:low]
+    joined.extend(table[low:])
+    assert joined == table
+    assert [next(iter(position or {})) for position in table] == [row[0] for row in rows]
+
+
+def test_the_token_that_stands_there_comes_first_with_its_own_rank() -> None:
+    """Also where another one is as likely and was found before it."""
+    table = LogprobTable(TEXTS["byte_level"], [[5, 6, 5]], [[-1.0, -1.0, -1.0]], [1], [0])
+    (position,) = table
+    assert position is not None
+    assert [(i, told.rank) for i, told in position.items()] == [(5, 1), (6, 1)]
+
+
+# ---------------------------------------------------------------- the API's shapes
+
+
+def answered(
+    prompt: list[int], answer: list[int], kind: RequestOutputKind, **wishes: Any
+) -> list[RequestOutput]:
+    """An engine tells of `prompt` and `answer`, token for token; the last ends the answer."""
+    params = SamplingParams(logprobs=2, prompt_logprobs=2, **wishes)
+    out = OutputProcessor(DETOKENIZERS["byte_level"])
+    request = to_core_request(
+        params, external_req_id="r", prompt_token_ids=prompt, max_tokens=99, eos_token_ids=[]
+    )
+    out.add_request(request, params, kind=kind)
+
+    def of(token_id: int) -> tuple[list[int], list[float]]:
+        return [token_id, token_id, (token_id + 1) % VOCAB], [-0.5, -0.5, -2.0 - token_id]
+
+    ids, values = zip(*map(of, prompt[1:]), strict=True) if prompt[1:] else ((), ())
+    extras: list[Any] = [PromptLogprobs(1, list(ids), list(values), [1] * len(ids))]
+    given_out = []
+    for place, token_id in enumerate(answer):
+        extras.append(TokenLogprobs(*of(token_id), 1))
+        reason = FinishReason.LENGTH if place == len(answer) - 1 else None
+        output = EngineCoreOutput(request.request_id, [token_id], reason, extras=extras)
+        given_out += out.process_outputs([output]).request_outputs
+        extras = []
+    return given_out
+
+
+def told_of(output: RequestOutput) -> LogprobTable:
+    table = output.outputs[0].logprobs
+    assert table is not None
+    return table
+
+
+def places(text: str, ids: list[int]) -> list[int]:
+    """For each token the characters that end before its first byte."""
+    sizes = [len(TEXTS["byte_level"][i]) for i in ids]
+    ends = list(accumulate(len(char.encode()) for char in text))
+    assert sum(sizes) == ends[-1]
+    return [bisect_right(ends, sum(sizes[:place])) for place in range(len(ids))]
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+@pytest.mark.parametrize("prompt", ["the quick ", EMOJI])
+@pytest.mark.parametrize("answer", sorted(set(made.CORPUS)))
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_completions_offsets_point_into_its_text(
+    answer: str, prompt: str, echo: bool, kind: RequestOutputKind
+) -> None:
+    prompt_ids, ids = BYTE_LEVEL.encode(prompt).ids, BYTE_LEVEL.encode(answer).ids
+    parts = []
+    for output in answered(prompt_ids, ids, kind):
+        first = echo and output.prompt_logprobs is not None
+        part = completion_logprobs(
+            told_of(output),
+            2,
+            echo=output.prompt_logprobs if first else None,
+            echoed_chars=len(prompt) if echo else 0,
+        )
+        parts.append(part)
+    text, all_ids = (prompt + answer, prompt_ids + ids) if echo else (answer, ids)
+    tokens = [token for part in parts for token in part.tokens]
+    offsets = [offset for part in parts for offset in part.text_offset]
+    assert tokens == [TEXTS["byte_level"].text(i) for i in all_ids]
+    assert offsets == places(text, all_ids)
+    values = [value for part in parts for value in part.token_logprobs]
+    assert values == [None if echo and i == 0 else -0.5 for i in range(len(all_ids))]
+    tops = [top for part in parts for top in part.top_logprobs]
+    assert (tops[0] is None) == echo
+    for token, top in zip(tokens[1:], tops[1:], strict=True):
+        assert top is not None and top[token] == -0.5 and len(top) <= 2
+
+
+def test_special_tokens_have_a_place_but_no_length() -> None:
+    end = BYTE_LEVEL.token_to_id("<|im_end|>")
+    ids = [end, *BYTE_LEVEL.encode("fox").ids, end]
+    (output,) = answered(ids, ids, RequestOutputKind.FINAL_ONLY)
+    part = completion_logprobs(told_of(output), 0, echo=output.prompt_logprobs, echoed_chars=3)
+    assert output.outputs[0].text == "fox"
+    half = len(ids)
+    assert part.tokens == [*part.tokens[:half]] * 2
+    assert part.tokens[0] == part.tokens[-1] == "<|im_end|>"
+    assert part.text_offset[:2] == [0, 0] and part.text_offset[half - 1] == 3
+    assert part.text_offset[half:] == [offset + 3 for offset in part.text_offset[:half]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.integers(0, 5))
+def test_a_chats_tokens_have_exact_bytes_and_the_best_beside_them(rows: Any, top: int) -> None:
+    body = json.loads(msgspec.json.encode(chat_logprobs(table_of(rows), top)))
+    assert body["refusal"] is None
+    texts = TEXTS["byte_level"]
+
+    def shape(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": texts.text(token_id),
+            "logprob": logprob,
+            "bytes": list(texts[token_id]),
+        }
+
+    assert body["content"] == [
+        {**shape(token_id, logprob), "top_logprobs": [shape(*one) for one in best[:top]]}
+        for token_id, logprob, best in rows
+    ]
+
+
+@pytest.mark.parametrize("logprob", [-math.inf, math.nan, -1e30])
+def test_json_holds_finite_numbers(logprob: float) -> None:
+    table = table_of([(5, logprob, [(6, logprob)])])
+    for body in (
+        completion_logprobs(table, 1),
+        chat_logprobs(table, 1),
+        prompt_logprobs_body(table),
+    ):
+        text = msgspec.json.encode(body).decode()
+        assert text.count("-9999.0") >= 2
+        assert "null" not in text.replace('"refusal":null', "") and "inf" not in text.lower()
+
+
+def test_of_equal_texts_the_token_that_stands_there_is_told() -> None:
+    first, second = BYTE_LEVEL.encode("👩").ids[:2]
+    part = completion_logprobs(table_of([(first, -3.0, [(second, -0.1)])]), 1)
+    assert part.tokens == ["\ufffd"]
+    assert part.top_logprobs == [{"\ufffd": -3.0}]
+
+
+def test_a_prompt_under_its_ids() -> None:
+    (output,) = answered([5, 6, 7], [8], RequestOutputKind.FINAL_ONLY)
+    assert output.prompt_logprobs is not None
+    body = json.loads(msgspec.json.encode(prompt_logprobs_body(output.prompt_logprobs)))
+    texts = TEXTS["byte_level"]
+    assert body == [
+        None,
+        *(
+            {
+                str(i): {"logprob": -0.5, "rank": 1, "decoded_token": texts.text(i)},
+                str(i + 1): {"logprob": -2.0 - i, "rank": 2, "decoded_token": texts.text(i + 1)},
+            }
+            for i in (6, 7)
+        ),
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama2", "gemma"])
+def test_places_never_go_back(name: str) -> None:
+    """Bytes that turn out to be no character stand for one replacement character each."""
+    tokenizer, texts, draw = KINDS[name](), TEXTS[name], random.Random(0)
+    run = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in (0x51, 0x87, 0xE4)]
+    word = tokenizer.token_to_id("on")
+    assert texts.places([word, *run, word]).offsets == [0, 2, 3, 4, 5]
+    for _ in range(300):
+        ids = [draw.randrange(3, 275) for _ in range(draw.randint(1, 12))]
+        offsets = texts.places(ids).offsets
+        assert offsets == sorted(offsets)
+        assert offsets[-1] <= len(tokenizer.decode(ids))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_token_that_the_tokenizer_has_added_has_no_text_in_what_was_sent(skip: bool) -> None:
+    for sent in ("the</s>on", "<s>the", "the on"):
+        ids = made.llama2().encode(sent).ids
+        told = TEXTS["llama2"].places(ids, skip, sent).offsets
+        tokens = [TEXTS["llama2"].text(token_id).strip() for token_id in ids]
+        last = max(place for place, token in enumerate(tokens) if token in ("on", "the", "he", "n"))
+        assert sent[told[last] :].strip().startswith(tokens[last])
+        assert told[:2] == [0, len("<s>") if sent.startswith("<s>") else 0]

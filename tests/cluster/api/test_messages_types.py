@@ -1,0 +1,249 @@
+"""What a client of Anthropic's API may send, what becomes of it in our terms, and the inputs of
+tool calls that it gets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jiter import from_json
+
+from swell.cluster.api.messages.convert import chat_messages, chat_request, tokenize_request
+from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
+from swell.cluster.text.object_text import MAX_DEPTH, ObjectText, read_object
+from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.schema.decode import decode
+
+QUESTION = [{"role": "user", "content": "2 + 2?"}]
+ADD = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {}}}}
+
+
+def wish(kind: type[Any] = MessagesRequest, **fields: object) -> Any:
+    limit = {"max_tokens": 9} if kind is MessagesRequest else {}
+    body = {"model": "fake", "messages": QUESTION, **limit, **fields}
+    return decode(json.dumps(body).encode(), kind)
+
+
+# ------------------------------------------------------------------------- inputs of tool calls
+
+_JSON_BITS = [*'{}[]:," \n1-.é\\', '"a":', '{"b"', "true", "nul", "2e5", "\\ud83d", "\\u00e9", "x"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(_JSON_BITS), max_size=25), st.integers(1, 5))
+def test_an_input_is_what_a_reader_of_unfinished_json_makes_of_the_stream(
+    bits: list[str], step: int
+) -> None:
+    text = '{"' + "".join(bits)
+    reader = ObjectText()
+    given = "".join(reader.push(text[at : at + step]) for at in range(0, len(text), step))
+    assert from_json(given.encode(), partial_mode=True) == read_object(text)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner | st.text()),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text(), _VALUES), st.booleans())
+def test_an_object_is_read_as_it_was_written(value: dict[str, Any], ascii: bool) -> None:
+    assert read_object(json.dumps(value, ensure_ascii=ascii, indent=1)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", {}),
+        ("[1]", {}),
+        ("nonsense", {}),
+        ('{"a": 1, "b": tru', {"a": 1}),
+        ('{"a": 1, "b": nope, "c": 2}', {"a": 1}),
+        ('{"a": [1, 02, NaN], "c": 2}', {"a": [1]}),
+        ('{"a": 1e999}', {}),
+        ('{"a": [1, {"b": "x"}, 23', {"a": [1, {"b": "x"}]}),
+        ('{"a": 1 oops, "b": 2}', {"a": 1}),
+        ('{"a": "two\nlines and \\d"} tail', {"a": "two\nlines and \\d"}),
+    ],
+)
+def test_what_is_no_object_is_the_beginning_of_one(text: str, value: object) -> None:
+    assert read_object(text) == value
+
+
+def test_an_input_is_only_so_deep() -> None:
+    deep = '{"a":' * (2 * MAX_DEPTH)
+    assert msgspec.json.encode(read_object(deep)).count(b"{") == MAX_DEPTH
+
+
+# ------------------------------------------------------------------------------- the conversation
+
+_CALL = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": [1, "é"]}}
+_RESULT = {"type": "tool_result", "tool_use_id": "t1"}
+
+
+def test_a_conversation_with_tools_in_our_terms() -> None:
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    hidden = {"type": "redacted_thinking", "data": "?"}
+    text = {"type": "text", "text": "Look.", "cache_control": {"type": "ephemeral"}}
+    body = wish(
+        system=[{"type": "text", "text": "Be kind."}, {"type": "text", "text": "Be brief."}],
+        messages=[
+            *QUESTION,
+            {"role": "assistant", "content": [thought, hidden, text, _CALL, _CALL | {"id": "t2"}]},
+            {
+                "role": "user",
+                "content": [
+                    {**_RESULT, "content": [{"type": "text", "text": "4"}]},
+                    {**_RESULT, "tool_use_id": "t2", "content": "no", "is_error": True},
+                    {"type": "text", "text": "And?"},
+                ],
+            },
+            {"role": "user", "content": "Well?"},
+        ],
+    )
+    plain = [
+        {name: value for name, value in msgspec.to_builtins(one).items() if value is not None}
+        for one in chat_messages(body)
+    ]
+    for call in plain[2]["tool_calls"]:
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    function = {"name": "add", "arguments": {"a": [1, "é"]}}
+    assert plain == [
+        {"role": "system", "content": "Be kind.\nBe brief."},
+        {"role": "user", "content": "2 + 2?"},
+        {
+            "role": "assistant",
+            "content": "Look.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": id, "type": "function", "function": function, "index": None}
+                for id in ("t1", "t2")
+            ],
+        },
+        {"role": "tool", "content": "4", "tool_call_id": "t1", "name": "add"},
+        {"role": "tool", "content": "Error: no", "tool_call_id": "t2", "name": "add"},
+        {"role": "user", "content": "And?\nWell?"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "name", "parallel"),
+    [
+        ({"type": "auto"}, "auto", None),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
+        ({"type": "none"}, "none", None),
+        ({"type": "tool", "name": "add"}, {"type": "function", "function": {"name": "add"}}, None),
+    ],
+)
+def test_choices_among_tools(choice: object, name: object, parallel: object) -> None:
+    body = wish(tools=[{**ADD, "type": "custom", "strict": True}], tool_choice=choice)
+    chat = chat_request(body)
+    assert msgspec.to_builtins(chat.tool_choice) == name
+    assert chat.parallel_tool_calls is parallel
+    assert chat.tools is not None and chat.tools[0].function is not None
+    assert chat.tools[0].function.parameters == ADD["input_schema"]
+    assert chat.tools[0].function.strict
+    assert bool(tokenize_request(body).tools) == (name != "none")
+    chat.check()
+
+
+def test_sampling_and_the_template_are_told_the_wish() -> None:
+    schema = {"type": "object"}
+    body = wish(
+        max_tokens=5000,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        stop_sequences=["a", "b"],
+        thinking={"type": "enabled", "budget_tokens": 2000},
+        output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}},
+    )
+    chat = chat_request(body)
+    chat.check()
+    params = chat.sampling_params()
+    assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 3)
+    assert params.stop == ["a", "b"] and params.max_tokens is None
+    assert params.structured_outputs is not None and params.structured_outputs.json == schema
+    told = {"enable_thinking": True, "thinking_budget": 2000, "reasoning_effort": "low"}
+    assert chat.chat_template_kwargs == told == tokenize_request(body).chat_template_kwargs
+    off = chat_request(wish(thinking={"type": "disabled"}, chat_template_kwargs={"x": 1}))
+    assert off.chat_template_kwargs == {"enable_thinking": False, "x": 1}
+
+
+def test_an_answer_goes_on_with_the_last_word_of_the_assistant() -> None:
+    prefill = [*QUESTION, {"role": "assistant", "content": "It is"}]
+    for kind, convert in ((MessagesRequest, chat_request), (CountTokensRequest, tokenize_request)):
+        assert convert(wish(kind, messages=prefill)).continue_final_message is True
+        assert convert(wish(kind)).continue_final_message is False
+
+
+def _content(*blocks: object, role: str = "user") -> dict[str, object]:
+    return {"messages": [*QUESTION, {"role": role, "content": list(blocks)}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (_content({"type": "image", "source": {}}), "messages[1].content[0].type"),
+        (_content({"type": "document", "source": {}}), "messages[1].content[0].type"),
+        (_content({"type": "poem"}), "messages[1].content[0].type"),
+        (_content({"type": "text", "txt": "a"}), "messages[1].content[0].text"),
+        (_content(_CALL), "messages[1].content[0].type"),
+        (_content(_CALL, role="assistant"), "messages[1].content[0]"),
+        (_content(_RESULT), "messages[1].content[0].tool_use_id"),
+        (
+            _content({**_RESULT, "content": [{"type": "image", "source": {}}]}),
+            "messages[1].content[0].content[0].type",
+        ),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w", "max_uses": 1}]}, "tools[0].type"),
+        ({"tools": [{"name": "add"}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "add", "input_schema": {}}]}, "tools[0].input_schema.type"),
+        ({"tools": [ADD, ADD]}, "tools[1].name"),
+        ({"tools": [{**ADD, "name": "a b"}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
+        ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        ({"container": "c"}, "container"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        wish(**fields)
+    assert caught.value.param == param
+    assert param in caught.value.message
+
+
+def test_tools_and_a_form_in_one_request() -> None:
+    schema = {"type": "object", "properties": {}}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    chat = chat_request(wish(tools=[{**ADD, "type": "custom"}], output_config=config))
+    chat.check()
+    assert chat.tools and chat.form().json == schema
+
+
+@pytest.mark.parametrize(
+    ("thinking", "budget"),
+    [
+        (None, None),
+        ({"type": "enabled", "budget_tokens": 1024}, 1024),
+        ({"type": "disabled"}, 0),
+        ({"type": "adaptive"}, None),
+    ],
+)
+def test_budgets_of_thinking(thinking: object, budget: int | None) -> None:
+    assert chat_request(wish(thinking=thinking, max_tokens=2000)).thinking_token_budget == budget

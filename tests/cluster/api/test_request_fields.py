@@ -1,0 +1,389 @@
+"""No field of a request is accepted and changes nothing in silence: each one of every typed body is
+effective, is refused unless its value asks for nothing, or stands in the table of
+`docs/requests.md` that says what is accepted without effect, and why. So does each field of another
+server (`openai/ecosystem.py`). What no body has is refused in a request, and ignored in a history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.api.completions.protocol import CompletionRequest
+from swell.cluster.api.messages import blocks
+from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
+from swell.cluster.api.openapi.document import OPERATIONS
+from swell.cluster.api.responses.input_items import FORMS, InputPart
+from swell.cluster.api.responses.protocol import (
+    AllowedToolsChoice,
+    FunctionChoice,
+    FunctionTool,
+    ResponsesRequest,
+)
+from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.schema.chat_messages import ContentPart, ToolDefinition
+from swell.cluster.text.schema.decode import decode
+from swell.cluster.text.schema.known_fields import Ecosystem
+from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+from tests.cluster.fake_cluster import FakeCluster, body
+from tests.cluster.text import tokenizers_for_tests
+
+DOCS = Path(__file__).parents[3] / "docs" / "requests.md"
+HEADING = "## Accepted without effect"
+
+UNTYPED = [FunctionTool, FunctionChoice, AllowedToolsChoice, InputPart, *FORMS.values()]
+"""Parts of `/v1/responses` that are read after the body itself."""
+
+TOKENS = (
+    "temperature top_p top_k min_p seed min_tokens stop stop_token_ids ignore_eos presence_penalty "
+    "frequency_penalty repetition_penalty logit_bias bad_words allowed_token_ids "
+    "structured_outputs priority cache_salt data_parallel_rank guided_json guided_json_object "
+    "guided_regex guided_choice guided_grammar json_schema regex ebnf "
+)
+ANSWER = (
+    TOKENS + "model max_tokens include_stop_str_in_output skip_special_tokens n prompt_logprobs "
+    "response_format stream stream_options return_token_ids logprobs best_of echo "
+    "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens truncation_side "
+)
+CONVERSATION = (
+    "model messages system tools tool_choice thinking output_config chat_template_kwargs "
+)
+UNSERVED_BLOCK = "source title context citations content"
+"""Of blocks that are refused by their type."""
+
+EFFECTIVE: dict[str, str] = {
+    "CompletionRequest": ANSWER + "prompt",
+    "ChatCompletionRequest": ANSWER
+    + "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls "
+    "reasoning_effort thinking_token_budget add_generation_prompt continue_final_message "
+    "chat_template chat_template_kwargs enable_thinking thinking reasoning include_reasoning "
+    "documents",
+    "ResponsesRequest": TOKENS
+    + "model input instructions previous_response_id max_output_tokens tools tool_choice "
+    "parallel_tool_calls text reasoning include top_logprobs stream stream_options store "
+    "background chat_template_kwargs",
+    "CountTokensRequest": CONVERSATION,
+    "MessagesRequest": CONVERSATION
+    + "max_tokens stop_sequences temperature top_p top_k stream seed priority cache_salt "
+    "data_parallel_rank",
+    "TokenizeRequest": "model prompt messages tools add_special_tokens add_generation_prompt "
+    "continue_final_message chat_template chat_template_kwargs return_token_strs",
+    "DetokenizeRequest": "model tokens",
+    "ScaleRequest": "engines drain_timeout_s",
+    "DrainRequest": "rank",
+    "SwitchRequest": "",
+    # Parts of them.
+    "StreamOptions": "include_usage continuous_usage_stats",
+    "ResponseFormat": "type json_schema",
+    "JsonSchemaFormat": "schema",
+    "StructuredOutputs": "json json_object regex choice grammar",
+    "ChatMessage": "role content name tool_call_id tool_calls reasoning_content reasoning "
+    "function_call",
+    "ThinkingSwitch": "type",
+    "ReasoningSwitch": "effort enabled",
+    "ContentPart": "type text refusal",
+    "MessageToolCall": "id type function",
+    "FunctionCall": "name arguments",
+    "ToolDefinition": "type function",
+    "FunctionDefinition": "name description parameters strict",
+    "NamedToolChoice": "type function allowed_tools",
+    "AllowedTools": "mode tools",
+    "AllowedTool": "type function",
+    "AllowedToolsChoice": "type mode tools",
+    "FunctionName": "name",
+    "TextOptions": "format",
+    "TextFormat": "type schema",
+    "ReasoningOptions": "effort",
+    "FunctionTool": "type name description parameters strict",
+    "FunctionChoice": "type name",
+    "InputPart": "type text refusal",
+    "openai.InputMessage": "type role content id",
+    "InputFunctionCall": "type call_id name arguments id",
+    "InputFunctionCallOutput": "type call_id output id",
+    "InputReasoning": "type summary content id",
+    "anthropic.InputMessage": "role content",
+    "Tool": "name type description input_schema strict",
+    "ToolChoice": "type name disable_parallel_tool_use",
+    "Thinking": "type budget_tokens display",
+    "OutputConfig": "effort format",
+    "OutputFormat": "type schema",
+    "TextBlock": "text",
+    "ThinkingBlock": "thinking",
+    "RedactedThinkingBlock": "",
+    "ToolUseBlock": "id name input",
+    "ToolResultBlock": "tool_use_id content is_error",
+    "ImageBlock": UNSERVED_BLOCK,
+    "DocumentBlock": UNSERVED_BLOCK,
+    "SearchResultBlock": UNSERVED_BLOCK,
+}
+
+BLOCKS = (
+    "TextBlock ThinkingBlock RedactedThinkingBlock ToolUseBlock ToolResultBlock ImageBlock "
+    "DocumentBlock SearchResultBlock"
+)
+ITEMS = "openai.InputMessage InputFunctionCall InputFunctionCallOutput InputReasoning"
+GENERATION = "CompletionRequest ChatCompletionRequest"
+
+WITHOUT_EFFECT: dict[str, str] = {
+    # As the table writes it -> the types that have the field.
+    "user": GENERATION + " ResponsesRequest",
+    "metadata": GENERATION + " ResponsesRequest MessagesRequest",
+    "safety_identifier": GENERATION + " ResponsesRequest",
+    "user_profile_id": "CountTokensRequest MessagesRequest",
+    "service_tier": GENERATION + " ResponsesRequest MessagesRequest",
+    "prompt_cache_key": GENERATION + " ResponsesRequest",
+    "prompt_cache_retention": GENERATION + " ResponsesRequest",
+    "prompt_cache_options": "ResponsesRequest",
+    "prompt_cache_breakpoint": "InputPart",
+    "cache_control": f"CountTokensRequest MessagesRequest Tool ContentPart ToolDefinition {BLOCKS}",
+    "include_obfuscation": "StreamOptions",
+    "verbosity": "ChatCompletionRequest TextOptions",
+    "store": "ChatCompletionRequest",
+    "name": "JsonSchemaFormat TextFormat InputFunctionCallOutput",
+    "description": "JsonSchemaFormat TextFormat",
+    "strict": "JsonSchemaFormat TextFormat",
+    "eager_input_streaming": "Tool",
+    "refusal": "ChatMessage",
+    "index": "MessageToolCall",
+    "status": ITEMS,
+    "phase": "openai.InputMessage",
+    "created_by": "InputFunctionCall InputFunctionCallOutput",
+    "async": "InputFunctionCall",
+    "async_": "InputFunctionCall",
+    "signature": "ThinkingBlock",
+    "data": "RedactedThinkingBlock",
+}
+
+SOMETIMES = {
+    "reasoning_effort",
+    "reasoning.effort",
+    "output_config.effort",
+    "thinking.budget_tokens",
+    "thinking_token_budget",
+    "skip_special_tokens",
+    "stream_options.include_usage",
+    "include",
+    "add_generation_prompt",
+    "enable_thinking",
+    "thinking",
+    "reasoning.enabled",
+    "truncation",
+}
+"""What the table says of fields that have an effect elsewhere, or with another model."""
+
+
+def kind_name(kind: type[Any]) -> str:
+    if kind.__name__ != "InputMessage":
+        return kind.__name__
+    return ("anthropic." if "anthropic" in kind.__module__ else "openai.") + kind.__name__
+
+
+def kinds() -> dict[str, type[Any]]:
+    """Every struct that may stand in a body."""
+    found: dict[str, type[Any]] = {}
+    waiting: list[Any] = [op.body for op in OPERATIONS if op.body is not None] + UNTYPED
+    while waiting:
+        info = waiting.pop()
+        if isinstance(info, type):
+            info = msgspec.inspect.type_info(info)
+        for name in ("item_type", "key_type", "value_type"):
+            if hasattr(info, name):
+                waiting.append(getattr(info, name))
+        waiting += getattr(info, "types", ())
+        if isinstance(info, msgspec.inspect.StructType) and kind_name(info.cls) not in found:
+            found[kind_name(info.cls)] = info.cls
+            waiting += [field.type for field in info.fields]
+    return found
+
+
+KINDS = kinds()
+
+
+def ecosystem(kind: type[Any]) -> Ecosystem:
+    return getattr(kind, "ECOSYSTEM", Ecosystem())
+
+
+def fields(kind: type[Any]) -> list[str]:
+    """As a client writes them."""
+    return [field.encode_name for field in msgspec.structs.fields(kind)]
+
+
+def without_effect(kind: str) -> set[str]:
+    return {field for field, where in WITHOUT_EFFECT.items() if kind in where.split()}
+
+
+def test_all_bodies_are_known():
+    assert set(KINDS) == set(EFFECTIVE)
+    assert {"CompletionRequest", "MessagesRequest", "ToolUseBlock", "InputPart"} <= set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_has_an_effect_or_is_refused_or_is_listed(kind):
+    refused = set(getattr(KINDS[kind], "NOT_SERVED", ()))
+    effective = set(EFFECTIVE[kind].split())
+    listed = without_effect(kind)
+    assert set(fields(KINDS[kind])) == effective | refused | listed
+    assert not effective & listed
+    table = ecosystem(KINDS[kind])
+    names = [*table.neutral, *table.taken, *table.means]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(fields(KINDS[kind]))
+    assert set(table.means.values()) <= effective
+    assert not refused & listed
+    if not issubclass(KINDS[kind], blocks.UnservedBlock):
+        assert not effective & refused
+
+
+def documented() -> Iterator[str]:
+    _, _, behind = DOCS.read_text().partition(HEADING + "\n")
+    table, _, _ = behind.partition("\n## ")
+    for line in table.splitlines():
+        if line.startswith("| `"):
+            yield from re.findall(r"`([^`]+)`", line.split("|")[1])
+
+
+def test_the_table_of_the_docs_is_this_list():
+    told = list(documented())
+    assert len(told) == len(set(told))
+    taken = {name for kind in KINDS.values() for name in ecosystem(kind).taken}
+    assert set(told) == set(WITHOUT_EFFECT) | SOMETIMES | taken
+
+
+# -------------------------------------------------------------------------------- what is refused
+
+HELLO = [{"role": "user", "content": "hi"}]
+MINIMAL: list[tuple[type[Any], dict[str, Any]]] = [
+    (CompletionRequest, {"model": "m", "prompt": "hi"}),
+    (ChatCompletionRequest, {"model": "m", "messages": HELLO}),
+    (ResponsesRequest, {"model": "m", "input": "hi"}),
+    (CountTokensRequest, {"model": "m", "messages": HELLO}),
+    (MessagesRequest, {"model": "m", "messages": HELLO, "max_tokens": 5}),
+]
+
+
+REFUSED = [
+    (kind, least, name, neutral)
+    for kind, least in MINIMAL
+    for name, neutral in {**kind.NOT_SERVED, **kind.ECOSYSTEM.neutral}.items()
+]
+
+
+@pytest.mark.parametrize(("kind", "least", "name", "values"), REFUSED)
+def test_what_is_not_served_is_refused_unless_it_asks_for_nothing(kind, least, name, values):
+    for neutral in (None, *values):
+        decode(json.dumps({**least, name: neutral}).encode(), kind)
+    types = {field.name: str(field.type) for field in msgspec.structs.fields(kind)}
+    type_ = types.get(name, "Any")
+    asking: Any = ["x"] if "list" in type_ else 3 if "int" in type_ else "something"
+    if "bool" in type_:
+        asking = True
+    with pytest.raises(BadRequest) as refusal:
+        decode(json.dumps({**least, name: asking}).encode(), kind)
+    assert (refusal.value.param, refusal.value.code) == (name, "unsupported_value")
+
+
+def chat_with(part: dict[str, Any]) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+
+
+@pytest.mark.parametrize("name", ContentPart.NOT_SERVED)
+def test_a_part_of_text_may_not_bring_an_image_with_it(name):
+    part = {"type": "text", "text": "what is this?", name: {"url": "data:,"}}
+    with pytest.raises(BadRequest) as refusal:
+        decode(json.dumps(chat_with(part)).encode(), ChatCompletionRequest)
+    assert refusal.value.param == f"messages[0].content[0].{name}"
+
+
+@pytest.mark.parametrize("name", InputPart.NOT_SERVED)
+def test_nor_may_a_part_of_an_item(name):
+    part = {"type": "input_text", "text": "what is this?", name: "x"}
+    wish = {"model": "m", "input": [{"role": "user", "content": [part]}]}
+    request = decode(json.dumps(wish).encode(), ResponsesRequest)
+    with pytest.raises(BadRequest) as refusal:
+        request.items()
+    assert refusal.value.param == f"input[0].content[0].{name}"
+
+
+def test_a_function_may_not_be_a_custom_tool_too():
+    assert set(ToolDefinition.NOT_SERVED) == {"custom"}
+    tool = {"type": "function", "function": {"name": "f"}, "custom": {"name": "g"}}
+    with pytest.raises(BadRequest) as refusal:
+        decode(
+            json.dumps({"model": "m", "messages": HELLO, "tools": [tool]}).encode(),
+            ChatCompletionRequest,
+        )
+    assert refusal.value.param == "tools[0].custom"
+
+
+def test_a_response_tells_no_usage_with_every_event():
+    wish = {"model": "m", "input": "hi", "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with pytest.raises(BadRequest) as refusal:
+        decode(json.dumps({**wish, "stream_options": options}).encode(), ResponsesRequest)
+    assert refusal.value.param == "stream_options.continuous_usage_stats"
+
+
+HISTORY = (
+    "ChatMessage ContentPart MessageToolCall FunctionCall ToolDefinition FunctionDefinition "
+    "InputPart FunctionTool anthropic.InputMessage Tool " + BLOCKS + " " + ITEMS
+)
+
+
+def test_what_no_body_has_is_ignored_in_a_history_and_refused_elsewhere():
+    """The decoder refuses everywhere; of a history it gets what it knows (`openai/sift.py`)."""
+    assert all(
+        issubclass(k, RequestBody) or k.__name__ == "StructuredOutputs" for k in KINDS.values()
+    )
+    assert all(k.__struct_config__.forbid_unknown_fields for k in KINDS.values())
+    assert {name for name, kind in KINDS.items() if issubclass(kind, HistoryPart)} == set(
+        HISTORY.split()
+    )
+
+
+# -------------------------------------------------------------------------------- priority
+
+ROUTES = {
+    "/v1/completions": body([1, 2], 2),
+    "/v1/chat/completions": {"model": "fake", "messages": HELLO, "max_tokens": 2},
+    "/v1/responses": {"model": "fake", "input": "hi", "max_output_tokens": 2},
+    "/v1/messages": {"model": "fake", "messages": HELLO, "max_tokens": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_priority_is_refused_where_none_is_held(tmp_path, policy):
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+
+    async def ask() -> list[tuple[int, int, str, int]]:
+        told = []
+        settings = {"scheduler.policy": policy}
+        async with FakeCluster(tmp_path, **settings).serving() as cluster:
+            engine = await cluster.join(0)
+            for path, wish in ROUTES.items():
+                neutral = await cluster.client.post(path, json={**wish, "priority": 0})
+                asking = await cluster.client.post(path, json={**wish, "priority": 3})
+                told.append(
+                    (
+                        neutral.status_code,
+                        asking.status_code,
+                        (asking.json().get("error") or {}).get("message", ""),
+                        engine.arrived[-1].priority,
+                    )
+                )
+        return told
+
+    for neutral, asking, message, priority in asyncio.run(ask()):
+        if policy == "priority":
+            assert (neutral, asking, priority) == (200, 200, 3)
+        else:
+            assert (neutral, asking, priority) == (200, 400, 0)
+            assert "priority=3" in message and "scheduler.policy" in message

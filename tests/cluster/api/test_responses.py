@@ -1,0 +1,307 @@
+"""`/v1/responses` as OpenAI's client uses it: answers, streams, conversations, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import ResponseItemList
+
+from swell.cluster.api.responses.stored import Store
+from tests.cluster.api.responses_house import CALL, LOOK, TOKENIZER, House, checked, eventually
+from tests.cluster.fake_cluster import until
+
+
+def test_an_answer_is_told_kept_and_forgotten(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with House(tmp_path, f"Hello. {CALL}").open() as house:
+            responses = house.client.responses
+            answer = checked(await house.ask(tools=[LOOK], metadata={"a": "b"}))
+            assert answer.status == "completed" and answer.output_text == "Hello. "
+            assert json.loads(answer.output[1].arguments) == {"at": 3}
+            assert answer.usage.total_tokens == answer.usage.input_tokens + len(
+                house.cluster._script or []
+            )
+            assert len(house.keeper.wishes) == 1
+            again = await responses.retrieve(answer.id)
+            assert again.model_dump() == answer.model_dump()
+            await responses.delete(answer.id)
+            with pytest.raises(openai.NotFoundError) as caught:
+                await responses.retrieve(answer.id)
+            assert caught.value.code == "response_not_found"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_stream_ends_with_what_is_kept(tmp_path: Path, store: bool) -> None:
+    async def story() -> None:
+        async with House(tmp_path, "the quick brown fox").open() as house:
+            stream = house.client.responses.stream
+            async with stream(model="fake", input="hello", store=store) as events:
+                kinds = [event.type async for event in events]
+                answer = checked(await events.get_final_response())
+            assert kinds[:2] == ["response.created", "response.in_progress"]
+            assert kinds[-1] == "response.completed"
+            assert answer.output_text == "the quick brown fox"
+            assert len(house.keeper.wishes) == int(store)
+            if store:
+                again = await house.client.responses.retrieve(answer.id)
+                assert again.output_text == answer.output_text
+
+    asyncio.run(story())
+
+
+def test_who_leaves_a_stream_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with House(tmp_path, "the quick brown fox").open(steps=1) as house:
+            async with await house.ask(stream=True) as events:
+                async for event in events:
+                    if event.type == "response.output_text.delta":
+                        break
+            await until(lambda: house.engine.aborted)
+            assert not house.engine.requests and house.keeper.wishes == []
+
+    asyncio.run(story())
+
+
+def test_a_conversation_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Through what is stored, and word for word as if the client had sent all of it itself."""
+
+    async def story() -> None:
+        async with House(tmp_path, f"I look. {CALL}").open() as house:
+            first = await house.ask(tools=[LOOK], instructions="be kind")
+            result = {
+                "type": "function_call_output",
+                "call_id": first.output[1].call_id,
+                "output": "a fox",
+            }
+            second = await house.ask(
+                tools=[LOOK], input=[result], previous_response_id=first.id, temperature=0
+            )
+            by_hand = [
+                {"role": "user", "content": "hello"},
+                *[item.model_dump(mode="json") for item in first.output],
+                result,
+            ]
+            await house.ask(tools=[LOOK], input=by_hand, store=False)
+            assert "be kind" in house.prompts[0] and "be kind" not in house.prompts[1]
+            assert house.prompts[1] == house.prompts[2]
+            assert house.prompts[1].endswith("a fox<|im_end|>\n<|im_start|>assistant\n")
+
+            given = house.client.responses.input_items
+            page = await given.list(second.id, limit=2, order="asc")
+            kinds = [item.type async for item in page]
+            assert kinds == ["message", "message", "function_call", "function_call_output"]
+            newest = await given.list(second.id)
+            plain = json.loads(newest.model_dump_json(by_alias=True, exclude_unset=True))
+            ResponseItemList.model_validate(plain)
+            assert newest.data[0].type == "function_call_output"
+
+            await house.client.responses.delete(first.id)
+            third = await house.ask(previous_response_id=second.id)
+            assert third.previous_response_id == second.id
+            assert house.prompts[3].startswith(house.prompts[1].removesuffix("assistant\n"))
+
+    asyncio.run(story())
+
+
+def test_reasoning_is_an_item_and_counted(tmp_path: Path) -> None:
+    async def story() -> None:
+        settings = {"serve.reasoning_parser": "think"}
+        async with House(tmp_path, "<think>the fox</think>yes", **settings).open() as house:
+            answer = checked(await house.ask())
+            assert [item.type for item in answer.output] == ["reasoning", "message"]
+            assert answer.output[0].content[0].text == "the fox"
+            count = len(TOKENIZER.encode("the fox", add_special_tokens=False))
+            assert answer.usage.output_tokens_details.reasoning_tokens == count
+
+    asyncio.run(story())
+
+
+def test_an_answer_that_was_cut_off_says_so(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with House(tmp_path, "the quick brown fox").open() as house:
+            answer = checked(await house.ask(max_output_tokens=2))
+            assert answer.status == "incomplete"
+            assert answer.incomplete_details.reason == "max_output_tokens"
+            assert answer.output[0].status == "incomplete"
+            kinds = [
+                event.type async for event in await house.ask(max_output_tokens=2, stream=True)
+            ]
+            assert kinds[-1] == "response.incomplete"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("wish", "param", "code"),
+    [
+        ({"max_output_tokens": 10**6}, "input", "context_length_exceeded"),
+        ({"max_output_tokens": 0}, "max_output_tokens", None),
+        ({"model": "other"}, "model", "model_not_found"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id", "previous_response_not_found"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_value"),
+        ({"tool_choice": "required"}, "tool_choice", None),
+    ],
+)
+def test_errors_are_for_people(
+    tmp_path: Path, wish: dict[str, Any], param: str, code: str | None
+) -> None:
+    async def story() -> None:
+        async with House(tmp_path, "x").open() as house:
+            with pytest.raises(openai.APIStatusError) as caught:
+                await house.ask(**wish)
+            assert caught.value.status_code == (404 if code == "model_not_found" else 400)
+            error: Any = caught.value.body
+            assert (error["param"], error["code"]) == (param, code)
+            assert "messages" not in error["message"] and "max_tokens" not in error["message"]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/responses/resp_x", 404),
+        ("DELETE", "/v1/responses/resp_x", 404),
+        ("POST", "/v1/responses/resp_x/cancel", 404),
+        ("GET", "/v1/responses/resp_x/input_items", 404),
+        ("GET", "/v1/responses/resp_x?stream=true", 400),
+        ("GET", "/v1/responses/resp_x?starting_after=3", 400),
+        ("GET", "/v1/responses/resp_x/input_items?limit=0", 400),
+        ("GET", "/v1/responses/resp_x/input_items?limit=101", 400),
+        ("GET", "/v1/responses/resp_x/input_items?order=up", 400),
+        ("PUT", "/v1/responses/resp_x", 405),
+    ],
+)
+def test_what_is_not_there(tmp_path: Path, method: str, path: str, status: int) -> None:
+    async def story() -> None:
+        async with House(tmp_path, "x").open() as house:
+            reply = await house.cluster.client.request(method, path)
+            assert reply.status_code == status
+            assert reply.json()["error"]["message"]
+
+    asyncio.run(story())
+
+
+def test_an_answer_is_given_though_nobody_can_keep_it(tmp_path: Path) -> None:
+    """It says so; and what asks for stored ones says that they cannot be reached."""
+
+    async def story() -> None:
+        async with House(tmp_path, "the fox").open() as house:
+            kept = await house.ask()
+            house.keeper.away = True
+            lost = [await house.ask() for _ in range(3)]
+            assert [answer.output_text for answer in lost] == ["the fox"] * 3
+            assert [answer.store for answer in (kept, *lost)] == [True, False, False, False]
+            assert len(house.keeper.missed) == 1, "who does not answer is not waited for every time"
+            for call in (
+                house.client.responses.retrieve(kept.id),
+                house.ask(previous_response_id=kept.id),
+                house.ask(background=True),
+            ):
+                with pytest.raises(openai.InternalServerError) as caught:
+                    await call
+                assert (caught.value.status_code, caught.value.code) == (503, "store_unavailable")
+
+    asyncio.run(story())
+
+
+def test_a_server_that_keeps_nothing(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with House(tmp_path, "the fox", **{"serve.stored_responses": 0}).open() as house:
+            answer = await house.ask()
+            assert answer.store is False and house.keeper.wishes == []
+            for wish in ({"store": True}, {"background": True}):
+                with pytest.raises(openai.BadRequestError, match="stored_responses=0"):
+                    await house.ask(**wish)
+
+    asyncio.run(story())
+
+
+def test_keys_are_asked_for(tmp_path: Path) -> None:
+    async def story() -> None:
+        keys = tmp_path / "keys"
+        keys.write_text("k\n")
+        async with House(tmp_path, "x", **{"serve.api_keys_file": str(keys)}).open() as house:
+            answer = await house.ask()
+            stranger = house.client.with_options(api_key="other").responses
+            for call in (
+                stranger.retrieve(answer.id),
+                stranger.delete(answer.id),
+                stranger.cancel(answer.id),
+                stranger.input_items.list(answer.id),
+                stranger.create(model="fake", input="x"),
+            ):
+                with pytest.raises(openai.AuthenticationError):
+                    await call
+            assert (await house.client.responses.retrieve(answer.id)).id == answer.id
+
+    asyncio.run(story())
+
+
+def keyed(folder: Path) -> House:
+    keys = folder / "keys"
+    keys.write_text("k  # ours\nother\n")
+    return House(folder, "the fox", **{"serve.api_keys_file": str(keys)})
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_another_key_finds_no_response_of_ours(tmp_path: Path, background: bool) -> None:
+    """By any ingress, by any route, and with the very error of one that does not exist."""
+
+    async def story() -> None:
+        async with keyed(tmp_path).open() as house, house.neighbour() as (_, near, _ingress):
+            other = near.with_options(api_key="other")
+            ours = await house.ask(background=background)
+            await eventually(
+                lambda: near.responses.retrieve(ours.id),
+                lambda found: found.status == "completed",
+            )
+            for call in (
+                other.responses.retrieve,
+                other.responses.delete,
+                other.responses.cancel,
+                other.responses.input_items.list,
+            ):
+                with pytest.raises(openai.NotFoundError) as caught:
+                    await call(ours.id)
+                with pytest.raises(openai.NotFoundError) as unknown:
+                    await call("resp_0")
+                assert caught.value.code == unknown.value.code == "response_not_found"
+                told = caught.value.message.replace(ours.id, "resp_0")
+                assert told == unknown.value.message
+            with pytest.raises(openai.BadRequestError) as refused:
+                await other.responses.create(
+                    model="fake", input="x", previous_response_id=ours.id, store=False
+                )
+            assert refused.value.code == "previous_response_not_found"
+            again = await near.responses.create(
+                model="fake", input="x", previous_response_id=ours.id
+            )
+            assert again.output_text == "the fox"
+            page = await near.responses.input_items.list(again.id)
+            assert [item.type for item in page.data] == ["message"] * 3
+            await near.responses.delete(ours.id)
+
+    asyncio.run(story())
+
+
+def test_no_key_stands_in_what_is_kept(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with keyed(tmp_path).open() as house:
+            ours = await house.ask()
+            (stored,) = house.keeper.of(Store)
+            owner, _, id = stored.id.partition("/")
+            assert id == ours.id and owner == hashlib.sha256(b"k").hexdigest()
+            by_header = {"x-api-key": "k", "authorization": "Basic eA=="}
+            same = await house.client.responses.retrieve(ours.id, extra_headers=by_header)
+            assert same.id == ours.id
+
+    asyncio.run(story())

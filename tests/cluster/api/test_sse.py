@@ -1,0 +1,123 @@
+"""Events equal what the typed chunks encode to, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletionChunk
+
+from swell.cluster.api import sse
+from swell.cluster.api.chat.protocol import (
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    FunctionDelta,
+    ToolCallDelta,
+)
+from swell.cluster.api.completions.protocol import CompletionChunk, CompletionChunkChoice
+from swell.cluster.api.logprobs_protocol import ChatLogprobs, ChatTokenLogprob, TopLogprob
+from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail, usage
+from swell.cluster.api.sse import PLAIN, Rest
+
+TEXT = st.text(max_size=5)
+TOP = st.builds(
+    TopLogprob, token=TEXT, logprob=st.floats(-50, 0), bytes=st.lists(st.integers(0, 255))
+)
+LOGPROBS = st.none() | st.builds(
+    ChatLogprobs,
+    content=st.lists(
+        st.builds(
+            ChatTokenLogprob,
+            token=TEXT,
+            logprob=st.floats(-50, 0),
+            bytes=st.just([1]),
+            top_logprobs=st.lists(TOP, max_size=2),
+        ),
+        max_size=2,
+    ),
+    refusal=st.none(),
+)
+RESTS = st.just(PLAIN) | st.builds(
+    Rest,
+    st.sampled_from([None, "stop", "length", "tool_calls"]),
+    st.none() | st.integers(0, 9) | TEXT,
+    LOGPROBS,
+    st.none() | st.lists(st.integers(0, 10**6), max_size=3),
+    prompt_token_ids=st.none() | st.lists(st.integers(0, 10**6), max_size=3),
+)
+DELTAS = st.builds(ChatDelta, reasoning_content=TEXT) | st.builds(
+    ChatDelta,
+    tool_calls=st.lists(
+        st.builds(
+            ToolCallDelta, index=st.integers(0, 3), function=st.builds(FunctionDelta, name=TEXT)
+        ),
+        min_size=1,
+        max_size=2,
+    ),
+)
+
+
+def payload(event: bytes) -> bytes:
+    assert event.startswith(b"data: ")
+    assert event.endswith(b"\n\n")
+    body = event[6:-2]
+    assert b"\n" not in body
+    return body
+
+
+def choice_fields(index: int, rest: Rest) -> dict[str, Any]:
+    kept: dict[str, Any] = {"index": index, "logprobs": rest.logprobs}
+    kept |= {"finish_reason": rest.finish_reason, "stop_reason": rest.stop_reason}
+    if rest.token_ids is not None:
+        kept["token_ids"] = rest.token_ids
+    return kept
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(), st.integers(0, 9), RESTS, DELTAS, st.booleans(), TEXT)
+def test_chunks_are_the_typed_ones(
+    text: str, index: int, rest: Rest, delta: ChatDelta, with_usage: bool, model: str
+) -> None:
+    head: dict[str, Any] = {"id": "x-1", "created": 7, "model": model}
+    tail = {"usage": None} if with_usage else {}
+    fields = choice_fields(index, rest)
+    ids = {} if rest.prompt_token_ids is None else {"prompt_token_ids": rest.prompt_token_ids}
+    told = CompletionChunkChoice(text=text, **fields, **ids)
+    plain = CompletionChunk(**head, choices=[told], **tail)
+    stream = sse.CompletionStream("x-1", 7, model, include_usage=with_usage)
+    assert payload(stream.chunk(text, index, rest)) == msgspec.json.encode(plain)
+    chats = sse.ChatStream("x-1", 7, model, include_usage=with_usage)
+    rest = rest if rest is PLAIN else msgspec.structs.replace(rest, prompt_token_ids=None)
+    for said, got in (
+        (ChatDelta(content=text), chats.chunk(text, index, rest)),
+        (delta, chats.delta(delta, index, rest)),
+    ):
+        chunk = ChatChunk(**head, choices=[ChatChunkChoice(delta=said, **fields)], **tail)
+        assert payload(got) == msgspec.json.encode(chunk)
+
+
+@pytest.mark.parametrize("with_usage", [True, False])
+def test_a_chat_stream_as_the_client_reads_it(with_usage: bool) -> None:
+    stream = sse.ChatStream("c", 1, "m", include_usage=with_usage)
+    events = [stream.role(), stream.chunk('a "b"\n\u2028'), stream.chunk("", 0, Rest("stop"))]
+    events.append(stream.usage(usage(1, 2)))
+    chunks = [ChatCompletionChunk.model_validate_json(payload(event)) for event in events]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:3]) == 'a "b"\n\u2028'
+    assert chunks[2].choices[0].finish_reason == "stop"
+    assert chunks[3].choices == []
+    assert chunks[3].usage is not None
+    assert chunks[3].usage.total_tokens == 3
+    keys = [json.loads(payload(event)).keys() for event in events]
+    assert all(("usage" in key) == with_usage for key in keys[:3])
+
+
+def test_errors_and_the_end() -> None:
+    event = sse.error_event(ErrorBody(error=ErrorDetail(message="m", type="server_error")))
+    assert json.loads(payload(event))["error"]["message"] == "m"
+    assert sse.DONE == b"data: [DONE]\n\n"

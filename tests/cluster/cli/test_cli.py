@@ -1,0 +1,240 @@
+"""Commands against a scripted server: what they print, and what they return."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swell.cluster.cli import doctor
+from swell.cluster.cli import terminal_chat as chat
+from swell.cluster.cli.child_process import descendants
+from swell.cluster.cli.http_client import Client
+from swell.cluster.cli.main import COMMANDS, main
+from tests.cluster.fake_server import FakeServer, running
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with running() as server:
+        yield server
+
+
+def one_line(capsys: Capture) -> str:
+    """The error, which is one line and no traceback."""
+    err = capsys.readouterr().err
+    assert err.startswith("swell: ") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert COMMANDS[command].summary in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["dance"],
+        ["serve"],
+        ["scale", "two"],
+        ["serve", "m", "--set", "nonsense"],
+        ["bench"],
+        ["bench", "--url", "u", "--model", "m"],
+        ["bench", "--url", "u", "--requests", "0"],
+    ],
+)
+def test_wrong_usage_is_2(arguments: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "--help" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["status", "--url", "http://127.0.0.1:1"], "connection refused"),
+        (["status", "--url", "nonsense://x"], "is no URL"),
+        (["scale", "-1"], "engines=-1"),
+        (["scale", "2", "--drain-timeout", "nan"], "drain_timeout_s=nan"),
+        (["drain", "-2"], "rank=-2"),
+        (["serve", "none.yaml"], "cannot be read"),
+        (["serve", "./nowhere"], "is no folder"),
+        (["serve", "./nowhere", "--port", "70000"], "serve.port"),
+        (["serve", "./nowhere", "--set", "scheduler.rows=2"], "known keys there"),
+        (["generate", "./nowhere", "hi"], "is no folder"),
+        (["chat", "http://127.0.0.1:1"], "connection refused"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], words: str, capsys: Capture) -> None:
+    assert main(arguments) == 1
+    assert words in one_line(capsys)
+
+
+def test_status(fake: FakeServer, capsys: Capture) -> None:
+    assert main(["status", "--url", fake.url]) == 0
+    out = capsys.readouterr().out
+    assert "epoch 3, 1 of 1 engines active" in out and "25%" in out
+    assert main(["status", "--url", fake.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["engines"][0]["pid"] == 7
+
+
+def test_scale_watches_until_idle(fake: FakeServer, capsys: Capture) -> None:
+    fake.phases = ["prepare", "prepare", "commit", "idle"]
+    assert main(["scale", "3", "--url", fake.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1].split(";")[0] for line in lines] == ["prepare", "commit", "idle"]
+    assert "3 of 3 engines active" in lines[-1]
+
+
+def test_a_failed_change_is_an_error(fake: FakeServer, capsys: Capture) -> None:
+    fake.phases, fake.error = ["prepare", "failed"], "no more memory"
+    assert main(["scale", "2", "--url", fake.url]) == 1
+    assert "no more memory" in one_line(capsys)
+
+
+def test_a_refused_change_is_an_error(fake: FakeServer, capsys: Capture) -> None:
+    assert main(["scale", "9", "--url", fake.url]) == 1
+    assert "400: engines=9" in one_line(capsys)
+
+
+def test_drain(fake: FakeServer, capsys: Capture) -> None:
+    fake.engines, fake.phases = 2, ["drain", "idle"]
+    assert main(["drain", "1", "--url", fake.url]) == 0
+    assert "1 of 1 engines active" in capsys.readouterr().out
+
+
+def test_another_server_is_told_apart(fake: FakeServer, capsys: Capture) -> None:
+    assert main(["status", "--url", f"{fake.url}/text"]) == 1
+    assert "404" in one_line(capsys)
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes `input` give these lines, then the end."""
+
+    def use(*given: str) -> None:
+        left = iter(given)
+
+        def read(prompt: str = "") -> str:
+            try:
+                return next(left)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr("builtins.input", read)
+
+    return use
+
+
+def test_chat(fake: FakeServer, lines: Any, capsys: Capture) -> None:
+    lines("hi", "", "again", "/clear", "new", "/quit", "never")
+    assert main(["chat", fake.url, "--system", "Be brief.", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "ab ab ab \n" * 3
+    roles = [[m["role"] for m in request["messages"]] for request in fake.requests]
+    assert roles == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert fake.requests[1]["messages"][2]["content"] == "ab ab ab "
+    assert fake.requests[0]["temperature"] == 0 and "max_tokens" not in fake.requests[0]
+
+
+def test_a_failed_answer_leaves_the_conversation_as_it_was(fake: FakeServer, lines: Any) -> None:
+    fake.fail_every = 1
+    lines("hi")
+    assert main(["chat", fake.url]) == 1
+    talk = chat.Conversation(Client(fake.url), "fake", None)
+    with pytest.raises(RuntimeError, match="no engine"):
+        talk.ask("hi")
+    assert talk.messages == []
+
+
+def test_interrupting_an_answer_keeps_what_came(
+    fake: FakeServer, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(self: chat.Conversation, parts: list[str]) -> None:
+        parts.append("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat.Conversation, "_stream", interrupted)
+    talk = chat.Conversation(Client(fake.url), "fake", None)
+    talk.ask("hi")
+    assert [message["content"] for message in talk.messages] == ["hi", "half"]
+    assert "[stopped]" in capsys.readouterr().out
+
+
+def test_interrupts_are_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "doctor", interrupt)
+    assert main(["doctor"]) == 130
+
+
+def test_doctor_names_what_fails(tmp_path: Path, capsys: Capture) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("model: {path: ./nowhere}\nserve: {port: 0}\n")
+    findings = {f.name: f for f in doctor.findings(str(config), {})}
+    assert findings["python"].level == "ok"
+    assert findings["torch"].level == "ok"
+    assert findings["model"].level == "fail" and "nowhere" in findings["model"].detail
+    assert all(finding.remedy for finding in findings.values() if finding.level == "fail")
+    assert main(["doctor", str(tmp_path / "absent.yaml")]) == 1
+    assert "-> " in capsys.readouterr().out
+
+
+def test_doctor_sees_a_taken_port(fake: FakeServer) -> None:
+    assert doctor._port("127.0.0.1", int(fake.url.rsplit(":")[-1])).level == "fail"
+
+
+def test_help_is_quick_and_loads_nothing() -> None:
+    code = (
+        "import sys, time\nstart = time.perf_counter()\n"
+        "from swell.cluster.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print(time.perf_counter() - start)\n"
+        "print(sorted({'ray', 'torch', 'transformers', 'httpx', 'rich'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, heavy = run.stdout.splitlines()[-2:]
+    assert heavy == "[]"
+    assert float(seconds) < 0.3
+
+
+def test_the_console_script_and_the_module_are_the_same() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "swell.cluster", "scale"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2 and run.stderr.startswith("swell: ")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_descendants_are_found_at_any_depth() -> None:
+    inner = f"import subprocess, sys; subprocess.run([{sys.executable!r}, '-c', 'input()'])"
+    process = subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE)
+    deadline = time.monotonic() + 10
+    while len(descendants(process.pid)) < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(descendants(process.pid)) == 1
+    assert process.pid in descendants(os.getpid())
+    process.communicate(b"\n")
+    assert process.pid not in descendants(os.getpid())

@@ -1,0 +1,17 @@
+"""What a Ray of our own is started with."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from swell.cluster.cli import ray_settings
+
+
+def test_a_value_of_the_users_stays(monkeypatch: pytest.MonkeyPatch):
+    environment = {"RAY_event_stats": "1"}
+    monkeypatch.setattr(os, "environ", environment)
+    ray_settings.set_defaults()
+    assert environment["RAY_event_stats"] == "1"
+    assert environment["RAY_enable_metrics_collection"] == "0"

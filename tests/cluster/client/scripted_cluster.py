@@ -1,0 +1,196 @@
+"""One ingress's `AsyncLLM` over real engine cores, on one clock that only the test moves: no
+socket, no thread. What `/metrics` would show is then exact."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
+
+from swell.cluster.client.async_llm import AsyncLLM
+from swell.cluster.client.links import EngineId
+from swell.cluster.client.metrics import PrometheusStats
+from swell.cluster.client.outputs import RequestOutputKind
+from swell.cluster.client.parallel_sampling import children
+from swell.cluster.client.request_state import Ticket
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.sampling_params import SamplingParams, to_core_request
+from swell.configs.schema import load
+from swell.coordinator import roster as rosters
+from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.metrics import ViewCollector
+from swell.coordinator.roster import Member, MemberState, Roster
+from swell.coordinator.wire import ClusterView, EngineReport
+from swell.engine.core import EngineCore
+from swell.engine.executor import ExecutorLimits
+from swell.engine.scheduler import Scheduler
+from swell.engine.server import EngineServer
+from swell.engine.wire import AbortRequests, EngineCoreOutputs, EngineCoreRequest
+from tests.cluster.text import tokenizers_for_tests
+from tests.engine.fake_worker import VOCAB, FakeExecutor
+
+BLOCK_TOKENS = 4
+MAX_MODEL_LEN = 600
+CLIENT = b"ingress"
+
+
+@cache
+def detokenizer() -> Detokenizer:
+    return Detokenizer(tokenizers_for_tests.chat_tokenizer())
+
+
+class ScriptedCluster:
+    """Use within `run`, which gives it an event loop."""
+
+    def __init__(self, **settings: object) -> None:
+        settings = {key.replace("__", "."): value for key, value in settings.items()}
+        settings.setdefault("scheduler.steps_in_flight", 1)
+        source = {"model": {"path": "m"}, "cache": {"block_tokens": BLOCK_TOKENS}}
+        self.config = load(source, settings)
+        self.now = 1000.0
+        self.cores: dict[int, EngineCore] = {}
+        self.roster = Roster()
+        self.metrics = PrometheusStats()
+        self._incarnations: dict[int, int] = {}
+        self.llm = AsyncLLM(
+            detokenizer(),
+            self.config,
+            self._connect,
+            self.metrics,
+            lambda max_model_len, vocab_size: None,
+            clock=lambda: self.now,
+        )
+        self.metrics.registry.register(ViewCollector(lambda: self.llm.view))
+
+    def _connect(self, client_index: int, *, on_view: Any, on_outputs: Any, **_: Any) -> Any:
+        self._on_view, self._on_outputs = on_view, on_outputs
+        return SimpleNamespace(send=self._send, close=lambda: None)
+
+    def _send(self, engine: EngineId, message: object) -> None:
+        core = self.cores.get(engine.rank)
+        if core is None:
+            return
+        if isinstance(message, EngineCoreRequest):
+            assert core.add_request(message, CLIENT) is None
+        elif isinstance(message, AbortRequests):
+            core.abort_requests(message.request_ids)
+
+    # ---------------------------------------------------------------- engines
+
+    def join(self, rank: int, num_blocks: int = 100) -> EngineCore:
+        limits = ExecutorLimits(num_blocks, MAX_MODEL_LEN, VOCAB)
+        core = EngineCore(self.config, FakeExecutor(num_blocks, BLOCK_TOKENS), limits)
+        core.scheduler = Scheduler(
+            self.config.scheduler,
+            self.config.cache,
+            num_blocks,
+            MAX_MODEL_LEN,
+            VOCAB,
+            clock=lambda: self.now,
+        )
+        self.cores[rank] = core
+        self._incarnations[rank] = len(self._incarnations) + 1
+        address = ChannelAddress("machine", f"ipc://@{rank}", "tcp://127.0.0.1:1")
+        member = Member(
+            rank,
+            address,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB,
+            incarnation=self._incarnations[rank],
+            num_blocks=num_blocks,
+        )
+        self.roster = rosters.join(self.roster, [member])
+        self.tell()
+        return core
+
+    def lose(self, rank: int) -> None:
+        """The engine is gone, and with it what it counted."""
+        member = self.roster.find(rank)
+        assert member is not None
+        self.roster = rosters.remove(self.roster, [rank])
+        del self.cores[rank]
+        self.tell([EngineId.of(member)])
+
+    def mark(self, rank: int, state: MemberState) -> None:
+        self.roster = rosters.amend(self.roster, [rank], state=state)
+        self.tell()
+
+    def tell(self, lost: list[EngineId] | None = None) -> None:
+        """Every engine reports, and the ingress hears it."""
+        reports = [self._report(rank) for rank in sorted(self.cores)]
+        self._on_view(ClusterView(self.roster, reports), lost or [])
+
+    def _report(self, rank: int) -> EngineReport:
+        """As an engine's loop makes it."""
+        engine = SimpleNamespace(
+            core=self.cores[rank],
+            rank=rank,
+            incarnation=self._incarnations[rank],
+            repairs=0,
+            _resets=0,
+        )
+        return EngineServer._report(engine)  # type: ignore[arg-type]
+
+    # ---------------------------------------------------------------- the script
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def step(self, rank: int, seconds: float) -> None:
+        """One step of an engine, which takes so long; its outputs come at the end."""
+        outputs = self.cores[rank].step()
+        self.now += seconds
+        self._on_outputs(EngineCoreOutputs(rank, outputs.get(CLIENT, [])))
+
+    def submit(self, prompt: list[int], tokens: int, **changes: Any) -> list[Ticket]:
+        """The children of one answer; no end token ends them early."""
+        params = replace(SamplingParams(max_tokens=tokens, seed=3), **changes)
+        tickets = []
+        for index, child in enumerate(children(params)):
+            core = to_core_request(
+                child,
+                external_req_id="r",
+                prompt_token_ids=prompt,
+                max_tokens=tokens,
+                eos_token_ids=[],
+            )
+            tickets.append(self.llm.submit(core, child, RequestOutputKind.FINAL_ONLY, index))
+        return tickets
+
+    def abort(self, tickets: list[Ticket]) -> None:
+        self.llm.abort([ticket.request.request_id for ticket in tickets])
+
+    def shown(self) -> dict[str, float]:
+        """What a scrape shows and is not zero, without buckets; of engines the sum."""
+        self.tell()
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.metrics.render().decode()):
+            for sample in family.samples:
+                if sample.name.endswith(("_bucket", "_created")) or not sample.value:
+                    continue
+                reason = sample.labels.get("finished_reason", "")
+                name = sample.name.removeprefix("swell_") + (f"/{reason}" if reason else "")
+                values[name] = values.get(name, 0.0) + sample.value
+        return values
+
+
+def run(
+    scenario: Callable[[ScriptedCluster], Coroutine[Any, Any, None] | None], **settings: object
+) -> dict[str, float]:
+    """What the metrics show after a scenario."""
+
+    async def whole() -> dict[str, float]:
+        cluster = ScriptedCluster(**settings)
+        script = scenario(cluster)
+        if script is not None:
+            await script
+        shown = cluster.shown()
+        cluster.llm.close()
+        return shown
+
+    return asyncio.run(whole())

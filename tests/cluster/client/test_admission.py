@@ -1,0 +1,339 @@
+"""Who may wait and who is sent away for how long, on a scripted clock."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swell.cluster.client.admission import (
+    MAX_RETRY_S,
+    UNKNOWN_RETRY_S,
+    WINDOW_S,
+    Admission,
+    Backlog,
+    StartRate,
+    TooManyWaiting,
+    waiting_here,
+)
+from swell.cluster.client.router import Router
+from swell.coordinator import roster as rosters
+from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.roster import Member, Roster
+from swell.coordinator.wire import ClusterView, EngineReport
+from tests.cluster.client.scripted_cluster import ScriptedCluster, run
+
+MANY = 10**9
+ROWS = 8
+
+
+def view(*reports: EngineReport) -> ClusterView:
+    return ClusterView(Roster(), list(reports))
+
+
+def started(requests: int, tokens: int = 0, rank: int = 0, incarnation: int = 1) -> EngineReport:
+    return EngineReport(
+        rank, incarnation, started_requests=requests, started_tokens=tokens or 10 * requests
+    )
+
+
+def admission(limit: int = 100, tokens: int = MANY, ingresses: int = 1, *, rate: int = 0):
+    """At 10.0 on the clock; engines have begun `rate` requests of ten tokens in each second."""
+    made = Admission(limit, tokens, ingresses)
+    for second in range(11):
+        made.observe(view(started(second * rate)), float(second))
+    return made
+
+
+def refusal(one: Admission, backlog: Backlog, now: float = 10.0) -> TooManyWaiting:
+    with pytest.raises(TooManyWaiting) as caught:
+        one.check(backlog, now)
+    return caught.value
+
+
+# -------------------------------------------------------------------------------- the bound
+
+
+def test_a_request_may_wait_below_the_bound_and_not_at_it():
+    one = admission(100)
+    one.check(Backlog(requests=60, own_requests=39), 10.0)
+    error = refusal(one, Backlog(requests=60, own_requests=40))
+    assert error.code == "too_many_waiting_requests"
+    assert "100 requests wait" in str(error) and "serve.max_waiting_requests=100" in str(error)
+    one.check(Backlog(requests=60, own_requests=39), 10.0)
+
+
+def test_tokens_have_a_bound_of_their_own():
+    one = admission(100, 5000)
+    one.check(Backlog(1, 4000, 1, 999), 10.0)
+    error = refusal(one, Backlog(1, 4000, 1, 1000))
+    assert error.code == "too_many_waiting_tokens"
+    assert "5000 tokens wait" in str(error) and "serve.max_waiting_tokens=5000" in str(error)
+
+
+@given(limit=st.integers(1, 50), ingresses=st.integers(1, 5), reported=st.integers(0, 60))
+def test_ingresses_that_know_the_same_keep_the_bound_together(limit, ingresses, reported):
+    """Nobody hears of what the others admit."""
+    admitted = 0
+    for _ in range(ingresses):
+        one = Admission(limit, MANY, ingresses)
+        for own in itertools.count():
+            try:
+                one.check(Backlog(requests=reported, own_requests=own), 0.0)
+            except TooManyWaiting:
+                break
+            admitted += 1
+    assert reported + admitted <= max(reported, limit + ingresses - 1)
+    assert reported + admitted >= limit, "what fits is not refused"
+
+
+@given(
+    limit=st.integers(10, 400),
+    turns=st.lists(st.tuples(st.integers(0, 1), st.integers(1, 99)), min_size=1, max_size=60),
+)
+def test_one_ingress_that_hears_later_passes_the_bound_by_a_quarter_at_most(limit, turns):
+    """The second hears each report when the next one is made. Nothing is computed meanwhile."""
+    both = [Admission(limit, MANY, 2) for _ in range(2)]
+    sent = [0, 0]
+    heard = [(0, 0), (0, 0)]
+    """Of each ingress: all that its report counts, and the part that is its own."""
+    reports = [(0, 0, 0)]
+    for who, count in turns:
+        for _ in range(count):
+            all_told, own_told = heard[who]
+            try:
+                both[who].check(Backlog(all_told, 0, sent[who] - own_told), 0.0)
+            except TooManyWaiting:
+                break
+            sent[who] += 1
+        reports.append((sum(sent), *sent))
+        for ingress, newest in enumerate((reports[-1], reports[-2])):
+            heard[ingress] = (newest[0], newest[1 + ingress])
+        assert sum(sent) <= 1.25 * limit + 2
+
+
+# -------------------------------------------------------------------------------- when to return
+
+
+def test_who_is_refused_comes_back_when_there_will_be_room():
+    """At ten a second; 30 have to begin before the queue has room for one more."""
+    one = admission(100, rate=10)
+    assert refusal(one, Backlog(requests=129)).retry_after_s == 3
+
+
+def test_tokens_that_wait_are_counted_in_tokens():
+    one = admission(100, 5000, rate=10)
+    assert refusal(one, Backlog(requests=50, tokens=5999)).retry_after_s == 10
+
+
+def test_those_who_are_refused_come_back_one_after_the_other():
+    """Ten a second begin: of 100 that are refused at once, ten come back in each second."""
+    one = admission(100, rate=10)
+    told = [refusal(one, Backlog(requests=100)).retry_after_s for _ in range(100)]
+    assert told == sorted(told)
+    assert [told.count(second) for second in range(1, 11)] == [10] * 10
+
+
+def test_several_ingresses_share_what_begins():
+    one = admission(100, ingresses=2, rate=10)
+    told = [refusal(one, Backlog(requests=100)).retry_after_s for _ in range(50)]
+    assert [told.count(second) for second in range(1, 11)] == [5] * 10
+
+
+def test_places_that_were_promised_pass():
+    one = admission(100, rate=10)
+    for _ in range(100):
+        refusal(one, Backlog(requests=100))
+    for second in range(11, 21):
+        one.observe(view(started(second * 10)), float(second))
+    assert refusal(one, Backlog(requests=100), 20.0).retry_after_s == 1
+
+
+def test_nobody_is_sent_away_for_long():
+    one = admission(100, rate=1)
+    told = [refusal(one, Backlog(requests=5000)).retry_after_s for _ in range(500)]
+    assert set(told) == {MAX_RETRY_S}
+
+
+def test_where_nothing_begins_the_time_is_a_guess():
+    assert refusal(admission(100), Backlog(requests=100)).retry_after_s == UNKNOWN_RETRY_S
+    stalled = admission(100, rate=10)
+    late = 10.0 + 2 * WINDOW_S
+    stalled.observe(view(started(100)), late)
+    assert refusal(stalled, Backlog(requests=100), late).retry_after_s == UNKNOWN_RETRY_S
+
+
+def test_a_token_bound_without_tokens_that_begin_is_a_guess_too():
+    one = Admission(100, 50, 1)
+    for second in range(11):
+        report = EngineReport(0, 1, started_requests=second, started_tokens=0)
+        one.observe(view(report), float(second))
+    assert refusal(one, Backlog(tokens=60)).retry_after_s == UNKNOWN_RETRY_S
+
+
+# -------------------------------------------------------------------------------- the rate
+
+
+def test_the_rate_is_that_of_the_last_seconds():
+    rate = StartRate()
+    for second in range(21):
+        rate.observe(view(started(100 * min(second, 10))), float(second))
+    assert rate.of(20.0).requests == 0.0
+    rate.observe(view(started(1050, 10_500)), 25.0)
+    assert rate.of(25.0) == (5.0, 50.0)
+
+
+def test_an_engine_that_comes_or_goes_begins_nothing_by_that():
+    rate = StartRate()
+    rate.observe(view(started(500)), 0.0)
+    rate.observe(view(started(510), started(9000, rank=1)), 5.0)
+    assert rate.of(5.0).requests == 2.0
+    rate.observe(view(started(9010, rank=1)), 10.0)
+    rate.observe(view(started(3, incarnation=2), started(9010, rank=1)), 10.0)
+    assert rate.of(10.0).requests == 2.0
+
+
+def test_a_burst_in_the_first_moment_is_no_rate():
+    rate = StartRate()
+    rate.observe(view(started(0)), 0.0)
+    rate.observe(view(started(50)), 0.1)
+    assert rate.of(0.1).requests == 50.0, "of a second, not of a tenth"
+
+
+# -------------------------------------------------------------------------------- what waits
+
+
+def test_what_comes_takes_free_rows_before_it_waits():
+    idle = EngineReport(0, running=3)
+    assert waiting_here(idle, 5, 50, ROWS) == Backlog(0, 0, 0, 50)
+    assert waiting_here(idle, 7, 70, ROWS) == Backlog(0, 0, 2, 70)
+    short_of_blocks = EngineReport(0, running=3, waiting=2, waiting_tokens=20)
+    assert waiting_here(short_of_blocks, 5, 50, ROWS) == Backlog(2, 20, 5, 50)
+
+
+def joined(router: Router, *reports: EngineReport) -> ClusterView:
+    address = ChannelAddress("machine", "ipc://@x", "tcp://127.0.0.1:1")
+    members = [Member(report.rank, address, incarnation=7) for report in reports]
+    told = ClusterView(rosters.join(Roster(), members), list(reports))
+    router.update(told)
+    return told
+
+
+def test_what_was_sent_counts_until_reports_tell_of_it():
+    router = Router(4)
+    assert router.backlog(0) == Backlog()
+    told = joined(router, EngineReport(0, 7))
+    for name in "abc":
+        router.choose(name, [1, 2, 3, 4, 5])
+    # One token of "b" and "c" must be computed anew: the block before it was sent for "a".
+    assert router.backlog(0) == Backlog(0, 0, 3, 5 + 1 + 1)
+    router.answered("a")
+    router.done("b")
+    assert router.backlog(0) == Backlog(0, 0, 1, 1)
+    report = EngineReport(0, 7, waiting=1, waiting_tokens=1, steps=1)
+    router.update(ClusterView(told.roster, [report]))
+    assert router.backlog(0) == Backlog(1, 1, 1, 1), "it may have been written before"
+    router.update(ClusterView(told.roster, [EngineReport(0, 7, waiting=1, steps=2)]))
+    assert router.backlog(0) == Backlog(1, 0, 0, 0)
+
+
+def test_a_report_that_is_repeated_with_fresh_progress_tells_of_nothing_new():
+    """An engine inside a long step has taken in nothing meanwhile."""
+    router = Router(4)
+    told = joined(router, EngineReport(0, 7, steps=1))
+    router.choose("a", [1, 2, 3])
+    for ticks in range(1, 9):
+        router.update(ClusterView(told.roster, [EngineReport(0, 7, steps=1, ticks=ticks)]))
+    assert router.backlog(0) == Backlog(0, 0, 1, 3)
+
+
+# -------------------------------------------------------------------------------- with engines
+
+
+def test_engines_tell_what_they_began():
+    def scenario(cluster: ScriptedCluster) -> None:
+        core = cluster.join(0, num_blocks=7)
+        cluster.submit([1, 2, 3, 4, 5, 6, 7, 8], 9)
+        cluster.submit([9, 2, 3, 4, 5, 6, 7, 8], 9)
+        while core.scheduler.has_requests:
+            cluster.step(0, 1.0)
+        assert core.scheduler.num_preemptions == 1
+        cluster.tell()
+        (report,) = cluster.llm.view.reports
+        assert (report.started_requests, report.started_tokens) == (2, 16)
+
+    run(scenario)
+
+
+def refused(cluster: ScriptedCluster) -> bool:
+    try:
+        cluster.llm.check_room()
+    except TooManyWaiting:
+        return True
+    return False
+
+
+def test_the_bound_holds_where_requests_wait():
+    """In an engine's queue, on the way to it, or for an engine to come."""
+
+    def scenario(cluster: ScriptedCluster) -> None:
+        cluster.join(0)
+        for count in range(6):
+            assert not refused(cluster), count
+            cluster.submit([count, 2, 3], 2)
+        assert refused(cluster), "two have a row, and four wait"
+        cluster.tell()
+        cluster.tell()
+        assert refused(cluster), "the engine says so too"
+        cluster.lose(0)
+        assert refused(cluster), "they wait for an engine"
+        cluster.join(1)
+        assert len(cluster.cores[1].scheduler.requests) == 6, "none of them was refused"
+        assert refused(cluster)
+        for _ in range(3):
+            cluster.step(1, 1.0)
+            cluster.tell()
+        assert not refused(cluster)
+
+    shown = run(scenario, scheduler__max_rows=2, serve__max_waiting_requests=4)
+    assert shown["refused_requests_total"] == 4.0
+
+
+def test_an_old_report_refuses_nobody_for_long():
+    """While the coordinator is away, no report comes; the engines go on."""
+
+    def scenario(cluster: ScriptedCluster) -> None:
+        cluster.join(0)
+        for count in range(6):
+            cluster.submit([count, 2, 3], 2)
+        cluster.tell()
+        cluster.tell()
+        assert refused(cluster), "two have a row, and four wait"
+        while cluster.cores[0].scheduler.has_requests:
+            cluster.step(0, 0.0)
+        cluster.now += cluster.config.cluster.heartbeat_s
+        assert refused(cluster), "the next report may be on its way"
+        cluster.now += 5 * cluster.config.cluster.heartbeat_s
+        for count in range(6):
+            assert not refused(cluster), count
+            cluster.submit([count, 2, 3], 2)
+        assert refused(cluster), "what this ingress sent still has its bound"
+        cluster.tell()
+        cluster.tell()
+        assert refused(cluster), "the engine says so too"
+
+    run(scenario, scheduler__max_rows=2, serve__max_waiting_requests=4)
+
+
+def test_tokens_that_wait_for_an_engine_count():
+    def scenario(cluster: ScriptedCluster) -> None:
+        cluster.join(0)
+        cluster.lose(0)
+        tickets = cluster.submit([1] * 10, 2)
+        assert refused(cluster)
+        cluster.abort(tickets)
+        assert not refused(cluster)
+
+    run(scenario, serve__max_waiting_tokens=10)

@@ -1,0 +1,123 @@
+"""One ingress's engines without sockets: what comes in is at the test's command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from swell.cluster.client.async_llm import AsyncLLM
+from swell.cluster.client.links import EngineId
+from swell.cluster.client.metrics import PrometheusStats
+from swell.cluster.client.outputs import RequestOutputKind
+from swell.cluster.client.router import NoEngine
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.sampling_params import SamplingParams
+from swell.configs.schema import load
+from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.roster import Member, Roster
+from swell.coordinator.wire import ClusterView
+from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityOutput
+from swell.worker.sample.wire import SamplerParams
+from tests.cluster.text import tokenizers_for_tests
+
+TIMEOUT_S = 0.02
+
+
+class BlockedLinks:
+    """An engine whose answer arrives while the ingress's loop is held up beyond the deadline."""
+
+    def __init__(self, _client_index: int, **callbacks: Any) -> None:
+        self._on_outputs = callbacks["on_outputs"]
+        self._event = os.eventfd(0, os.EFD_NONBLOCK)
+        self._answer: EngineCoreOutputs
+        member = Member(0, ChannelAddress("", "", ""), max_model_len=9, vocab_size=9)
+        self.on_view = callbacks["on_view"]
+        self.view = ClusterView(Roster(1, (member,)))
+        self.answers = True
+        self.sent: list[Any] = []
+
+    def send(self, _engine: Any, call: Any) -> None:
+        if not isinstance(call, UtilityCall):
+            self.sent.append(call)
+            return
+        loop = asyncio.get_running_loop()
+        raw = msgspec.Raw(msgspec.msgpack.encode("idle"))
+        self._answer = EngineCoreOutputs(0, utility_output=UtilityOutput(call.call_id, None, raw))
+        loop.add_reader(self._event, self._arrive)
+        loop.call_soon(self._block)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._event)
+        os.close(self._event)
+
+    def _block(self) -> None:
+        time.sleep(2 * TIMEOUT_S)
+        if self.answers:
+            os.eventfd_write(self._event, 1)
+
+    def _arrive(self) -> None:
+        os.eventfd_read(self._event)
+        self._on_outputs(self._answer)
+
+
+def open_llm(**settings: object) -> tuple[AsyncLLM, BlockedLinks]:
+    """With one engine."""
+    links: list[BlockedLinks] = []
+
+    def connect(*args: Any, **callbacks: Any) -> BlockedLinks:
+        links.append(BlockedLinks(*args, **callbacks))
+        return links[-1]
+
+    detokenizer = Detokenizer(tokenizers_for_tests.chat_tokenizer())
+    config = load({"model": {"path": "none"}}, settings)
+    llm = AsyncLLM(detokenizer, config, connect, PrometheusStats(), lambda *_limits: None)
+    links[0].on_view(links[0].view, [])
+    return llm, links[0]
+
+
+async def call(*, answers: bool) -> Any:
+    llm, links = open_llm()
+    links.answers = answers
+    try:
+        return await llm.call_engine(0, "check_idle", timeout_s=TIMEOUT_S)
+    finally:
+        llm.close()
+
+
+def test_an_answer_that_is_there_counts_though_the_loop_was_late() -> None:
+    assert asyncio.run(call(answers=True)) == "idle"
+
+
+def test_an_engine_that_does_not_answer_is_a_timeout() -> None:
+    with pytest.raises(TimeoutError, match=r"engine 0 .*'check_idle'.*0\.02 s"):
+        asyncio.run(call(answers=False))
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_ingress_that_was_stopped_looks_for_an_engine_before_it_gives_up(comes: bool) -> None:
+    """Its time is over when it wakes, and the view with an engine has not been taken in yet."""
+
+    async def story() -> None:
+        settings = {"serve.no_engine_timeout_s": TIMEOUT_S, "cluster.heartbeat_s": 0.1}
+        llm, links = open_llm(**settings)
+        links.on_view(ClusterView(Roster(2)), [EngineId.of(links.view.roster.members[0])])
+        request = EngineCoreRequest("r", [1], SamplerParams(), max_tokens=3)
+        ticket = llm.submit(request, SamplingParams(), RequestOutputKind.DELTA)
+        time.sleep(0.1 + 2 * TIMEOUT_S)
+        for _ in range(3):  # timers that are due fire here
+            await asyncio.sleep(0)
+        if comes:
+            roster = Roster(3, links.view.roster.members)
+            links.on_view(msgspec.structs.replace(links.view, roster=roster), [])
+            assert [sent.request_id for sent in links.sent] == ["r"]
+        else:
+            with pytest.raises(NoEngine, match=r"waited 0\.02 s"):
+                await asyncio.wait_for(ticket.collector.get(), 20)
+        llm.close()
+
+    asyncio.run(story())

@@ -1,0 +1,77 @@
+"""A request that its engine cannot go on with is told so, and booked as an error."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.client.test_failover import play
+from tests.cluster.fake_cluster import FakeCluster, FakeEngine, Stream, body, truth, until
+from tests.cluster.text import tokenizers_for_tests
+
+WHY = "the model's logits for this request are no numbers"
+ERRORS = 'swell_request_success_total{finished_reason="error"}'
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "a"}], "max_tokens": 60}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+async def answer_of(cluster: FakeCluster, engine: FakeEngine, path: str, wish: Any) -> Any:
+    asked = asyncio.create_task(cluster.client.post(path, json=wish))
+    await until(lambda: engine.requests)
+    engine.fail(WHY)
+    return await asked
+
+
+@pytest.mark.parametrize(
+    ("path", "wish"),
+    [
+        ("/v1/completions", body([1], 60)),
+        ("/v1/completions", body([1], 60, n=3)),
+        ("/v1/completions", body([1], 60, stream=True)),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", {**CHAT, "stream": True}),
+        ("/v1/responses", {"model": "fake", "input": "a"}),
+        ("/v1/messages", CHAT),
+        ("/v1/messages", {**CHAT, "stream": True}),
+    ],
+)
+def test_before_the_first_token_it_is_a_500_that_says_so(
+    folder: Path, path: str, wish: Any
+) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        engine = await cluster.join(0, steps=0)
+        answer = await answer_of(cluster, engine, path, wish)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["message"]) == (500, WHY)
+        assert error.get("code", "request_failed") == "request_failed"
+        assert await cluster.metric(ERRORS) >= 1
+        assert len(engine.arrived) == (wish.get("n") or 1), "nobody else gets it"
+
+    play(folder, scene)
+
+
+def test_a_stream_that_began_ends_with_an_error(folder: Path) -> None:
+    """What came before it stays, also where a stop string begins in it."""
+
+    async def scene(cluster: FakeCluster) -> None:
+        engine = await cluster.join(0, steps=3)
+        stream = Stream(cluster, body([1], 60))
+        await stream.has(3)
+        engine.fail(WHY)
+        await stream.done
+        assert stream.ids == truth([1], 3) and stream.finish_reason is None
+        assert stream.error is not None
+        assert (stream.error["code"], stream.error["message"]) == ("request_failed", WHY)
+        assert await cluster.metric(ERRORS) == 1
+        engine.allow()
+        assert (await Stream(cluster, body([2], 5)).done).ids == truth([2], 5)
+
+    play(folder, scene)

@@ -1,0 +1,343 @@
+"""Whatever happens to engines while answers stream, the answers are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import openai
+import pytest
+
+from swell.coordinator import roster as rosters
+from swell.coordinator.roster import MemberState
+from tests.cluster.fake_cluster import FakeCluster, FakeCoordinator, Stream, body, truth, until
+from tests.cluster.text import tokenizers_for_tests
+
+RESUBMITTED = "swell_resubmitted_requests_total"
+
+Scene = Callable[[FakeCluster], Awaitable[None]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def play(folder: Path, scene: Scene, **settings: object) -> None:
+    async def run() -> None:
+        async with FakeCluster(folder, **settings).serving() as cluster:
+            await scene(cluster)
+            llm = cluster.ingress.llm
+            await until(lambda: not (llm._tickets or llm._runs or llm._homeless))
+
+    asyncio.run(run())
+
+
+def test_a_lost_engine_is_replaced_by_another(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        first = await cluster.join(0, steps=3)
+        stream = Stream(cluster, body([1, 2], 20))
+        await stream.has(3)
+        whole = asyncio.create_task(cluster.client.post("/v1/completions", json=body([7], 20)))
+        await until(lambda: len(first.arrived) == 2)
+        await cluster.join(1)
+        await cluster.kill(first)
+        await stream.done
+        assert stream.ids == truth([1, 2], 20)
+        assert stream.headers["x-swell-engine"] == "0"
+        assert stream.comments == [": x-swell-engine 0,1"]
+        answer = await whole
+        assert answer.json()["choices"][0]["token_ids"] == truth([7], 20)
+        assert answer.headers["x-swell-engine"] == "0,1"
+        assert await cluster.metric(RESUBMITTED) == 2
+
+    play(folder, scene)
+
+
+def test_a_successor_at_the_same_rank_is_another_engine(folder: Path) -> None:
+    """Both changes come in one view, so only the incarnation tells."""
+
+    async def scene(cluster: FakeCluster) -> None:
+        first = await cluster.join(0, steps=4)
+        stream = Stream(cluster, body([5], 30))
+        await stream.has(4)
+        await asyncio.to_thread(first.close)
+        second = cluster.start(0).member
+        await cluster.change(lambda now: rosters.join(rosters.remove(now, [0]), [second]))
+        assert (await stream.done).ids == truth([5], 30)
+        assert stream.comments == [": x-swell-engine 0,0"]
+
+    play(folder, scene)
+
+
+def test_a_repairing_engine_gives_what_it_has_to_another(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        first = await cluster.join(0, steps=3)
+        stream = Stream(cluster, body([1], 20))
+        await stream.has(3)
+        await cluster.mark(0, MemberState.REPAIRING)
+        await until(lambda: cluster.ingress.llm.active_ranks == [])
+        assert not first.aborted and not stream.done.done()
+        await cluster.join(1)
+        assert (await stream.done).ids == truth([1], 20)
+        await until(lambda: not first.requests)
+        assert first.aborted == [first.arrived[0].request_id]
+
+    play(folder, scene)
+
+
+def test_a_repairing_engine_keeps_what_it_has_if_it_is_alone(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        first = await cluster.join(0, steps=3)
+        stream = Stream(cluster, body([1], 20))
+        await stream.has(3)
+        await cluster.mark(0, MemberState.REPAIRING)
+        late = Stream(cluster, body([9], 10))
+        await until(lambda: cluster.ingress.llm._homeless)
+        await cluster.mark(0, MemberState.ACTIVE)
+        first.allow()
+        assert (await stream.done).ids == truth([1], 20)
+        assert (await late.done).ids == truth([9], 10)
+        assert not first.aborted and not stream.comments and not late.comments
+        assert await cluster.metric(RESUBMITTED) == 0
+
+    play(folder, scene)
+
+
+@pytest.mark.parametrize("recount", [True, False])
+def test_an_abort_that_nobody_asked_for_is_not_the_end(folder: Path, recount: bool) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        engine = await cluster.join(0, steps=3)
+        stream = Stream(cluster, body([1], 20))
+        await stream.has(3)
+        engine.drop_clients(recount=recount)
+        await until(lambda: len(engine.arrived) == 2)
+        engine.allow()
+        assert (await stream.done).ids == truth([1], 20)
+        assert stream.finish_reason == "length"
+        assert stream.comments == [": x-swell-engine 0,0"]
+
+    play(folder, scene)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 5])
+def test_lost_messages_are_computed_again(folder: Path, lost: int) -> None:
+    """What the engine says of the run that was given up, before it hears of it, is not heard."""
+
+    async def scene(cluster: FakeCluster) -> None:
+        engine = await cluster.join(0, steps=0)
+        streams = [Stream(cluster, body([n], 40)) for n in range(3)]
+        await until(lambda: len(engine.requests) == 3)
+        engine.allow(3)
+        for stream in streams:
+            await stream.has(3)
+        engine.call(lambda: setattr(engine, "to_lose", lost))
+        engine.allow()
+        for n, stream in enumerate(streams):
+            assert (await stream.done).ids == truth([n], 40)
+            assert stream.headers["x-swell-engine"] == "0"
+            assert stream.comments == [": x-swell-engine 0,0"]
+        assert sorted(engine.aborted) == sorted(r.request_id for r in engine.arrived[:3])
+
+    play(folder, scene)
+
+
+def test_a_count_that_begins_again_is_a_loss(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        engine = await cluster.join(0, steps=3)
+        stream = Stream(cluster, body([1], 20))
+        await stream.has(3)
+        engine.call(engine.counts.clear)
+        engine.allow()
+        assert (await stream.done).ids == truth([1], 20)
+        assert len(engine.arrived) == 2
+
+    play(folder, scene)
+
+
+def test_a_request_waits_for_an_engine(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        refused = await cluster.client.post("/v1/completions", json=body([1], 5))
+        assert refused.status_code == 503, "there never was an engine"
+        await cluster.kill(await cluster.join(0))
+        wishes = [body([1], 5), body([2], 5, data_parallel_rank=2)]
+        waiting = [
+            asyncio.create_task(cluster.client.post("/v1/completions", json=wish))
+            for wish in wishes
+        ]
+        leaving = asyncio.create_task(cluster.client.post("/v1/completions", json=body([3], 5)))
+        await until(lambda: len(cluster.ingress.llm._homeless) == 3)
+        leaving.cancel()
+        await until(lambda: len(cluster.ingress.llm._homeless) == 2)
+        first = await cluster.join(1)
+        answer = await waiting[0]
+        assert answer.json()["choices"][0]["token_ids"] == truth([1], 5)
+        assert [r.prompt_token_ids for r in first.arrived] == [[1]]
+        await cluster.join(2)
+        assert (await waiting[1]).headers["x-swell-engine"] == "2"
+        assert await cluster.metric(RESUBMITTED) == 0, "they only arrived"
+
+    play(folder, scene)
+
+
+def test_a_request_does_not_wait_for_ever(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        first = await cluster.join(0, steps=2)
+        stream = Stream(cluster, body([1], 20))
+        await stream.has(2)
+        await cluster.kill(first)
+        late = await cluster.client.post("/v1/completions", json=body([2], 5))
+        assert late.status_code == 503
+        assert late.headers["retry-after"] == "1"
+        assert late.json()["error"]["code"] == "no_engine"
+        assert "waited 0.1 s" in late.json()["error"]["message"]
+        assert not stream.done.done(), "what has begun waits for as long as a start may take"
+        await stream.done
+        assert stream.ids == truth([1], 2)
+        assert stream.error is not None and stream.error["code"] == "no_engine"
+
+    settings = {"serve.no_engine_timeout_s": 0.1, "cluster.start_timeout_s": 2.0}
+    play(folder, scene, **settings)
+
+
+def test_one_stream_lives_through_fifty_rescales(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.join(0, steps=1)
+        stream = Stream(cluster, body([1], 60))
+        for rank in range(1, 51):
+            await stream.has(rank)
+            await cluster.join(rank, steps=1)
+            await cluster.mark(rank - 1, MemberState.LEAVING)
+            await cluster.remove(rank - 1)
+        cluster.engines[-1].allow()
+        assert (await stream.done).ids == truth([1], 60)
+        assert stream.comments == [": x-swell-engine " + ",".join(map(str, range(51)))]
+        assert await cluster.metric(RESUBMITTED) == 50
+
+    play(folder, scene)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_request_that_costs_two_engines_goes_no_further(folder: Path, begun: bool) -> None:
+    """One that the first of them gave a token is only unlucky, until it has cost two itself."""
+
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.join(0, steps=int(begun))
+        stream = Stream(cluster, body([1], 60)) if begun else None
+        if stream is not None:
+            await stream.has(1)
+        whole = asyncio.create_task(cluster.client.post("/v1/completions", json=body([2], 60)))
+
+        async def lose(rank: int, held: int) -> None:
+            """The engine, with all that it holds in its last step; another one is there."""
+            engine = cluster.engines[rank]
+            await until(lambda: len(engine.requests) == held)
+            await cluster.join(rank + 1, steps=0)
+            engine.begin()
+            tickets = cluster.ingress.llm._tickets.values()
+            await until(lambda: all(t.started for t in tickets))
+            await cluster.kill(engine)
+
+        await lose(0, 1 + begun)
+        assert [r.failed_attempts for r in cluster.engines[0].arrived] == [0] * (1 + begun)
+        await lose(1, 1 + begun)
+        answer = await whole
+        assert answer.status_code == 500
+        error = answer.json()["error"]
+        assert error["code"] == "engine_failed" and "engines [0, 1]" in error["message"]
+        if stream is not None:
+            assert stream.error is None
+            await lose(2, 1)
+            await stream.done
+            assert stream.ids == truth([1], 1)
+            assert stream.error is not None and stream.error["code"] == "engine_failed"
+            assert stream.comments == [": x-swell-engine 0,1,2"]
+            told = {r.prompt_token_ids[0]: r.failed_attempts for r in cluster.engines[2].arrived}
+            assert told == {1: 1}
+
+    play(folder, scene)
+
+
+def test_whoever_only_waited_had_no_part_in_a_loss(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.join(0, steps=0)
+        whole = asyncio.create_task(cluster.client.post("/v1/completions", json=body([2], 20)))
+        for rank in range(8):
+            await until(lambda: cluster.engines[-1].requests)
+            await cluster.join(rank + 1, steps=0)
+            await cluster.kill(cluster.engines[rank])
+        cluster.engines[-1].allow()
+        assert (await whole).json()["choices"][0]["token_ids"] == truth([2], 20)
+        assert {r.failed_attempts for e in cluster.engines for r in e.arrived} == {0}
+
+    play(folder, scene)
+
+
+def test_a_coordinator_comes_back_at_its_place(folder: Path) -> None:
+    """Answers stream meanwhile; the successor hears from which epoch to go on."""
+
+    async def scene(cluster: FakeCluster) -> None:
+        first = await cluster.join(0, steps=3)
+        stream = Stream(cluster, body([1], 20))
+        await stream.has(3)
+        roster = cluster.ingress.llm.view.roster
+        await asyncio.to_thread(cluster.coordinator.close)
+        first.allow(3)
+        await stream.has(6)
+        cluster.coordinator = FakeCoordinator(cluster.coordinator)
+        await until(lambda: cluster.coordinator.epochs_seen)
+        assert set(cluster.coordinator.epochs_seen) == {roster.epoch}
+        cluster.coordinator.tell(roster=rosters.amend(roster, [0], vocab_size=400))
+        await until(lambda: cluster.ingress.llm.view.roster.epoch == roster.epoch + 1)
+        await cluster.join(1)
+        await cluster.kill(first)
+        assert (await stream.done).ids == truth([1], 20)
+        assert stream.comments == [": x-swell-engine 0,1"]
+
+    play(folder, scene)
+
+
+def test_whoever_waits_says_so(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        engine = await cluster.join(0)
+        await until(lambda: engine.keep_alives > 2)
+
+    play(folder, scene)
+
+
+def test_several_prompts_move_together(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        first = await cluster.join(0, steps=3)
+        wish = {**body([], 20), "prompt": [[1], [2, 2]]}
+        whole = asyncio.create_task(cluster.client.post("/v1/completions", json=wish))
+        await until(lambda: len(first.requests) == 2)
+        await cluster.join(1)
+        await cluster.kill(first)
+        answer = await whole
+        choices = answer.json()["choices"]
+        assert [c["token_ids"] for c in choices] == [truth([1], 20), truth([2, 2], 20)]
+        assert answer.headers["x-swell-engine"] == "0,1"
+        assert answer.json()["usage"]["completion_tokens"] == 40
+
+    play(folder, scene)
+
+
+def test_the_client_library_reads_a_stream_that_moved(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        first = await cluster.join(0, steps=3)
+        client = openai.AsyncOpenAI(base_url=f"{cluster.client.base_url}/v1", api_key="none")
+        wish = {"model": "fake", "prompt": [1], "max_tokens": 20, "seed": 3}
+        async with client:
+            chunks = await client.completions.create(**wish, stream=True)
+            parts = []
+            async for chunk in chunks:
+                parts.append(chunk.choices[0].text)
+                if len(parts) == 3:
+                    await cluster.join(1)
+                    await cluster.kill(first)
+            undisturbed = await client.completions.create(**wish)
+        assert "".join(parts) == undisturbed.choices[0].text
+
+    play(folder, scene)

@@ -1,0 +1,85 @@
+"""An answer that lost its engine is the one that it would have been: every feature, two real
+engines, any number of moves.
+
+No socket and no clock: the desk of `tests/engine/desk.py` steps both engines by hand, and what
+a request has said goes to the other one as `RequestState.resubmission` writes it. The oracle is the
+same wish alone on one engine (`Plain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from swell.cluster.client.outputs import RequestOutputKind
+from swell.cluster.local import LLM
+from tests.engine.desk import Desk, Plain, assert_same, engine
+from tests.engine.features import FEATURES, STEADY, wishes
+
+pytestmark = pytest.mark.slow
+
+KINDS = st.sampled_from(RequestOutputKind)
+CUTS = st.lists(st.integers(1, 20), min_size=1, max_size=4, unique=True)
+PATIENCE = st.integers(1, 6)
+"""Steps between two looks of the asker at what it was told."""
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Plain]:
+    oracle = Plain()
+    yield oracle
+    oracle.close()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[LLM, LLM]]:
+    """One computes prompts in pieces with three steps in flight, the other splits its layers and
+    has little room, so that what has moved there is preempted too."""
+    here = engine(scheduler__steps_in_flight=3, scheduler__max_tokens_per_step=11)
+    there = engine(
+        parallel__tensor=2,
+        cache__block_tokens=2,
+        cache__memory_bytes=2048 * 100,
+        cache__prefix_caching=False,
+    )
+    yield here, there
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@settings(STEADY, max_examples=2)
+@given(
+    asked=st.lists(st.tuples(KINDS, CUTS, st.integers(0, 1)), min_size=2, max_size=4),
+    patience=PATIENCE,
+)
+def test_a_feature_outlives_its_engine(
+    name: str,
+    asked: list[tuple[RequestOutputKind, list[int], int]],
+    patience: int,
+    pair: tuple[LLM, LLM],
+    plain: Plain,
+) -> None:
+    """Asked several times at once, each beginning and moving by itself."""
+    desk = Desk(pair, patience=patience)
+    for kind, cuts, at in asked:
+        desk.ask(FEATURES[name], kind, cuts=cuts, at=at)
+    for answer in desk.run():
+        assert_same(answer, plain(FEATURES[name]))
+
+
+@settings(STEADY, max_examples=20)
+@given(
+    asked=st.lists(st.tuples(wishes(), KINDS, CUTS), min_size=1, max_size=4),
+    patience=PATIENCE,
+)
+def test_features_together_outlive_their_engines(asked, patience, pair, plain) -> None:
+    assume(all(plain(wish).is_firm for wish, _, _ in asked))
+    desk = Desk(pair, patience=patience)
+    for at, (wish, kind, cuts) in enumerate(asked):
+        desk.ask(wish, kind, cuts=cuts, at=at)
+    for (wish, _, _), answer in zip(asked, desk.run(), strict=True):
+        assert_same(answer, plain(wish))

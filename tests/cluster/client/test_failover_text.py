@@ -1,0 +1,91 @@
+"""Text, stops and counts of an answer are the same wherever it was moved."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth
+from tests.cluster.text import tokenizers_for_tests
+
+TEXT = "Grüße 😀 aus 我喜欢, END and more"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def byte_ids(text: str) -> list[int]:
+    """One token a byte: every character of several bytes can be cut."""
+    vocab = tokenizers_for_tests.byte_level().get_vocab()
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    names = {byte: chr(byte) for byte in printable}
+    names |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return [vocab[names[byte]] for byte in text.encode()]
+
+
+def moved_at(folder: Path, cut: int, wish: dict[str, Any], script: list[int] | None) -> Stream:
+    """The stream of `wish`, which moves to another engine after `cut` tokens."""
+
+    async def run() -> Stream:
+        async with FakeCluster(folder, script).serving() as cluster:
+            first = await cluster.join(0, steps=cut)
+            stream = Stream(cluster, wish)
+            await stream.has(cut)
+            await cluster.join(1)
+            await cluster.kill(first)
+            return await stream.done
+
+    return asyncio.run(run())
+
+
+def test_the_script_is_cut_within_characters() -> None:
+    ids = byte_ids(TEXT)
+    assert len(ids) == len(TEXT.encode()) > len(TEXT)
+    assert tokenizers_for_tests.byte_level().decode(ids) == TEXT
+
+
+@pytest.mark.parametrize("cut", [3, 4, 8, 9, 10, 11, 17, 18])
+def test_text_goes_on_within_a_character(folder: Path, cut: int) -> None:
+    script = byte_ids(TEXT)
+    stream = moved_at(folder, cut, body([1], len(script)), script)
+    assert stream.text == TEXT and stream.ids == script
+    assert stream.comments == [": x-swell-engine 0,1"]
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+def test_a_stop_string_may_span_the_move(folder: Path, behind: int) -> None:
+    script = byte_ids(TEXT)
+    shown = TEXT[: TEXT.index("END")]
+    cut = len(shown.encode()) + behind
+    wish = body([1], len(script), stop="END", stream_options={"include_usage": True})
+    stream = moved_at(folder, cut, wish, script)
+    assert stream.text == shown and stream.finish_reason == "stop"
+    assert stream.usage is not None
+    assert stream.usage["prompt_tokens"] == 1
+    assert stream.usage["completion_tokens"] == cut + len("END") - behind
+
+
+@pytest.mark.parametrize("min_tokens", [0, 20])
+def test_limits_count_from_the_first_token_ever(folder: Path, min_tokens: int) -> None:
+    """The stop token comes first before the move; what counts is the first one that may end."""
+    whole = truth([1], 400)
+    stop = whole[2]
+    ends = next(i for i, token in enumerate(whole) if token == stop and i + 1 >= min_tokens)
+    wish = body([1], 400, stop_token_ids=[stop], min_tokens=min_tokens)
+    stream = moved_at(folder, min(ends, 10), wish, None)
+    assert stream.ids == whole[: ends + 1]
+    assert stream.finish_reason == "stop"
+
+
+def test_the_longest_answer_is_counted_over_the_move(folder: Path) -> None:
+    wish = body([1], 12, temperature=0.9, stream_options={"include_usage": True})
+    stream = moved_at(folder, 11, wish, None)
+    assert stream.ids == truth([1], 12) and stream.finish_reason == "length"
+    assert stream.usage is not None and stream.usage["completion_tokens"] == 12

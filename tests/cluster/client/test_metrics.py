@@ -1,0 +1,100 @@
+"""Our metrics show what prometheus_client's show, and the counts of several ingresses together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Counter as TheirCounter
+from prometheus_client import Histogram as TheirHistogram
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from swell.cluster.client.metrics import Counter, Histogram, PrometheusStats
+from swell.cluster.client.stats import FinishedRequestStats, IterationStats
+
+BOUNDS = (0.001, 0.5, 1.0, 640.0)
+REASONS = ("stop", "length", "abort", "error")
+
+
+class Only(Collector):
+    def __init__(self, part: Histogram | Counter) -> None:
+        self._part = part
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._part.shown(self._part.numbers)
+
+
+def shown(registry: CollectorRegistry) -> list[str]:
+    lines = generate_latest(registry).decode().splitlines()
+    return [line for line in lines if "_created" not in line]
+
+
+def shown_alone(part: Histogram | Counter) -> list[str]:
+    registry = CollectorRegistry()
+    registry.register(Only(part))
+    return shown(registry)
+
+
+@given(st.lists(st.sampled_from(BOUNDS) | st.floats(0, 1000)))
+def test_a_histogram_shows_what_theirs_shows(values: list[float]):
+    theirs = CollectorRegistry()
+    one = Histogram("name", "What it is.", BOUNDS)
+    other = TheirHistogram("name", "What it is.", buckets=BOUNDS, registry=theirs)
+    for value in values:
+        one.observe(value)
+        other.observe(value)
+    assert shown_alone(one) == shown(theirs)
+
+
+@given(st.lists(st.tuples(st.sampled_from(REASONS), st.floats(0, 1000))))
+def test_a_counter_shows_what_theirs_shows(values: list[tuple[str, float]]):
+    theirs = CollectorRegistry()
+    one = Counter("name", "What it is.", "reason", REASONS)
+    plain = Counter("plain", "What it is.")
+    other = TheirCounter("name", "What it is.", ["reason"], registry=theirs)
+    bare_theirs = CollectorRegistry()
+    bare = TheirCounter("plain", "What it is.", registry=bare_theirs)
+    for reason in REASONS:
+        other.labels(reason)
+    for reason, value in values:
+        one.inc(value, reason)
+        other.labels(reason).inc(value)
+        plain.inc(value)
+        bare.inc(value)
+    assert shown_alone(one) == shown(theirs)
+    assert shown_alone(plain) == shown(bare_theirs)
+
+
+seconds = st.integers(0, 800).map(lambda eighths: eighths / 8)  # sums of them are exact
+finished = st.builds(
+    FinishedRequestStats,
+    finish_reason=st.sampled_from(REASONS),
+    num_prompt_tokens=st.integers(0, 5000),
+    num_output_tokens=st.integers(0, 5000),
+    e2e_s=seconds,
+    queue_s=seconds,
+    prefill_s=seconds,
+    decode_s=seconds,
+)
+iterations = st.builds(
+    IterationStats,
+    num_prompt_tokens=st.integers(0, 99),
+    num_output_tokens=st.integers(0, 99),
+    time_to_first_token_s=st.lists(seconds, max_size=3),
+    inter_token_latency_s=st.lists(seconds, max_size=3),
+    finished=st.lists(finished, max_size=3),
+)
+
+
+@given(st.lists(st.tuples(st.booleans(), iterations), max_size=12))
+def test_any_ingress_shows_what_one_alone_would(seen: list[tuple[bool, IterationStats]]):
+    alone, one, other = PrometheusStats(), PrometheusStats(), PrometheusStats()
+    for here, stats in seen:
+        alone.record(stats)
+        (one if here else other).record(stats)
+    one.take_others(other.counts())
+    other.take_others(one.counts())
+    assert one.render() == other.render() == alone.render()

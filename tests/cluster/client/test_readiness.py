@@ -1,0 +1,225 @@
+"""`/ready` tells the truth, and so do the counts by which an ingress knows what was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swell.cluster.api.admin import serving as admin
+from swell.cluster.client.links import EngineId, Tally
+from swell.cluster.client.outputs import RequestOutputKind
+from swell.cluster.client.readiness import Readiness
+from swell.cluster.client.request_state import MAX_LOST_RUNS, EngineGone, Move, Ticket
+from swell.cluster.control.backoff import MAX_DEATHS
+from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.roster import Member, MemberState, Roster
+from swell.coordinator.wire import ClusterView, EngineReport
+from swell.engine.request import MAX_FAILED_ATTEMPTS
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.sample.wire import SamplerParams
+from tests.cluster.fake_cluster import FakeCluster, until
+from tests.cluster.text import tokenizers_for_tests
+
+NOWHERE = ChannelAddress("", "", "")
+LIMIT_S = 10.0
+
+
+def member(rank: int, state: MemberState = MemberState.ACTIVE, incarnation: int = 1) -> Member:
+    return Member(rank, NOWHERE, state, incarnation=incarnation)
+
+
+def view(*members: Member, busy: dict[int, int] | None = None, state: str = "serving") -> Any:
+    """`busy`: rank -> steps done, of engines that have work."""
+    reports = [EngineReport(rank, running=1, steps=steps) for rank, steps in (busy or {}).items()]
+    return ClusterView(Roster(1, members), reports, state=state)
+
+
+def test_work_without_progress_is_told() -> None:
+    readiness = Readiness(LIMIT_S)
+    for now in range(12):
+        readiness.follow(view(member(0), member(1), busy={0: 7, 1: now}), float(now))
+    state = readiness.look(11.0)
+    assert state.ranks == [1]
+    assert "engine 0" in state.reason and "11.0 s" in state.reason
+    readiness.follow(view(member(0), member(1), busy={0: 8}), 12.0)
+    assert readiness.look(12.0).ranks == [0, 1]
+
+
+def test_an_ingress_that_was_stopped_blames_nobody() -> None:
+    """It wakes to a queue of views, of which the first says nothing new."""
+    readiness = Readiness(LIMIT_S)
+    readiness.follow(view(member(0), busy={0: 7}), 0.0)
+    readiness.follow(view(member(0), busy={0: 7}), 60.0)
+    assert readiness.look(60.0).ranks == [0]
+    readiness.follow(view(member(0), busy={0: 8}), 60.0)
+    assert readiness.look(60.0).ranks == [0]
+
+
+def test_a_successor_is_not_blamed() -> None:
+    readiness = Readiness(LIMIT_S)
+    readiness.follow(view(member(0), busy={0: 7}), 0.0)
+    readiness.follow(view(member(0, incarnation=2), busy={0: 7}), 20.0)
+    assert readiness.look(20.0).ranks == [0]
+
+
+@pytest.mark.parametrize("state", ["pausing", "paused", "forming"])
+def test_stillness_is_excused_while_engines_must_not_step(state: str) -> None:
+    readiness = Readiness(LIMIT_S)
+    for now in (0.0, 20.0):
+        readiness.follow(view(member(0), busy={0: 7}, state=state), now)
+    told = readiness.look(20.0)
+    assert told.ranks == ([] if state == "paused" else [0])
+    assert told.reason == ("paused by an operator" if state == "paused" else "")
+    readiness.follow(view(member(0), busy={0: 7}), 21.0)
+    assert readiness.look(21.0).ranks == [0]
+
+
+def test_a_silent_coordinator_says_nothing_about_engines() -> None:
+    readiness = Readiness(LIMIT_S)
+    readiness.follow(view(member(0), busy={0: 7}), 0.0)
+    assert not readiness.look(9.0).coordinator_silent
+    state = readiness.look(100.0)
+    assert state.coordinator_silent and state.ranks == [0]
+
+
+def test_who_repairs_or_leaves_is_not_ready() -> None:
+    readiness = Readiness(LIMIT_S)
+    members = (member(0, MemberState.REPAIRING), member(1, MemberState.LEAVING))
+    readiness.follow(view(*members), 0.0)
+    assert readiness.look(0.0).ranks == []
+    assert readiness.look(0.0).reason == "engine 0 replaces a worker"
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_a_tally_finds_every_loss_at_the_next_message(arrives: list[bool]) -> None:
+    tally, lost = Tally(), False
+    for seq, heard in enumerate(arrives, 1):
+        if heard:
+            assert tally.follows(seq) is not lost
+        lost = not heard
+    assert tally.follows(0)
+
+
+def ticket() -> Ticket:
+    request = EngineCoreRequest("r", [1], SamplerParams(), max_tokens=9)
+    return Ticket(request, RequestOutputKind.DELTA)
+
+
+LOSSES = (Move.DIED, Move.REPAIRING)
+ENDS = {
+    # why runs end -> how many of them, in a row and in vain
+    **dict.fromkeys(LOSSES, MAX_FAILED_ATTEMPTS),
+    **dict.fromkeys((Move.DROPPED, Move.UNHEARD), MAX_LOST_RUNS + 1),
+}
+
+
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("gained", [0, 1])
+@pytest.mark.parametrize("reason", list(Move))
+def test_only_what_loses_many_engines_in_vain_is_given_up(
+    reason: Move, gained: int, started: bool
+) -> None:
+    """Whoever only waited where an engine was lost had no part in it."""
+    endless = gained or reason is Move.LEFT or (reason in LOSSES and not started)
+    one, names = ticket(), set()
+    for run in range(40):
+        one.place(EngineId(run % 2, 1), run * gained)
+        one.started = started
+        names.add(one.run_id)
+        if not endless and run == ENDS[reason] - 1:
+            with pytest.raises(EngineGone, match=str(reason)):
+                one.displace(reason, (run + 1) * gained)
+            break
+        one.displace(reason, (run + 1) * gained)
+    assert len(names) == len(one.ranks), "every run has a name of its own"
+
+
+def test_a_request_costs_fewer_engines_than_the_manager_replaces() -> None:
+    assert MAX_FAILED_ATTEMPTS < MAX_DEATHS
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_probe_over_http(folder: Path) -> None:
+    async def run() -> None:
+        settings = {"cluster.stall_timeout_s": 0.5}
+        async with FakeCluster(folder, **settings).serving() as cluster:
+            probe = cluster.client.get
+
+            async def reason() -> str:
+                answer = await probe("/ready")
+                assert answer.status_code == 503
+                return answer.json()["error"]["message"]
+
+            assert await reason() == "engine 0: reads weights"
+            await cluster.join(0)
+            assert (await probe("/ready")).json()["engines"] == [0]
+            cluster.coordinator.tell(state="paused")
+            await until(lambda: cluster.ingress.llm.view.state == "paused")
+            assert await reason() == "paused by an operator"
+            cluster.coordinator.tell(state="serving")
+            await until(lambda: cluster.ingress.llm.view.state == "serving")
+            await until(
+                lambda: cluster.ingress.llm.readiness.look(time.monotonic()).coordinator_silent
+            )
+            answer = await probe("/ready")
+            assert (answer.status_code, answer.json()["coordinator"]) == (200, "silent")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["gone", "silent"])
+def test_a_manager_that_gives_no_answer_is_a_503(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    monkeypatch.setattr(admin, "_MANAGER_S", 0.05)
+
+    async def no_answer(*_: object) -> None:
+        if silent:
+            await asyncio.sleep(600)
+        raise ConnectionError("the replica has died")
+
+    async def run() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            for name in ("describe", "scale", "pause"):
+                vars(cluster.manager)[name] = SimpleNamespace(remote=no_answer)
+            client = cluster.client
+            for answer in (
+                await client.get("/admin/cluster"),
+                await client.post("/admin/scale", json={"engines": 2}),
+                await client.post("/admin/pause", json={}),
+            ):
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "no_manager"
+
+    asyncio.run(run())
+
+
+def test_pause_and_resume_ask_the_manager(folder: Path) -> None:
+    async def run() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            for verb in ("pause", "resume"):
+                cluster.manager.refusal = None
+                answer = await cluster.client.post(f"/admin/{verb}", json={})
+                assert (answer.status_code, answer.json()) == (
+                    202,
+                    {"status": "accepted", "target": 2},
+                )
+                cluster.manager.refusal = "no room for 3 engines"
+                answer = await cluster.client.post(f"/admin/{verb}", json={})
+                assert answer.status_code == 400
+                assert answer.json()["error"]["message"] == "no room for 3 engines"
+            assert cluster.manager.asked == ["pause", "pause", "resume", "resume"]
+
+    asyncio.run(run())

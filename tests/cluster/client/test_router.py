@@ -1,0 +1,491 @@
+"""Which engine gets a request: arithmetic, affinity, stability, and counters that come to zero."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from swell.cluster.client import router as routing
+from swell.cluster.client.router import SLACK_TOKENS, TOKENS_PER_ROW, NoEngine, Router
+from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.roster import Member, MemberState, Roster, amend
+from swell.coordinator.wire import ClusterView, EngineReport
+from swell.engine.block_hash import extend_block_hashes, pack_tokens
+
+BLOCK = 4
+ADDRESS = ChannelAddress("machine", "ipc://@a", "tcp://127.0.0.1:1")
+
+
+def view(*ranks: int, leaving: tuple[int, ...] = (), reports: tuple[EngineReport, ...] = ()):
+    members = [Member(rank, ADDRESS) for rank in ranks]
+    members += [Member(rank, ADDRESS, MemberState.LEAVING) for rank in leaving]
+    members.sort(key=lambda member: member.rank)
+    return ClusterView(Roster(1, tuple(members)), list(reports))
+
+
+def router_of(*ranks: int, **more: object) -> Router:
+    router = Router(BLOCK)
+    router.update(view(*ranks, **more))  # type: ignore[arg-type]
+    return router
+
+
+def prompt(conversation: int, length: int = 2 * BLOCK) -> list[int]:
+    return [conversation] * length
+
+
+def counters(router: Router) -> dict[int, tuple[int, int]]:
+    """Requests and uncomputed tokens that the router believes to be in each engine."""
+    return {
+        rank: (engine.sent.requests, engine.sent.uncomputed_tokens)
+        for rank, engine in router._engines.items()
+    }
+
+
+def uncomputed(router: Router, request_id: str) -> int:
+    return router._placed[request_id].uncomputed_tokens
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only equal scores are equal."""
+    monkeypatch.setattr(routing, "SLACK_TOKENS", 0)
+
+
+# -------------------------------------------------------------------------------- arithmetic
+
+
+@pytest.mark.parametrize(
+    ("zero", "one", "chosen"),
+    [
+        # (waiting_tokens, running, waiting): the smaller of tokens + TOKENS_PER_ROW * requests
+        ((100, 0, 0), (99, 0, 0), 1),
+        ((99, 0, 0), (100, 0, 0), 0),
+        ((0, 2, 0), (0, 1, 0), 1),
+        ((0, 0, 1), (0, 0, 2), 0),
+        ((0, 1, 1), (2 * TOKENS_PER_ROW + 1, 0, 0), 0),
+        ((0, 1, 1), (2 * TOKENS_PER_ROW - 1, 0, 0), 1),
+    ],
+)
+@pytest.mark.usefixtures("exact")
+def test_the_smaller_backlog_wins(zero, one, chosen) -> None:
+    reports = tuple(
+        EngineReport(rank, waiting_tokens=load[0], running=load[1], waiting=load[2])
+        for rank, load in enumerate((zero, one))
+    )
+    router = router_of(0, 1, reports=reports)
+    assert router.choose("r", prompt(1, 1)) == chosen
+
+
+@pytest.mark.parametrize(("extra", "stays"), [(0, True), (1, False)])
+def test_a_cached_prefix_is_worth_its_tokens(extra: int, stays: bool) -> None:
+    """An engine with the prefix may be busier by just what the prefix saves, and the slack."""
+    router = router_of(0, 1)
+    home = router.choose("first", prompt(7, 10 * BLOCK))
+    router.done("first")
+    worth = 10 * BLOCK + SLACK_TOKENS
+    router.update(view(0, 1, reports=(EngineReport(home, waiting_tokens=worth + extra),)))
+    assert (router.choose("second", [*prompt(7, 10 * BLOCK), 8, 9]) == home) is stays
+
+
+def test_only_whole_blocks_from_the_start_count_as_cached() -> None:
+    router = router_of(0)
+    router.choose("a", prompt(1, 3 * BLOCK + 2))
+    assert counters(router)[0] == (1, 3 * BLOCK + 2)
+    router.choose("b", prompt(1, 3 * BLOCK + 2))
+    assert counters(router)[0] == (2, 3 * BLOCK + 2 + 2)
+    router.choose("c", [*prompt(2, BLOCK), *prompt(1, 2 * BLOCK)])
+    assert counters(router)[0] == (3, 3 * BLOCK + 2 + 2 + 3 * BLOCK)
+    router.choose("d", prompt(1, 2 * BLOCK))
+    assert uncomputed(router, "d") == 1, "the last token is always computed"
+
+
+def test_a_salt_separates_prefixes() -> None:
+    router = router_of(0)
+    router.choose("a", prompt(1), salt="tenant")
+    router.choose("b", prompt(1))
+    router.choose("c", prompt(1), salt="tenant")
+    assert [uncomputed(router, name) for name in "abc"] == [2 * BLOCK, 2 * BLOCK, 1]
+
+
+def test_names_that_were_not_used_for_long_are_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr(routing, "REMEMBERED_BLOCKS", 4)
+    router = router_of(0)
+    for name, conversation in [("a", 1), ("b", 2), ("a2", 1), ("c", 3)]:
+        router.choose(name, prompt(conversation))
+    assert len(router._engines[0].blocks) == 4
+    router.choose("a3", prompt(1))
+    router.choose("b2", prompt(2))
+    assert (uncomputed(router, "a3"), uncomputed(router, "b2")) == (1, 2 * BLOCK)
+
+
+# -------------------------------------------------------------------------------- where things go
+
+
+def finish(router: Router, conversation: int, name: str = "r", length: int = 2 * BLOCK) -> int:
+    rank = router.choose(name, prompt(conversation, length))
+    router.done(name)
+    return rank
+
+
+def test_a_conversation_keeps_its_engine_as_it_grows() -> None:
+    router = router_of(*range(4))
+    homes = {c: finish(router, c) for c in range(50)}
+    for turn in range(2, 5):
+        assert {c: finish(router, c, length=2 * BLOCK * turn) for c in range(50)} == homes
+    assert len(set(homes.values())) == 4
+
+
+def test_ingresses_agree_on_ties() -> None:
+    first, second = router_of(0, 1, 2), router_of(0, 1, 2)
+    assert [finish(first, c) for c in range(30)] == [finish(second, c) for c in range(30)]
+
+
+def test_few_conversations_move_when_an_engine_comes() -> None:
+    """Rendezvous: those that move go to the newcomer, and it is about its share."""
+    before = [finish(router_of(0, 1, 2), c) for c in range(300)]
+    after = [finish(router_of(0, 1, 2, 3), c) for c in range(300)]
+    moved = [new for old, new in zip(before, after, strict=True) if new != old]
+    assert set(moved) == {3} and 40 <= len(moved) <= 115
+    assert all(60 <= count <= 140 for count in Counter(before).values())
+
+
+def test_only_the_conversations_of_an_engine_that_goes_move() -> None:
+    before = [finish(router_of(0, 1, 2), c) for c in range(100)]
+    after = [finish(router_of(0, 2), c) for c in range(100)]
+    assert all(new == old for old, new in zip(before, after, strict=True) if old != 1)
+    assert {new for old, new in zip(before, after, strict=True) if old == 1} == {0, 2}
+
+
+def test_an_ingress_finds_a_conversation_that_another_one_placed() -> None:
+    """It knows the system prompt from its own conversations, and hashes what comes after it."""
+    system = [9] * 8 * BLOCK
+    routers = [router_of(*range(4)) for _ in range(2)]
+    for router in routers:
+        for rank in range(4):
+            router.choose(f"warm{rank}", system, rank=rank)
+            router.done(f"warm{rank}")
+    homes = set()
+    for user in range(40):
+        first = [*system, *prompt(100 + user)]
+        homes.add(home := routers[0].choose("turn", first))
+        assert routers[1].choose("turn", [*first, *prompt(200 + user, 50 * BLOCK)]) == home
+        for router in routers:
+            router.done("turn")
+    assert homes == set(range(4))
+
+
+def test_a_prompt_below_one_block_is_spread_by_its_id() -> None:
+    ranks = Counter()
+    for index in range(200):
+        ranks[finish(router_of(0, 1, 2, 3), 1, name=f"r{index}", length=BLOCK - 1)] += 1
+    assert len(ranks) == 4 and min(ranks.values()) >= 20
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 8), st.integers(1, 10), st.integers(0, 200), st.integers(0, 5000))
+def test_a_burst_is_spread_over_stale_reports(
+    engines: int, rounds: int, seed: int, waiting: int
+) -> None:
+    """Nothing is heard of the engines meanwhile: what was sent counts at once, however much of
+    others waits there, and no engine gets ahead by more than the slack and one request."""
+    reports = tuple(EngineReport(rank, waiting_tokens=waiting) for rank in range(engines))
+    router = router_of(*range(engines), reports=reports)
+    placed = Counter()
+    for index in range(engines * rounds * 5):
+        placed[router.choose(f"r{index}", prompt(seed * 1000 + index))] += 1
+        router.update(view(*range(engines), reports=reports))
+    weight = 2 * BLOCK + TOKENS_PER_ROW
+    counts = [placed[rank] for rank in range(engines)]
+    assert (max(counts) - min(counts)) * weight <= SLACK_TOKENS + weight
+
+
+@pytest.mark.usefixtures("exact")
+def test_a_prompt_that_was_sent_weighs_until_it_is_answered() -> None:
+    router = router_of(0, 1)
+    router.choose("long", prompt(1, 200), rank=0)
+    for index in range(2):
+        router.choose(f"short{index}", prompt(2 + index, 1), rank=1)
+    assert router.choose("during", prompt(9, 1)) == 1
+    router.done("during")
+    router.answered("long")
+    assert router.choose("after", prompt(9, 1)) == 0
+
+
+def test_what_others_sent_is_seen_in_the_report() -> None:
+    router = router_of(0, 1, reports=(EngineReport(0, running=8, waiting_tokens=500),))
+    assert [router.choose(f"r{i}", prompt(i)) for i in range(5)] == [1] * 5
+
+
+def test_an_answer_ends_the_wait_of_its_prompt_only() -> None:
+    router = router_of(0)
+    router.choose("a", prompt(1))
+    router.answered("a")
+    assert counters(router)[0] == (1, 0)
+    router.answered("a")
+    router.done("a")
+    assert counters(router)[0] == (0, 0)
+
+
+def test_an_engine_that_joins_gets_its_share_of_what_follows() -> None:
+    """Three ingresses see an idle newcomer in the same late report."""
+    old = tuple(EngineReport(rank, running=4, waiting_tokens=300) for rank in range(3))
+    routers = [router_of(*range(4), reports=(*old, EngineReport(3))) for _ in range(3)]
+    placed = Counter(
+        routers[index % 3].choose(f"r{index}", prompt(index, 100)) for index in range(120)
+    )
+    # Each may fill the gap once: 428 tokens and the slack are at most 6 requests of 132.
+    assert 30 <= placed[3] <= 30 + 3 * 6 and min(placed.values()) >= 15
+
+
+@pytest.mark.parametrize("reports", [1, 2])
+def test_a_prompt_counts_beside_the_report_until_the_second_that_follows(reports: int) -> None:
+    """The first may have been written before the prompt arrived."""
+    router = router_of(0, reports=(EngineReport(0, waiting_tokens=1000),))
+    router.choose("r", prompt(1, 50))
+    for steps in range(1, reports + 1):
+        router.update(view(0, reports=(EngineReport(0, waiting_tokens=1000, steps=steps),)))
+    assert router._engines[0].cost(0, BLOCK) == (1000 + (50 if reports < 2 else 0) + TOKENS_PER_ROW)
+
+
+# -------------------------------------------------------------------------------- caches
+
+
+def member(rank: int, **changes: object) -> Member:
+    return Member(rank, ADDRESS, **changes)  # type: ignore[arg-type]
+
+
+def test_no_more_is_remembered_than_the_cache_holds() -> None:
+    router = Router(BLOCK)
+    router.update(ClusterView(Roster(1, (member(0, num_blocks=5),))))
+    for conversation in range(6):
+        finish(router, conversation)
+        assert len(router._engines[0].blocks) <= 5
+    # The start of a chain outlives its end.
+    assert router._engines[0].cached_blocks(names_of(prompt(5))) == 2
+    assert router._engines[0].cached_blocks(names_of(prompt(3))) == 1
+
+
+def test_what_others_hold_displaces_what_is_remembered() -> None:
+    router = Router(BLOCK)
+    roster = Roster(1, (member(0, num_blocks=10),))
+    router.update(ClusterView(roster))
+    for conversation in range(4):
+        finish(router, conversation)
+    assert len(router._engines[0].blocks) == 8
+    router.update(ClusterView(roster, [EngineReport(0, kv_usage=0.7)]))
+    assert len(router._engines[0].blocks) == 3
+
+
+def test_a_full_cache_costs_the_blocks_that_others_must_give_up() -> None:
+    router = Router(BLOCK)
+    roster = Roster(1, (member(0, num_blocks=100), member(1, num_blocks=100)))
+    half = EngineReport(1, running=20, kv_usage=0.5)
+    router.update(ClusterView(roster, [EngineReport(0, running=10, kv_usage=1.0), half]))
+    tokens = 50 * BLOCK
+    engines = router._engines
+    assert engines[0].cost(tokens, BLOCK) == 2 * tokens + 10 * TOKENS_PER_ROW
+    assert engines[1].cost(tokens, BLOCK) == tokens + 20 * TOKENS_PER_ROW
+    assert engines[1].cost(tokens + 3, BLOCK) == tokens + 3 + 20 * TOKENS_PER_ROW + 3
+
+
+def names_of(token_ids: list[int]) -> list[bytes]:
+    names: list[bytes] = []
+    extend_block_hashes(names, pack_tokens(token_ids), BLOCK)
+    return names
+
+
+def test_an_engine_that_was_started_again_has_an_empty_cache() -> None:
+    router = Router(BLOCK)
+    router.update(ClusterView(Roster(1, (member(0, incarnation=1),))))
+    router.choose("old", prompt(1))
+    reborn = Roster(2, (member(0, incarnation=2),))
+    router.update(ClusterView(reborn, [EngineReport(0, incarnation=1, waiting_tokens=900)]))
+    engine = router._engines[0]
+    assert engine.cached_blocks(names_of(prompt(1))) == 0
+    assert engine.cost(0, BLOCK) == 0, "neither the dead one's requests nor its last report"
+    router.done("old")
+    assert counters(router)[0] == (0, 0)
+
+
+def test_an_engine_in_repair_gets_nothing_and_forgets() -> None:
+    router = router_of(0, 1)
+    home = finish(router, 5, length=100 * BLOCK)
+    roster = Roster(2, tuple(member(r) for r in (0, 1)))
+    router.update(ClusterView(amend(roster, [home], state=MemberState.REPAIRING)))
+    assert router.active_ranks == [1 - home]
+    assert finish(router, 6) == 1 - home
+    router.update(ClusterView(amend(roster, [0, 1], state=MemberState.REPAIRING)))
+    with pytest.raises(NoEngine, match="no engine"):
+        router.choose("r", prompt(5))
+    router.update(ClusterView(roster))
+    assert router._engines[home].cached_blocks(names_of(prompt(5))) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=30), st.integers(1, 20))
+def test_what_is_remembered_of_a_chain_is_its_start(
+    prompts: list[tuple[int, int]], num_blocks: int
+) -> None:
+    """The law that lets the search for the end of a prefix skip."""
+    router = Router(BLOCK)
+    router.update(ClusterView(Roster(1, (member(0, num_blocks=num_blocks),))))
+    for index, (conversation, blocks) in enumerate(prompts):
+        names = names_of([conversation % 2] * 3 * BLOCK + [conversation] * blocks * BLOCK)
+        router.choose(f"r{index}", [conversation % 2] * 3 * BLOCK + [conversation] * blocks * BLOCK)
+        known = [name in router._engines[0].blocks for name in names]
+        assert known == sorted(known, reverse=True)
+        assert router._engines[0].cached_blocks(names) == sum(known)
+
+
+# -------------------------------------------------------------------------------- who is there
+
+
+def test_without_an_active_engine_there_is_no_place() -> None:
+    for router in (Router(BLOCK), router_of(), router_of(leaving=(0, 1))):
+        with pytest.raises(NoEngine, match="no engine"):
+            router.choose("r", prompt(1))
+        assert router.rank_of("r") is None and router.active_ranks == []
+
+
+def test_a_rank_can_be_asked_for() -> None:
+    router = router_of(0, 1, 2, leaving=(3,))
+    assert [router.choose(f"r{rank}", prompt(1), rank=rank) for rank in (2, 0, 1)] == [2, 0, 1]
+    for rank in (3, 9):
+        with pytest.raises(NoEngine, match=rf"engine {rank} .*\[0, 1, 2\]"):
+            router.choose("r", prompt(1), rank=rank)
+    assert router.rank_of("r") is None
+
+
+def test_leaving_engines_get_nothing_though_they_hold_the_prefix() -> None:
+    router = router_of(0, 1)
+    home = finish(router, 5, length=10 * BLOCK)
+    router.update(view(1 - home, leaving=(home,)))
+    for index in range(20):
+        assert router.choose(f"r{index}", prompt(5, 10 * BLOCK)) == 1 - home
+
+
+def test_reports_of_engines_outside_of_the_roster_are_ignored() -> None:
+    router = router_of(0, reports=(EngineReport(0), EngineReport(4)))
+    assert router.active_ranks == [0] and router.choose("r", prompt(1)) == 0
+
+
+def test_where_requests_are() -> None:
+    router = router_of(0, 1)
+    router.choose("a", prompt(1), rank=1)
+    router.choose("b", prompt(1), rank=0)
+    assert (router.rank_of("a"), router.rank_of("b"), router.rank_of("c")) == (1, 0, None)
+    assert router.placed_on(1) == ["a"]
+    router.done("a")
+    router.done("a")
+    assert router.rank_of("a") is None and router.placed_on(1) == []
+
+
+class Conservation(RuleBasedStateMachine):
+    """Requests come, are answered and end in any order, while engines come, leave and die.
+
+    What the router counts for an engine is what was placed on *that* engine: one that takes
+    the rank of a dead one starts from nothing, and ends at nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router(BLOCK)
+        self.states: dict[int, MemberState] = {}
+        self.lives: dict[int, int] = {}
+        self.placed: dict[str, tuple[int, int]] = {}
+        """Where each request is: rank, and which life of that rank."""
+        self.unanswered: set[str] = set()
+        self.count = 0
+        self.reports: dict[int, EngineReport] = {}
+
+    def _tell(self) -> None:
+        members = [
+            Member(rank, ADDRESS, state, incarnation=self.lives[rank], num_blocks=6)
+            for rank, state in sorted(self.states.items())
+        ]
+        self.router.update(ClusterView(Roster(1, tuple(members)), list(self.reports.values())))
+
+    @rule(rank=st.integers(0, 3))
+    def an_engine_comes(self, rank: int) -> None:
+        if rank not in self.states:
+            self.states[rank] = MemberState.ACTIVE
+            self.lives[rank] = self.lives.get(rank, 0) + 1
+            self._tell()
+
+    @rule(rank=st.integers(0, 3))
+    def an_engine_leaves(self, rank: int) -> None:
+        if rank in self.states:
+            self.states[rank] = MemberState.LEAVING
+            self._tell()
+
+    @rule(rank=st.integers(0, 3))
+    def an_engine_goes(self, rank: int) -> None:
+        self.states.pop(rank, None)
+        self._tell()
+
+    @rule(rank=st.integers(0, 3))
+    def an_engine_starts_again(self, rank: int) -> None:
+        """Seen only by its incarnation: the roster without it was never told."""
+        if rank in self.states:
+            self.lives[rank] += 1
+            self._tell()
+
+    @rule(rank=st.integers(0, 3))
+    def an_engine_is_repaired(self, rank: int) -> None:
+        if rank in self.states:
+            repairing = self.states[rank] is MemberState.REPAIRING
+            self.states[rank] = MemberState.ACTIVE if repairing else MemberState.REPAIRING
+            self._tell()
+
+    @rule(rank=st.integers(0, 3), usage=st.floats(0, 1), steps=st.integers(0, 3))
+    def an_engine_reports(self, rank: int, usage: float, steps: int) -> None:
+        life = self.lives.get(rank, 0)
+        self.reports[rank] = EngineReport(rank, life, kv_usage=usage, steps=steps)
+        self._tell()
+
+    @rule(conversation=st.integers(0, 3), length=st.integers(1, 12))
+    def a_request_comes(self, conversation: int, length: int) -> None:
+        active = [r for r, s in self.states.items() if s is MemberState.ACTIVE]
+        self.count += 1
+        name = f"r{self.count}"
+        if not active:
+            with pytest.raises(NoEngine):
+                self.router.choose(name, prompt(conversation, length))
+            return
+        rank = self.router.choose(name, prompt(conversation, length))
+        assert rank in active
+        self.placed[name] = (rank, self.lives[rank])
+        self.unanswered.add(name)
+
+    @rule(data=st.data(), ends=st.booleans())
+    def a_request_goes_on(self, data: st.DataObject, ends: bool) -> None:
+        if self.placed:
+            name = data.draw(st.sampled_from(sorted(self.placed)))
+            self.unanswered.discard(name)
+            if ends:
+                self.router.done(name)
+                del self.placed[name]
+            else:
+                self.router.answered(name)
+
+    @invariant()
+    def an_engine_counts_what_it_has(self) -> None:
+        for rank, (requests, uncomputed) in counters(self.router).items():
+            here = [n for n, where in self.placed.items() if where == (rank, self.lives[rank])]
+            assert requests == len(here)
+            assert (uncomputed > 0) == any(name in self.unanswered for name in here)
+            for load in self.router._engines[rank].unheard.values():
+                assert min(load.uncomputed_tokens, load.requests, load.blocks) >= 0
+
+    def teardown(self) -> None:
+        for name in list(self.placed):
+            self.router.done(name)
+        assert set(counters(self.router).values()) <= {(0, 0)}
+
+
+Conservation.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestConservation = Conservation.TestCase

@@ -1,0 +1,350 @@
+"""The lives of engines as they go wrong: failing, dying, being missed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swell.cluster.control.backoff import MAX_DEATHS, MAX_FAILURES, YOUNG_S
+from tests.cluster.control.lives import START_S, World, busy, permanent, run, transient
+
+# -------------------------------------------------------------------------------- failing
+
+
+def test_a_first_start_that_can_never_succeed_is_said_to_be_in_vain() -> None:
+    """`swell serve` ends then. Who does not, sees it tried again, ever more slowly."""
+
+    async def scenario(world: World) -> None:
+        world.placement.always = permanent("model.path='m' is no folder")
+        await world.start()
+        assert world.manager.phase == "failed" and world.placement.did("start") == [[0]]
+        assert await world.manager.waiting_for() == ("model.path='m' is no folder", True)
+        described = await world.manager.describe()
+        assert described["state"] == "failed" and described["engines"] == []
+        assert described["rescale"]["phase"] == "failed"
+        assert described["rescale"]["error"].startswith("model.path='m' is no folder (tried 5")
+        await asyncio.sleep(1000)
+        assert 5 < len(world.placement.did("start")) < 10
+        assert (await world.manager.waiting_for())[1], "in vain during an attempt, too"
+        assert (await world.manager.describe())["state"] == "failed"
+
+    run(scenario)
+
+
+def test_repeated_failure_is_said_and_tried_ever_more_slowly() -> None:
+    async def scenario(world: World) -> None:
+        world.placement.always = transient("out of memory")
+        await world.start()
+        starts = world.placement.did("start")
+        assert len(starts) == MAX_FAILURES
+        assert await world.manager.waiting_for() == ("out of memory", True)
+        await asyncio.sleep(3600)
+        assert MAX_FAILURES + 10 < len(starts := world.placement.did("start")) < 25
+        await world.settle()
+        told = (await world.manager.describe())["rescale"]
+        assert told["failures"] == len(world.placement.did("start")) and told["next_try_s"] > 2
+        assert world.manager.target == 1, "what was asked is still wanted"
+        world.placement.always = None
+        await asyncio.sleep(400)
+        assert world.active == [0]
+        assert (world.manager.phase, world.manager.error) == ("idle", None)
+
+    run(scenario)
+
+
+def test_to_ask_again_ends_a_wait() -> None:
+    async def scenario(world: World) -> None:
+        world.placement.always = transient("out of memory")
+        await world.start()
+        await asyncio.sleep(3600)
+        world.placement.always = None
+        world.manager.scale(1)
+        await asyncio.sleep(2 * START_S)
+        assert world.active == [0] and world.manager.phase == "idle"
+
+    run(scenario)
+
+
+def test_what_fails_after_the_cluster_was_up_is_not_in_vain() -> None:
+    """Whoever waits is told how often it was tried, and when it is tried next."""
+
+    async def scenario(world: World) -> None:
+        await world.start()
+        await world.lose_manager()
+        world.placement.always = permanent("the disk is full")
+        world.placement.die(0)
+        await world.start()
+        text, in_vain = await world.manager.waiting_for()
+        assert not in_vain and "the disk is full (tried 5 times; tried again in" in text
+        assert (await world.manager.describe())["state"] == "failed"
+        world.placement.always = None
+        await asyncio.sleep(60)
+        assert world.active == [0]
+
+    run(scenario)
+
+
+def test_a_failure_that_passes_is_forgotten() -> None:
+    async def scenario(world: World) -> None:
+        world.placement.failures = {0: [transient(), transient()]}
+        await world.manager.start()
+        await asyncio.sleep(START_S + 0.01)
+        assert not (await world.manager.waiting_for())[1], "not in vain: it is tried again"
+        await world.settle()
+        assert world.active == [0] and world.placement.did("start") == [[0]] * 3
+        assert (world.manager.phase, world.manager.error) == ("idle", None)
+
+    run(scenario)
+
+
+def test_a_failed_grow_leaves_the_old_epoch_serving() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        before = world.coordinator.roster
+        world.placement.failures = {2: [transient("no room for it")]}
+        world.manager.scale(3)
+        await world.settle()
+        assert world.coordinator.roster is before and world.active == [0, 1]
+        assert (world.manager.phase, world.manager.target) == ("failed", 2)
+        described = await world.manager.describe()
+        assert described["state"] == "serving"
+        assert described["rescale"]["phase"] == "failed"
+        assert described["rescale"]["error"] == (
+            "3 engines were not reached, the target is 2: no room for it"
+        )
+        await asyncio.sleep(1000)
+        assert len(world.placement.did("start")) == 3, "what was asked for is over"
+        world.manager.scale(3)
+        assert world.manager.error is None
+        await world.settle()
+        assert world.active == [0, 1, 2] and world.manager.phase == "idle"
+
+    run(scenario, data=2)
+
+
+def test_of_a_half_failed_grow_the_good_half_serves() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.placement.failures = {1: [transient("bad luck")]}
+        world.manager.scale(3)
+        await world.settle()
+        assert world.active == [0, 2] and world.manager.target == 2
+        assert world.manager.phase == "failed"
+        assert world.manager.error == "3 engines were not reached, the target is 2: bad luck"
+
+    run(scenario)
+
+
+def test_to_ask_for_what_is_ends_a_failed_change() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.placement.failures = {1: [transient()]}
+        world.manager.scale(2)
+        await world.settle()
+        assert world.manager.phase == "failed"
+        world.manager.scale(1)
+        await world.settle()
+        assert (world.manager.phase, world.manager.error) == ("idle", None)
+        assert world.active == [0]
+
+    run(scenario)
+
+
+# -------------------------------------------------------------------------------- dying
+
+
+def test_a_dead_engine_is_removed_at_once_and_replaced() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        epoch, others = world.coordinator.roster.epoch, [world.placement.alive[r] for r in (0, 2)]
+        world.placement.events.clear()
+        world.placement.die(1)
+        await asyncio.sleep(0.01)
+        assert world.active == [0, 2] and world.coordinator.roster.epoch == epoch + 1
+        await world.settle()
+        assert world.active == [0, 1, 2] and world.manager.phase == "idle"
+        assert [world.placement.alive[r] for r in (0, 2)] == others
+        names = [name for name, _ in world.placement.events]
+        assert names == ["lose", "end", "start", "join"]
+
+    run(scenario, data=3)
+
+
+def test_all_engines_may_die_together_and_again() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        for _ in range(2 * MAX_FAILURES):
+            for rank in (0, 1):
+                world.placement.die(rank)
+            await world.settle()
+            assert world.active == [0, 1]
+            await asyncio.sleep(YOUNG_S)
+
+    run(scenario, data=2)
+
+
+def test_an_engine_that_dies_while_others_start_is_replaced() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.manager.scale(3)
+        await asyncio.sleep(START_S / 2)
+        world.placement.die(0)
+        await world.settle()
+        assert world.active == [0, 1, 2] and world.manager.phase == "idle"
+
+    run(scenario, data=2)
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_an_engine_that_dies_while_others_leave(dying) -> None:
+    """Rank 2 leaves. Whoever dies meanwhile, two serve in the end."""
+
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.coordinator.reports[2] = busy(2)
+        world.manager.scale(2)
+        await asyncio.sleep(1)
+        world.placement.die(dying)
+        world.coordinator.reports.clear()
+        await world.settle()
+        assert world.active == [0, 1] and world.manager.phase == "idle"
+        assert world.coordinator.roster.ranks == [0, 1]
+
+    run(scenario, data=3)
+
+
+def test_engines_that_die_right_after_every_start_are_replaced_ever_more_slowly() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        for death in range(MAX_DEATHS + 1):
+            assert (world.manager.phase, world.manager.target) == ("idle", 2), death
+            world.placement.die(1)
+            await asyncio.sleep(0.1)
+            await world.settle()
+        for part in ("engine 1 dies again and again (6 times)", "it was killed", "again in"):
+            assert part in (world.manager.error or "")
+        described = await world.manager.describe()
+        assert (described["state"], described["target"]) == ("degraded", 2)
+        assert described["rescale"]["failures"] == 6
+        await asyncio.sleep(2 * YOUNG_S)
+        assert world.active == [0, 1], "it was tried again"
+        assert (world.manager.phase, world.manager.error) == ("idle", None)
+        assert (await world.manager.describe())["state"] == "serving"
+        world.placement.die(1)
+        await asyncio.sleep(2 * START_S)
+        assert world.active == [0, 1], "one that lived is replaced at once"
+
+    run(scenario, data=2)
+
+
+def test_a_slow_start_holds_up_no_replacement() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.manager.scale(3)
+        await asyncio.sleep(START_S / 2)
+        world.placement.die(0)
+        await asyncio.sleep(START_S / 4)
+        assert [0] in world.placement.did("start")[-1:]
+        await world.settle()
+        assert world.active == [0, 1, 2]
+
+    run(scenario, data=2)
+
+
+def test_a_drain_holds_up_no_replacement() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.coordinator.reports[2] = busy(2)
+        world.manager.scale(2)
+        await asyncio.sleep(1)
+        world.placement.die(0)
+        await asyncio.sleep(START_S + 1)
+        assert world.active == [0, 1] and 2 in world.placement.alive
+
+    run(scenario, data=3, drain_timeout_s=60)
+
+
+def test_an_engine_that_stopped_is_killed_and_replaced() -> None:
+    """It cannot stop itself, so it is not asked to."""
+
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.placement.events.clear()
+        world.coordinator.find_stopped(1)
+        await asyncio.sleep(0.01)
+        assert 1 not in world.placement.alive
+        await world.settle()
+        assert world.active == [0, 1] and world.manager.phase == "idle"
+        names = [name for name, _ in world.placement.events if name != "lose"]
+        assert names == ["stopped", "kill", "start", "join"]
+
+    run(scenario, data=2)
+
+
+@pytest.mark.parametrize("group_fails", ["rank 2 did not come", None])
+def test_a_group_that_does_not_form_leaves_the_old_epoch_serving(group_fails) -> None:
+    """None: the newcomer dies while the group forms."""
+
+    async def scenario(world: World) -> None:
+        await world.start()
+        before = world.coordinator.roster
+        world.coordinator.group_s, world.coordinator.group_fails = 20, group_fails
+        world.manager.scale(3)
+        await asyncio.sleep(START_S + 10)
+        assert world.manager.phase == "commit" and world.active == [0, 1]
+        if group_fails is None:
+            world.placement.die(2)
+        await world.settle()
+        assert world.coordinator.roster is before and sorted(world.placement.alive) == [0, 1]
+        assert (world.manager.phase, world.manager.target) == ("failed", 2)
+        assert (group_fails or "it died meanwhile") in world.manager.error
+        world.coordinator.group_fails = None
+        world.manager.scale(3)
+        await world.settle()
+        assert world.active == [0, 1, 2] and world.manager.phase == "idle"
+
+    run(scenario, data=2)
+
+
+def test_a_newcomer_that_dies_as_it_joins_is_replaced() -> None:
+    """The roster lists it for a moment; nobody else would see that it is dead."""
+
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.placement.stillborn.add(1)
+        world.manager.scale(2)
+        await world.settle()
+        assert world.active == [0, 1] and world.placement.did("start") == [[0], [1], [1]]
+
+    run(scenario)
+
+
+def test_a_replacement_that_fails_is_tried_until_it_succeeds() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.placement.events.clear()
+        world.placement.always = transient("no room")
+        world.placement.die(0)
+        await world.settle()
+        assert world.manager.phase == "failed" and "no room (tried 5" in world.manager.error
+        assert len(world.placement.did("start")) == MAX_FAILURES
+        await asyncio.sleep(10_000)
+        world.placement.always = None
+        await asyncio.sleep(400)
+        assert world.active == [0] and world.manager.phase == "idle"
+
+    run(scenario)
+
+
+def test_an_engine_that_dies_after_a_failed_grow_is_replaced() -> None:
+    async def scenario(world: World) -> None:
+        await world.start()
+        world.placement.failures = {2: [transient()]}
+        world.manager.scale(3)
+        await world.settle()
+        world.placement.die(0)
+        await world.settle()
+        assert world.active == [0, 1]
+
+    run(scenario, data=2)

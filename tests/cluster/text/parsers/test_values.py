@@ -1,0 +1,130 @@
+"""What a tool's schema makes of values that stand as text, in answers and in grammars."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from swell.cluster.text.parsers import make_parser, tool_format
+from swell.cluster.text.parsers.parts import Tool, collect
+from swell.cluster.text.parsers.text_grammar import searched
+from swell.cluster.text.parsers.values import parameter_kinds
+from tests.cluster.text.parsers.answers import read
+from tests.cluster.text.parsers.test_sections import TOOLS, qwen
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("city", "12", "12"),
+        ("city", "null", "null"),
+        ("count", "42", 42),
+        ("count", " 42\n", 42),
+        ("count", "many", "many"),
+        ("ratio", "3.14", 3.14),
+        ("sloppy", "3.14", 3.14),
+        ("flag", "true", True),
+        ("flag", "False", False),
+        ("flag", "trueish", "trueish"),
+        ("dimensions", '{"a": "</parameter>"}', {"a": "</parameter>"}),
+        ("dimensions", "{'a': 1}", "{'a': 1}"),
+        ("tags", '["a", "b"]', ["a", "b"]),
+        ("or_null", "None", None),
+        ("or_null", "nullable", "nullable"),
+        ("or_null", "12", "12"),
+        ("int_or_null", "12", 12),
+        ("int_or_null", "null", None),
+        ("object_or_null", '{"key": {}}', {"key": {}}),
+        ("choice", "1", "1"),
+        ("const", "3", 3),
+        ("unknown", "12", 12),
+        ("unknown", "twelve", "twelve"),
+        ("unknown", '"quoted"', "quoted"),
+        ("unknown", '{"a": 1', '{"a": 1'),
+        ("unknown", "", ""),
+    ],
+)
+def test_the_schema_says_what_a_text_means(key: str, text: str, value: object) -> None:
+    for line in (qwen({key: text}), f"{qwen({key: text})}\n{qwen({}, 'g')}"):
+        call = collect(read(("qwen3_coder", None), [*line], TOOLS)).tool_calls[0]
+        assert json.loads(call.arguments) == {key: value}
+
+
+def test_a_string_comes_out_while_it_is_written_and_a_number_when_it_is_whole() -> None:
+    text = qwen({"city": 'New "York', "count": "42"})
+    shown = []
+    parser = make_parser("qwen3_coder", None, lambda: "id", TOOLS)
+    for char in text:
+        parts = parser.push(char)
+        shown.append("".join(getattr(part, "text", "") for part in parts))
+    assert [one for one in shown if one] == [
+        "{", '"city": "', *"New ", '\\"', *"York", '"', ', "count": ', "42", "}"
+    ]  # fmt: skip
+
+
+def test_references_may_go_round() -> None:
+    loop = {"$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}]}}}
+    loop["properties"] = {"x": {"$ref": "#/$defs/A"}}
+    assert len(parameter_kinds(loop, "x")) == 6
+
+
+DIAMONDS = {f"A{i}": {"anyOf": [{"$ref": f"#/$defs/A{i - 1}"}] * 2} for i in range(1, 10)}
+DIAMONDS |= {"A0": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"minProperties": 1}, "parameters of tool 'f' have 'minProperties', which calls in this"),
+        ({"anyOf": [{"required": ["a"]}]}, "'anyOf'"),
+        ({"patternProperties": {"a": {}}}, "'patternProperties'"),
+        ({"properties": {"a>b": {}}, "required": ["a>b"]}, "argument 'a>b' of tool 'f' has a name"),
+        ({"properties": {"a": {"enum": ["x</parameter>"]}}}, "allows the text 'x</parameter>'"),
+        ({"properties": {"a": {"enum": ["1", 1]}}}, "allows the text '1'"),
+        ({"properties": {"a": {"type": "string", "pattern": "a$b"}}}, "the pattern 'a$b': "),
+        ({"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, "the pattern "),
+        ({"properties": {"a": {"type": "string", "not": {}}}}, "'a' of tool 'f' has 'not'"),
+        ({"properties": {"a": {"allOf": [{"type": "string"}]}}}, "combines anyOf, oneOf, allOf"),
+        (
+            {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"$ref": "#/$defs/A"}}},
+            "self",
+        ),
+        (
+            {"properties": {"a": {"type": "array", "items": {"$ref": "#/properties/b"}}}},
+            "refers to '#/properties/b'",
+        ),
+    ],
+)
+def test_what_elements_cannot_hold_is_refused_by_name(
+    parameters: dict[str, Any], reason: str
+) -> None:
+    tool = Tool("f", parameters=parameters)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        tool_format("qwen3_coder").calls([tool], parallel=True, special={})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found", "missed"),
+    [
+        ("^[A-Z]{2}$", ["AB"], ["ABC", "xAB", "a"]),
+        ("b+", ["abc", "b", "\nb\n"], ["", "ac"]),
+        ("^a/b", ["a/b", "a/bc"], ["xa/b"]),
+        ("(x|y)$", ["ax", "y"], ["xa"]),
+        (r"\$$", ["1$"], ["1", "$1"]),
+        ("[$|^]", ["a|", "^"], ["a"]),
+        ("x|y", ["ax", "ya"], ["a"]),
+    ],
+)
+def test_patterns_are_searched_in_the_text(
+    pattern: str, found: list[str], missed: list[str]
+) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer("byte")
+    for text in found + missed:
+        matcher = llguidance.LLMatcher(tokenizer, f"start: /{searched(pattern)}/")
+        ids = list(text.encode())
+        whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        assert whole == (text in found), (pattern, text)

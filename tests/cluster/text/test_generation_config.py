@@ -1,0 +1,140 @@
+"""The defaults of a model's generation_config.json hold for every API, and only where a request
+does not say otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swell.cluster.text.generation_config import GenerationDefaults, read_generation_config
+from swell.configs.schema import ConfigError, load
+from tests.cluster.fake_cluster import FakeCluster
+from tests.cluster.text import tokenizers_for_tests
+
+GIVEN = {
+    "temperature": 0.25,
+    "top_p": 0.5,
+    "top_k": 7,
+    "min_p": 0.125,
+    "repetition_penalty": 1.5,
+    "max_new_tokens": 9,
+    "do_sample": False,
+    "eos_token_id": 2,
+    "transformers_version": "5.0.0",
+}
+NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+DEFAULTS = {name: GIVEN[name] for name in NAMES}
+NEUTRAL = dict(zip(NAMES, (1.0, 1.0, 0, 0.0, 1.0), strict=True))
+SAID = dict(zip(NAMES, (0.75, 0.9, 3, 0.5, 1.25), strict=True))
+HELLO = [{"role": "user", "content": "hello"}]
+WISHES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [1, 2]},
+    "/v1/chat/completions": {"messages": HELLO},
+    "/v1/responses": {"input": "hello", "store": False},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 5},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(GIVEN))
+    return tmp_path
+
+
+def asked(folder: Path, wishes: list[tuple[str, dict[str, Any]]], **settings: object) -> list[Any]:
+    """What the engine gets for each wish, and what the answer says."""
+
+    async def run() -> list[Any]:
+        async with FakeCluster(folder, **settings).serving() as cluster:
+            engine = await cluster.join(0)
+            got = []
+            for path, wish in wishes:
+                answer = await cluster.client.post(path, json={"model": "fake", **wish})
+                assert answer.status_code == 200, answer.text
+                got.append((engine.arrived[-1], answer.json()))
+            return got
+
+    return asyncio.run(run())
+
+
+def filters(request: Any) -> dict[str, float]:
+    return {name: getattr(request.sampler, name) for name in NAMES}
+
+
+@pytest.mark.slow
+def test_a_request_that_does_not_say_gets_the_models_defaults(folder):
+    got = asked(folder, list(WISHES.items()))
+    assert [filters(request) for request, _ in got] == [DEFAULTS] * 4
+    # Chat and responses have no limit of their own; completions and messages have.
+    assert [request.max_tokens for request, _ in got] == [16, 9, 9, 5]
+    told = got[2][1]
+    assert (told["temperature"], told["top_p"]) == (0.25, 0.5)
+
+
+@pytest.mark.slow
+def test_null_says_nothing_and_a_neutral_value_says_something(folder):
+    null = dict.fromkeys(NAMES)
+    wishes = [("/v1/completions", {"prompt": [1], **null})]
+    wishes += [("/v1/chat/completions", {"messages": HELLO, **said}) for said in (NEUTRAL, SAID)]
+    wishes += [("/v1/responses", {"input": "x", **NEUTRAL})]
+    few = {name: SAID[name] for name in ("temperature", "top_p", "top_k")}
+    wishes += [("/v1/messages", {"messages": HELLO, "max_tokens": 2, **few})]
+    got = [filters(request) for request, _ in asked(folder, wishes)]
+    assert got == [DEFAULTS, NEUTRAL, SAID, NEUTRAL, {**DEFAULTS, **few}]
+
+
+@pytest.mark.slow
+def test_the_file_is_ignored_where_the_operator_says_so(folder):
+    got = asked(folder, list(WISHES.items()), **{"model.generation_config": "none"})
+    assert [filters(request) for request, _ in got] == [NEUTRAL] * 4
+    assert got[1][0].max_tokens > 100
+    assert got[2][1]["temperature"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_longer_answer_than_the_default_may_be_asked_for(folder):
+    wish = {"messages": HELLO, "max_tokens": 40, "ignore_eos": True}
+    ((request, _),) = asked(folder, [("/v1/chat/completions", wish)])
+    assert request.max_tokens == 40
+
+
+def read(tmp_path: Path, **given: object) -> GenerationDefaults:
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    return read_generation_config(load({"model": {"path": str(tmp_path)}}).model)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", -0.5),
+        ("top_p", 1.5),
+        ("top_k", 2.5),
+        ("top_k", True),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", "many"),
+    ],
+)
+def test_a_value_that_no_request_may_have_is_refused_by_the_files_name(tmp_path, name, value):
+    with pytest.raises(ConfigError) as refused:
+        read(tmp_path, **{name: value})
+    assert str(tmp_path / "generation_config.json") in str(refused.value)
+    assert name in str(refused.value)
+    assert "model.generation_config=none" in str(refused.value)
+
+
+def test_what_is_null_or_not_there_has_no_default(tmp_path):
+    assert read(tmp_path, temperature=None, top_k=None) == GenerationDefaults()
+    assert read(tmp_path, top_k=-1).sampling == {"top_k": -1}
+    (tmp_path / "generation_config.json").unlink()
+    assert read_generation_config(load({"model": {"path": str(tmp_path)}}).model) == (
+        GenerationDefaults()
+    )

@@ -1,0 +1,99 @@
+"""Histories that other programs sent, as the chat templates of each kind of model write them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
+from swell.cluster.text.prompts import PromptProcessor
+from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.schema.decode import decode
+from swell.cluster.text.truncation import Keep, TextOptions
+from tests.kinds import KINDS, kind
+
+USER = {"role": "user", "content": "hi"}
+CALLING = [name for name in KINDS if kind(name).tools is not None]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def written(name: str, *messages: Any) -> str:
+    body = {"messages": [USER, *messages], "tools": [TOOL]}
+    request = decode(json.dumps(body).encode(), ChatCompletionRequest)
+    options = TemplateOptions(tools=request.tools or (), add_generation_prompt=False)
+    return ChatTemplate(kind(name).tokenizer, name).render(request.messages, options)
+
+
+def called(arguments: str) -> list[dict[str, Any]]:
+    # Nine letters and digits: what the strictest templates take as an id.
+    function = {"name": "look", "arguments": arguments}
+    call = {"id": "call12345", "type": "function", "function": function}
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call12345", "name": "look", "content": "nine"},
+    ]
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_cut_off_arguments_are_written_as_what_they_began(name: str) -> None:
+    whole = written(name, *called('{"at": 3, "of": ["a"]}'))
+    assert written(name, *called('{"at": 3, "of": ["a"], "as": "unfinis')) == whole
+    assert "look" in whole and "nine" in whole
+    assert written(name, *called("no JSON at all")) == written(name, *called("{}"))
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_the_older_form_of_a_call_is_written_as_the_newer(name: str) -> None:
+    older = [
+        {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": ""}},
+        {"role": "function", "name": "look", "content": "nine"},
+    ]
+    text = written(name, *older)
+    assert "look" in text and "nine" in text
+    assert text.replace("call00001", "call12345") == written(name, *called(""))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_role_of_ones_own_is_written_or_refused(name: str) -> None:
+    """Never left out in silence."""
+    refused = None
+    text = ""
+    try:
+        text = written(name, {"role": "critic", "content": "far too long"}, USER)
+    except BadRequest as error:
+        refused = error.param
+    assert ("far too long" in text) != (refused in ("messages", "messages[1].role"))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_special_tokens_are_added_and_prompts_are_cut(name: str) -> None:
+    tokenizer = kind(name).tokenizer
+    prompts = PromptProcessor(tokenizer, 64, len(tokenizer), name)
+    text = "the quick brown fox jumps over the lazy dog. " * 9
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    marked = tokenizer(text)["input_ids"]
+    assert len(whole) > 64
+    for add, ids in ((False, whole), (True, marked)):
+        for side, cut in (("left", ids[-20:]), ("right", ids[:20])):
+            options = TextOptions(add, Keep(20, side, 1))  # type: ignore[arg-type]
+            assert prompts.completion_prompts(text, options) == [cut]
+    window = TextOptions(False, Keep(-1, "left", 10))
+    assert prompts.completion_prompts(text, window) == [whole[-54:]]
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_calls_made_at_once_are_written_with_their_results(name: str) -> None:
+    """Also by a template that takes one call in a message: each gets a message of its own."""
+    calls, results = [], []
+    for id, kind_of in (("call12345", "first"), ("call12346", "second")):
+        function = {"name": "look", "arguments": json.dumps({"at": kind_of})}
+        calls.append({"id": id, "type": "function", "function": function})
+        content = f"{kind_of} result"
+        results.append({"role": "tool", "tool_call_id": id, "name": "look", "content": content})
+    called = {"role": "assistant", "content": None, "tool_calls": calls}
+    text = written(name, called, *reversed(results), {"role": "user", "content": "more"})
+    for part in ("first", "second", "first result", "second result"):
+        assert part in text

@@ -1,0 +1,175 @@
+"""Work over what clients send grows with its length, not with its square.
+
+Each function reads hostile texts of one size and of eight times that: with linear work the second
+takes 8 times the processor time of the first, with quadratic 64 times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.api.messages.convert import chat_request as of_messages
+from swell.cluster.api.messages.protocol import MessagesRequest
+from swell.cluster.api.responses.convert import chat_messages, in_our_words
+from swell.cluster.api.responses.input_items import read_input
+from swell.cluster.api.server.access import host_name
+from swell.cluster.text import structured_output as structured
+from swell.cluster.text.object_text import ObjectText
+from swell.cluster.text.parsers import PARSERS, REASONING, make_parser
+from swell.cluster.text.parsers.reasoning import ThinkParser
+from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.schema.decode import decode
+from swell.cluster.text.schema.json_size import count_parts
+from swell.cluster.text.stop_strings import StopChecker
+
+pytestmark = pytest.mark.slow
+
+SMALL = 2000
+GROWTH = 8
+LIMIT = 30
+FLOOR_S = 0.0005
+"""Less is noise."""
+
+PATTERNS = (
+    *(
+        '"',
+        '\\"',
+        "\\",
+        '"a',
+        "/",
+        "\\/",
+        "/a",
+        "<",
+        "<a",
+        ">",
+        "#",
+        "//",
+        "\n",
+        " ",
+        " \n",
+        "\n 1",
+    ),
+    *("1", "-", "e", "a", "a ", "a::=", "(", "[", "{", "}", "]", ",", ":"),
+    *("`", "` | `", " - at `"),
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "\n<tool_call>", "[TOOL_CALLS]"),
+    *("[TOOL_CALLS]f[ARGS]{", '{"name":', '{"name": "f", "arguments": {', "<|python_tag|>", ";"),
+    *("messages[1]", "max_tokens", "response_format.", "\\u", "\\ud800", "<\\n", "Error: "),
+)
+
+
+def parsed(name: str | None, reasoning: str | None) -> Callable[[str], object]:
+    def run(text: str) -> None:
+        parser = make_parser(name, reasoning)
+        for start in range(0, len(text), 7):
+            parser.push(text[start : start + 7])
+        parser.flush()
+
+    return run
+
+
+def object_text(text: str) -> None:
+    reader = ObjectText()
+    given = "".join(reader.push('{"a": "' + text[n : n + 7]) for n in range(0, len(text), 7))
+    reader.close(given)
+
+
+def stopped(text: str) -> None:
+    checker = StopChecker([text[:200] + "!", text[:100] + "?"])
+    for start in range(0, len(text), 7):
+        checker.push(text[start : start + 7], start)
+
+
+def chat(text: str) -> None:
+    said = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    decode(msgspec.json.encode(said), ChatCompletionRequest)
+
+
+READERS: dict[str, Callable[[str], object]] = {
+    "grammar tokens": lambda text: list(structured._lark_tokens(text)),
+    "GBNF": lambda text: structured._GBNF_RULE.search(text),
+    "GBNF escapes": lambda text: structured._GBNF_ESCAPE.sub(structured._plain_escape, text),
+    "excerpts": lambda text: structured._EXCERPT.split("\n" + text),
+    "places": lambda text: structured._PLACE.sub("", "at 1(1" + text),
+    "quoted": structured._quoted,
+    "regex": lambda text: structured._regex(text, "p"),
+    "counted": lambda text: list(count_parts(text.encode())),
+    "counted outside": lambda text: list(count_parts(text.replace('"', "").encode())),
+    "body": chat,
+    "no body": lambda text: decode(text.encode(), ChatCompletionRequest),
+    "unknown field": lambda text: decode(json.dumps({text: 1}).encode(), ChatCompletionRequest),
+    "wrong words": lambda text: in_our_words(BadRequest(text)),
+    "shown": shown,
+    "host": host_name,
+    "end of a prompt": ThinkParser.begun_by,
+    "object text": object_text,
+    "stops": stopped,
+    **{f"parser {name}": parsed(name, None) for name in PARSERS},
+    **{f"reasoning {name}": parsed("hermes", name) for name in REASONING},
+}
+
+
+def cost_s(read: Callable[[Any], object], value: Any) -> float:
+    """The less of two, so that what else the machine does counts little."""
+
+    def once() -> float:
+        start_s = time.thread_time()
+        with contextlib.suppress(BadRequest, ValueError):
+            read(value)
+        return time.thread_time() - start_s
+
+    return min(once() for _ in range(2))
+
+
+def growth(read: Callable[[Any], object], make: Callable[[int], Any]) -> float:
+    small = cost_s(read, make(SMALL))
+    return cost_s(read, make(SMALL * GROWTH)) / max(small, FLOOR_S)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_texts_are_read_in_linear_time(name: str) -> None:
+    """Each alone, and behind the beginning of a string."""
+    for pattern in PATTERNS:
+        for begin in ("", '"'):
+
+            def text(chars: int, begin: str = begin, pattern: str = pattern) -> str:
+                return begin + pattern * (chars // len(pattern))
+
+            ratio = growth(READERS[name], text)
+            assert ratio < LIMIT, f"{name} of {begin + pattern!r}: {ratio:.0f} times the work"
+
+
+def messages(turn: dict[str, Any]) -> Callable[[int], MessagesRequest]:
+    return lambda count: msgspec.convert(
+        {"model": "m", "max_tokens": 1, "messages": [turn] * count}, MessagesRequest
+    )
+
+
+def items(item: dict[str, Any]) -> Callable[[int], list[msgspec.Raw]]:
+    return lambda count: [msgspec.Raw(json.dumps(item).encode())] * (count // 2)
+
+
+REASONED = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a" * 500}]}
+CONVERSIONS: dict[str, tuple[Callable[[Any], object], Callable[[int], Any]]] = {
+    "messages of one role": (of_messages, messages({"role": "user", "content": "a" * 500})),
+    "answers in a row": (of_messages, messages({"role": "assistant", "content": "a" * 500})),
+    "calls": (
+        lambda raw: chat_messages(read_input(raw)),
+        items({"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}),
+    ),
+    "reasoning": (lambda raw: chat_messages(read_input(raw)), items(REASONED)),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversations_are_converted_in_linear_time(name: str) -> None:
+    convert, make = CONVERSIONS[name]
+    ratio = growth(convert, make)
+    assert ratio < LIMIT, f"{name}: {ratio:.0f} times the work"

@@ -1,0 +1,115 @@
+"""Forms that cannot be held are refused with the reason; what is hostile ends its check alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from swell.cluster.text.grammar_check import GrammarChecker
+from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.structured_output import compile_grammar
+from swell.worker.sample.wire import GRAMMAR_LIMITS
+from tests.structured_schemas import Schema
+
+REFUSED: dict[str, Schema] = {
+    "unknown type": {"type": "text"},
+    "type of the wrong kind": {"type": 7},
+    "properties of the wrong kind": {"type": "object", "properties": ["a"]},
+    "reference to nothing": {"$ref": "#/$defs/missing"},
+    "nothing fits": False,
+    "bounds that exclude all": {"type": "integer", "minimum": 5, "maximum": 4},
+    "pattern that is none": {"type": "string", "pattern": "(["},
+    "look-ahead": {"type": "string", "pattern": "^(?=a)b"},
+    "unknown format": {"type": "string", "format": "shoe-size"},
+    "not": {"not": {"type": "string"}},
+    "if then else": {
+        "if": {"type": "string"},
+        "then": {"minLength": 1},
+        "else": {"type": "integer"},
+    },
+    "unique items": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+    "contains": {"type": "array", "contains": {"const": 1}},
+    "property names": {"type": "object", "propertyNames": {"pattern": "^a"}},
+    "dependent": {"type": "object", "dependentRequired": {"a": ["b"]}},
+    "one of that may overlap": {"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 3}]},
+}
+
+
+def refused(schema: Schema) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        compile_grammar(StructuredOutputs(json=schema))
+    return caught.value
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_held_is_refused_with_the_reason(name):
+    error = refused(REFUSED[name])
+    assert error.param == "structured_outputs.json"
+    assert error.message.startswith("structured_outputs.json")
+    assert 10 < len(error.message) < 500
+    assert "start:" not in error.message and "x-guidance" not in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("unknown type", "Invalid type: text"),
+        ("reference to nothing", "'/$defs/missing' does not exist"),
+        ("bounds that exclude all", "minimum (5) is greater than maximum (4)"),
+        ("pattern that is none", "unclosed character class"),
+        ("look-ahead", "look-around"),
+        ("unknown format", "shoe-size"),
+        ("unique items", 'Unimplemented keys: ["uniqueItems"]'),
+        ("one of that may overlap", "use anyOf"),
+    ],
+)
+def test_reasons_say_what_to_change(name, reason):
+    assert reason in refused(REFUSED[name]).message
+
+
+# ---------------------------------------------------------------------------- hostile grammars
+
+
+def _chain(length: int) -> dict[str, object]:
+    links = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(length)}
+    return {"$defs": {**links, f"d{length}": {}}, "$ref": "#/$defs/d0"}
+
+
+HOSTILE = {
+    # Overflows the compiler's stack, which ends its process.
+    "rules": "start: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(9000)) + 'r9000: "b"',
+    "references": f"start: %json {json.dumps(_chain(3000))}",
+    # Minutes of work and gigabytes, in a kilobyte.
+    "patterns": "start: %json "
+    + json.dumps(
+        {"allOf": [{"type": "string", "pattern": f"(a|b)*c{{{i}}}d*"} for i in range(40)]}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_ends_its_check_and_nothing_else(name):
+    checker = GrammarChecker(GRAMMAR_LIMITS, cpu_s=0.5)
+    try:
+        assert checker.check('start: "a"') == ""
+        reason = checker.check(HOSTILE[name])
+        assert reason.startswith("it takes more than" if name == "patterns" else "it needs more")
+        assert checker.check('start: "a"') == ""
+        assert checker.check("start: b") != ""
+    finally:
+        checker.close()
+
+
+def test_a_check_that_was_ended_from_outside_is_no_verdict():
+    checker = GrammarChecker(GRAMMAR_LIMITS)
+    try:
+        assert checker.check('start: "a"') == ""
+        process = checker._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        assert checker.check('start: "b"') == ""
+    finally:
+        checker.close()
+    checker.close()

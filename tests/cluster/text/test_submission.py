@@ -1,0 +1,168 @@
+"""Requests of many answers: how many may be drawn, and that all of them begin or none."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swell.cluster.client.parallel_sampling import check_children
+from swell.cluster.text import input_processor as asks
+from swell.cluster.text.sampling_params import BadRequest, SamplingParams, internal_request_id
+from tests.cluster.fake_cluster import FakeCluster, body, truth, until
+from tests.cluster.text import tokenizers_for_tests
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "field"),
+    [
+        (1024, SamplingParams(n=128), "n"),
+        (9, SamplingParams(n=128), "n"),
+        (1024, SamplingParams(n=1, best_of=2), "best_of"),
+        (1025, SamplingParams(), "prompt"),
+    ],
+)
+def test_the_product_of_prompts_and_answers_is_limited(
+    prompts: int, params: SamplingParams, field: str
+) -> None:
+    with pytest.raises(BadRequest) as refused:
+        check_children(prompts, params, 1024)
+    assert refused.value.param == field
+    assert "serve.max_children=1024" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params"), [(1024, SamplingParams()), (8, SamplingParams(n=100, best_of=128))]
+)
+def test_up_to_the_limit_they_pass(prompts: int, params: SamplingParams) -> None:
+    check_children(prompts, params, 1024)
+
+
+def test_ids_do_not_collide() -> None:
+    """With 32 bits two of 131 072 were equal in 9 of 10 requests."""
+    ids = {internal_request_id("x") for _ in range(200_000)}
+    assert len(ids) == 200_000
+    assert all(len(id.rpartition("-")[2]) == 16 for id in ids)
+
+
+def test_too_many_answers_begin_none(folder: Path) -> None:
+    async def ask() -> None:
+        async with FakeCluster(folder, **{"serve.max_children": 16}).serving() as cluster:
+            engine = await cluster.join(0)
+            wish: dict[str, Any] = {**body([1, 2], 2), "prompt": [[1, 2]] * 4, "n": 5}
+            refused = await cluster.client.post("/v1/completions", json=wish)
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert error["param"] == "n" and "serve.max_children=16" in error["message"]
+            chat = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "n": 17}
+            refused = await cluster.client.post("/v1/chat/completions", json=chat)
+            assert refused.json()["error"]["param"] == "n"
+            assert engine.arrived == []
+            answer = await cluster.client.post("/v1/completions", json={**wish, "n": 4})
+            assert len(answer.json()["choices"]) == 16
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_fails_in_the_middle_leaves_no_answer_running(folder: Path, stream: bool) -> None:
+    async def ask() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            engine = await cluster.join(0, steps=0)
+            llm = cluster.ingress.llm
+            submit, begun = llm.submit, 0
+
+            def fails_at_the_70th(*args: Any, **kwargs: Any) -> Any:
+                nonlocal begun
+                begun += 1
+                if begun == 70:
+                    raise RuntimeError("no more")
+                return submit(*args, **kwargs)
+
+            llm.submit = fails_at_the_70th  # type: ignore[method-assign]
+            wish = {**body([1], 5, stream=stream), "prompt": [[n] for n in range(100)]}
+            answer = await cluster.client.post("/v1/completions", json=wish)
+            assert answer.status_code == 500
+            await until(lambda: len(engine.arrived) == len(engine.aborted) == 69)
+            assert engine.requests == {}
+            assert llm._tickets == llm._runs == {} == llm._processor.request_states
+            del llm.submit  # type: ignore[method-assign]
+            engine.allow()
+            answer = await cluster.client.post("/v1/completions", json=body([7], 3))
+            assert answer.json()["choices"][0]["token_ids"] == truth([7], 3)
+
+    asyncio.run(ask())
+
+
+def test_one_request_that_cannot_be_placed_leaves_nothing_behind(folder: Path) -> None:
+    async def ask() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            await cluster.join(0)
+            llm = cluster.ingress.llm
+
+            def broken(*args: Any, **kwargs: Any) -> int:
+                raise RuntimeError("no choice")
+
+            llm._router.choose = broken  # type: ignore[method-assign]
+            answer = await cluster.client.post("/v1/completions", json=body([1], 2))
+            assert answer.status_code == 500
+            assert llm._tickets == llm._runs == {} == llm._processor.request_states
+
+    asyncio.run(ask())
+
+
+def test_a_client_that_leaves_while_its_answers_begin_takes_them_along(folder: Path) -> None:
+    async def ask() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            engine = await cluster.join(0, steps=0)
+            wish = {**body([1], 5), "prompt": [[n % 400] * 500 for n in range(1000)]}
+            asking = asyncio.create_task(cluster.client.post("/v1/completions", json=wish))
+            await until(lambda: engine.arrived)
+            asking.cancel()
+            await until(lambda: not cluster.ingress.llm._processor.request_states)
+            await until(lambda: engine.arrived and not engine.requests)
+
+    asyncio.run(ask())
+
+
+def test_a_client_that_leaves_or_is_late_does_not_queue_for_its_grammar(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar may take half a second to check, and one process checks them all."""
+    compiled: list[object] = []
+    monkeypatch.setattr(asks, "compile_grammar", lambda *args: compiled.append(args))
+
+    async def ask() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            await cluster.join(0)
+            free = threading.Event()
+            grammars = cluster.ingress._offloads.grammars
+            busy = [asyncio.create_task(grammars.run(free.wait)) for _ in range(2)]
+            wish = {**body([1, 2], 2), "structured_outputs": {"choice": ["a", "b"]}}
+            try:
+                leaves = asyncio.create_task(cluster.client.post("/v1/completions", json=wish))
+                await until(lambda: grammars._pool._work_queue.qsize() == 1)
+                leaves.cancel()
+                headers = {"x-request-timeout-s": "0.05"}
+                late = asyncio.create_task(
+                    cluster.client.post("/v1/completions", json=wish, headers=headers)
+                )
+                await asyncio.wait({late}, timeout=5)
+                await until(lambda: not cluster.edge._server.server_state.tasks)
+            finally:
+                free.set()
+            await asyncio.gather(*busy)
+            assert (await late).status_code == 408
+            await grammars.run(len, ())
+            assert compiled == []
+
+    asyncio.run(ask())

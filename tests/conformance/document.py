@@ -1,0 +1,45 @@
+"""The server's OpenAPI document as Schemathesis reads it, and what Schemathesis checks here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import schemathesis
+from schemathesis.config import SchemathesisConfig
+
+from swell.cluster.api.openapi.document import openapi_document
+
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+    "allow_header_conformance",
+)
+
+
+def read_document(*, edges: bool) -> Any:
+    """`edges`: besides cases drawn at random, try the limits of every field, one by one, and every
+    method: some thousand requests."""
+    return schemathesis.openapi.from_dict(
+        openapi_document(),
+        config=SchemathesisConfig.from_dict(
+            {
+                "phases": {"stateful": {"enabled": False}, "coverage": {"enabled": edges}},
+                "checks": {"enabled": False, **{name: {"enabled": True} for name in CHECKS}},
+            }
+        ),
+    )
+
+
+DOCUMENT = read_document(edges=False)
+
+
+def check_answer(path: str, answer: httpx.Response) -> None:
+    """Raise FailureGroup if the document does not tell of such an answer to a POST: of its status,
+    its content type, its headers, its body, or an event of its stream."""
+    DOCUMENT[path]["POST"].Case().validate_response(answer)

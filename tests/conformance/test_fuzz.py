@@ -1,0 +1,44 @@
+"""Damaged bodies at every endpoint: a refusal names what is wrong, nothing is a 5xx, and whoever
+asks properly right afterwards gets the right answer."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from tests.conformance.document import check_answer
+from tests.conformance.house import House
+from tests.conformance.mutations import BODIES, mutated
+
+CASES = int(os.environ.get("SWELL_FUZZ_CASES", "240"))
+SEED = int(os.environ.get("SWELL_FUZZ_SEED", "1"))
+BATCH = 40
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize("case", range(len(BODIES)))
+def test_every_body_is_valid(house: House, case: int) -> None:
+    path, body = BODIES[case]
+    told = house.client.post(path, json=body)
+    assert told.status_code in (200, 202), told.text
+    check_answer(path, told)
+
+
+def test_no_body_breaks_the_server(house: House) -> None:
+    source = random.Random(SEED)
+    for case in range(CASES):
+        path, body = BODIES[case % len(BODIES)]
+        content = mutated(source, body)
+        told = house.client.post(path, content=content, headers=JSON)
+        where = f"case {case}, {path}: {content!r}: {told.text}"
+        assert told.status_code < 500, where
+        if told.status_code >= 400:
+            assert told.json()["error"]["message"], where
+        check_answer(path, told)
+        assert "server_error" not in told.text and '"api_error"' not in told.text, where
+        if case % BATCH == BATCH - 1:
+            house.answers()
+    house.answers()
+    house.wait_idle()

@@ -1,0 +1,58 @@
+"""The ranges that the document tells are those that the routes hold: a number at a limit is taken,
+the next one is refused by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from swell.cluster.api.openapi.document import openapi_document
+from tests.conformance.house import MODEL, House
+
+REFUSED_AS = {"top_logprobs": "logprobs"}
+"""Fields that a refusal calls by another name."""
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "/v1/completions": ("CompletionRequest", {"prompt": "hi", "max_tokens": 1}),
+    "/v1/chat/completions": (
+        "ChatCompletionRequest",
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
+    ),
+}
+TAKEN_TOGETHER = {"top_logprobs": {"logprobs": True}}
+ELSEWHERE = {"data_parallel_rank", "routed_dp_rank"}
+"""What else limits it: the engines that serve."""
+
+
+def edges() -> list[tuple[str, str, float, float]]:
+    """(path, field, the last number that is taken, the first that is not)."""
+    found = []
+    schemas = openapi_document()["components"]["schemas"]
+    for path, (kind, _) in BODIES.items():
+        for name, field in schemas[kind]["properties"].items():
+            for form in field.get("anyOf", [field]):
+                step = 1 if form.get("type") == "integer" else 0.001
+                if "minimum" in form:
+                    found.append((path, name, form["minimum"], form["minimum"] - step))
+                if "exclusiveMinimum" in form:
+                    low = form["exclusiveMinimum"]
+                    found.append((path, name, math.nextafter(low, 1) or step, low))
+                if "maximum" in form:
+                    found.append((path, name, form["maximum"], form["maximum"] + step))
+    return found
+
+
+@pytest.mark.parametrize(("path", "name", "taken", "refused"), edges())
+def test_limits(house: House, path: str, name: str, taken: float, refused: float) -> None:
+    wish = {"model": MODEL, **BODIES[path][1], **TAKEN_TOGETHER.get(name, {})}
+    told = house.client.post(path, json={**wish, name: refused})
+    assert told.status_code == 400
+    assert told.json()["error"]["param"] == REFUSED_AS.get(name, name)
+    if name not in ELSEWHERE:
+        told = house.client.post(path, json={**wish, name: taken})
+        assert told.status_code == 200, told.text
+
+
+def test_there_are_limits() -> None:
+    assert len({(path, name) for path, name, *_ in edges()}) >= 25

@@ -1,0 +1,65 @@
+"""Schemathesis reads /openapi.json and sends what it allows and what it forbids: no answer is a
+5xx, and every answer has a status, a content type and a body that the document tells of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+
+from tests.conformance.document import read_document
+from tests.conformance.house import MODEL, House
+
+THOROUGH = "SWELL_CONFORMANCE" in os.environ
+CASES = 40 if THOROUGH else 25
+"""Drawn at random for each operation, half of them to be refused."""
+ANSWER_TOKENS = 4
+BUDGETS = {
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/v1/messages": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+SCHEMA = read_document(edges=THOROUGH)
+
+
+@schemathesis.hook
+def before_call(context: Any, case: Any, kwargs: Any) -> None:
+    """A known model and a short answer, wherever the case does not make a point of them."""
+    body = case.body
+    if not isinstance(body, dict):
+        return
+    if isinstance(body.get("model"), str):
+        body["model"] = MODEL
+    field = BUDGETS.get(case.path)
+    if field and _is_long(body.get(field, 1000)):
+        body[field] = ANSWER_TOKENS
+    if _is_long(body.get("max_completion_tokens")):
+        body["max_completion_tokens"] = body.get("max_tokens", ANSWER_TOKENS)
+
+
+def _is_long(tokens: Any) -> bool:
+    return type(tokens) is int and tokens > ANSWER_TOKENS
+
+
+@SCHEMA.parametrize()
+@settings(
+    max_examples=CASES,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+def test_the_document_is_what_the_server_does(case: Any, house: House) -> None:
+    case.call_and_validate(base_url=house.url, session=house.session)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _serves_afterwards(house: House) -> Iterator[None]:
+    yield
+    house.answers()
+    house.wait_idle()

@@ -1,0 +1,100 @@
+"""What growing and shrinking leaves behind: 1 -> 3 -> 1, again and again, under load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from swell.cluster.api.models import ModelList
+from swell.cluster.cli.http_client import Client
+from tests.faults.load import DECODE, Load, compare, make_asks, reference
+from tests.faults.process import Cluster, ClusterFailed, title
+from tests.faults.trial import RECOVER_S, Setup
+from tests.faults.watch import Missed, Watch
+
+SIZES = (3, 1)
+_SHOWN = 4
+"""Processes that are named at the end."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What the processes hold that were there before the first cycle."""
+
+    processes: int
+    """All of the cluster."""
+    files: int
+    """Open descriptors, sockets among them."""
+    threads: int
+    resident_mib: dict[int, float]
+    """By process."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.processes} processes, {self.files} files, {self.threads} threads, "
+            f"{sum(self.resident_mib.values()):.0f} MiB"
+        )
+
+    def growth(self, since: Usage) -> str:
+        """The processes that took most memory since then."""
+        grown = sorted(
+            ((mib - since.resident_mib[pid], pid) for pid, mib in self.resident_mib.items()),
+            reverse=True,
+        )
+        return ", ".join(f"{_name(pid)} {mib:+.0f} MiB" for mib, pid in grown[:_SHOWN])
+
+
+def measure(cluster: Cluster, veterans: set[int]) -> Usage:
+    files = threads = 0
+    resident = {}
+    for pid in veterans:
+        files += len(os.listdir(f"/proc/{pid}/fd"))
+        threads += len(os.listdir(f"/proc/{pid}/task"))
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        resident[pid] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return Usage(len(_ours(cluster)), files, threads, resident)
+
+
+def _name(pid: int) -> str:
+    """The last word of its command line that is a file or a name."""
+    words = [word for word in title(pid).split() if not word.startswith("-")]
+    return Path(next((word for word in words if word.endswith(".py")), words[0])).name
+
+
+def cycles(setup: Setup, count: int, streams: int) -> Iterator[Usage]:
+    """The usage before and after each cycle. Raises ClusterFailed if a size is not reached, or if
+    an answer fails or is wrong meanwhile."""
+    with Cluster(setup.config, *setup.settings, "parallel.data=1") as cluster:
+        watch = Watch(cluster)
+        cluster.wait_idle()
+        veterans = _ours(cluster)
+        yield measure(cluster, veterans)
+        for _ in range(count):
+            asyncio.run(_cycle(cluster, watch, streams))
+            cluster.wait_idle()
+            yield measure(cluster, veterans)
+
+
+def _ours(cluster: Cluster) -> set[int]:
+    """Its processes, without those that Ray keeps ready for whoever comes next."""
+    return {pid for pid in cluster.members() if "ray::IDLE" not in title(pid)}
+
+
+async def _cycle(cluster: Cluster, watch: Watch, streams: int) -> None:
+    model = (await Client(cluster.url).get("/v1/models", ModelList)).data[0].id
+    asks = make_asks(model, streams, DECODE, 0)
+    expected = await reference(cluster.url, asks)
+    load = Load([cluster.url], asks, streams)
+    load.start()
+    try:
+        for size in SIZES:
+            await watch.ask("/admin/scale", {"engines": size, "drain_timeout_s": 0})
+            await watch.until_whole({size}, RECOVER_S)
+    except Missed as missed:
+        raise ClusterFailed(str(missed)) from None
+    verdict = compare(expected, await load.finish())
+    if verdict.failed or verdict.wrong or verdict.cut:
+        raise ClusterFailed(f"answers suffered: {verdict}")

@@ -1,0 +1,118 @@
+"""When it happens: each moment brings the cluster to a state, and returns while it lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from tests.faults.load import DECODE, PREFILL, Load, Shape
+from tests.faults.watch import Missed, Passed, Watch
+
+_LIMIT_S = 60.0
+_POLL_S = 0.01
+_BUSY_SHARE = 0.75
+"""Of the streams, before it is said that all are busy."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One column. `reach` raises Missed if the moment does not come, Passed if it is too short."""
+
+    name: str
+    reach: Callable[[Watch, Load], Awaitable[None]]
+    shape: Shape = DECODE
+    grows: bool = False
+    """One engine more is being added."""
+    waves: bool = False
+    """Only engines that share experts have it."""
+
+
+async def _until(true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not true():
+        if time.monotonic() > deadline:
+            raise Missed(f"{what}: not within {_LIMIT_S:g} s")
+        await asyncio.sleep(_POLL_S)
+
+
+async def _idle(_watch: Watch, _load: Load) -> None:
+    """Nothing was asked; the load begins after the event."""
+
+
+async def _prefill(_watch: Watch, load: Load) -> None:
+    """Most requests in flight have not given a token: their long prompts are being computed."""
+    load.start()
+    await _until(lambda: len(load.answers) > 0, "a first answer")
+    await _until(lambda: 2 * load.streaming < len(load.open), "prompts in work")
+
+
+async def _decode(_watch: Watch, load: Load) -> None:
+    """Most requests in flight stream."""
+    load.start()
+    wanted = _BUSY_SHARE * _BUSY_SHARE * load.streams
+    await _until(lambda: load.streaming >= wanted, "streams in flight")
+
+
+def _rescale(phase: str) -> Callable[[Watch, Load], Awaitable[None]]:
+    async def reach(watch: Watch, load: Load) -> None:
+        await _decode(watch, load)
+        state = await watch.look()
+        if state is None:
+            raise Missed("nobody answers /admin/cluster")
+        await watch.ask("/admin/scale", {"engines": state.target + 1})
+        deadline = time.monotonic() + _LIMIT_S
+        begun = False
+        while time.monotonic() < deadline:
+            state = await watch.look()
+            if state is not None and state.rescale.phase == phase:
+                return
+            if begun and state is not None and state.rescale.phase == "idle":
+                break
+            begun = begun or (state is not None and state.rescale.phase != "idle")
+        raise Passed(f"phase {phase!r} was not seen")
+
+    return reach
+
+
+async def _wave_start(watch: Watch, load: Load) -> None:
+    """From rest: the first steps of a wave."""
+    steps = await _steps(watch)
+    load.start()
+    deadline = time.monotonic() + _LIMIT_S
+    while await _steps(watch) == steps:
+        if time.monotonic() > deadline:
+            raise Missed("no engine began to step")
+
+
+async def _wave_end(_watch: Watch, load: Load) -> None:
+    """One answer to each stream, and the last has just ended: engines vote to stop."""
+    load.start(rounds=1)
+    await load.ended()
+
+
+async def _steps(watch: Watch) -> int:
+    state = await watch.look()
+    return sum(engine.steps for engine in state.engines) if state is not None else 0
+
+
+_TABLE = (
+    Moment("idle", _idle),
+    Moment("prefill", _prefill, shape=PREFILL),
+    Moment("decode", _decode),
+    Moment("rescale-prepare", _rescale("prepare"), grows=True),
+    Moment("rescale-commit", _rescale("commit"), grows=True),
+    Moment("wave-start", _wave_start, waves=True),
+    Moment("wave-end", _wave_end, shape=PREFILL, waves=True),
+)
+
+MOMENTS: dict[str, Moment] = {moment.name: moment for moment in _TABLE}
+"""By name, in the order of the matrix."""
+
+
+def named(name: str) -> Moment:
+    """Raises ValueError with the known names."""
+    if name not in MOMENTS:
+        raise ValueError(f"no moment {name!r}; the moments are: {', '.join(MOMENTS)}")
+    return MOMENTS[name]

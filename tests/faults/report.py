@@ -1,0 +1,90 @@
+"""The matrix as tables: in the terminal, as JSON, and between the markers of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from swell.cluster.cli.console import print_table
+from tests.faults.trial import Cell
+
+_HEAD = (
+    "what",
+    "when",
+    "in flight",
+    "answers",
+    "failed",
+    "wrong",
+    "cut",
+    "whole after",
+    "longest pause",
+    "",
+)
+
+
+class Result(msgspec.Struct, frozen=True):
+    """All cells of one set-up; `trouble` is what was not clean about its end."""
+
+    setup: str
+    settings: list[str]
+    cells: list[Cell]
+    trouble: str | None = None
+
+    @property
+    def good(self) -> bool:
+        return self.trouble is None and all(cell.good for cell in self.cells)
+
+
+def rows(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
+    """One for each cell, under the head."""
+    return [
+        (
+            cell.event,
+            cell.moment,
+            str(cell.in_flight),
+            str(cell.verdict.answers),
+            str(cell.verdict.failed),
+            str(cell.verdict.wrong),
+            str(cell.verdict.cut),
+            "never" if cell.recover_s is None else f"{cell.recover_s:.1f} s",
+            f"{cell.verdict.pause_s:.1f} s",
+            "ok" if cell.good else "FAILED",
+        )
+        for cell in cells
+    ]
+
+
+def show(result: Result) -> None:
+    print_table(result.setup, _HEAD, rows(result.cells), left=2)
+    if result.trouble:
+        print(f"{result.setup}: {result.trouble}")
+
+
+def write_json(path: str, results: Sequence[Result]) -> None:
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2) + b"\n")
+
+
+def markdown(result: Result) -> str:
+    """A table with the settings above it."""
+    lines = [f"`{' '.join(result.settings)}`", "", _line(_HEAD)]
+    lines.append(_line(["---", "---", *["---:"] * (len(_HEAD) - 3), "---"]))
+    lines += [_line(row) for row in rows(result.cells)]
+    return "\n".join(lines)
+
+
+def write_markdown(path: str, results: Sequence[Result]) -> None:
+    """Put each table between `<!-- NAME -->` and `<!-- end -->`. Raises ValueError without them."""
+    text = Path(path).read_text()
+    for result in results:
+        head, start, rest = text.partition(f"<!-- {result.setup} -->\n")
+        _old, end, tail = rest.partition("<!-- end -->")
+        if not start or not end:
+            raise ValueError(f"{path} has no '<!-- {result.setup} -->' followed by '<!-- end -->'")
+        text = f"{head}{start}{markdown(result)}\n{end}{tail}"
+    Path(path).write_text(text)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,416 @@
+"""The judge of answers is strict and fair, seen on servers that fail in known ways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from asyncio.selector_events import BaseSelectorEventLoop
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from swell.cluster.api.admin.protocol import ClusterState
+from tests.cluster import fake_server
+from tests.cluster.fake_server import FakeServer
+from tests.faults import __main__ as command
+from tests.faults import events, load, moments, report
+from tests.faults.load import DECODE, PREFILL, Answer, Load, compare, make_asks, reference
+from tests.faults.process import alive, listeners, title
+from tests.faults.report import Result
+from tests.faults.trial import Cell
+from tests.faults.watch import Missed
+
+ASKS = make_asks("fake", 12, load.Shape((2, 5), (3, 9)), seed=3)
+
+
+class WholeServer(FakeServer):
+    """Gives whole answers too, with the text that its streams have."""
+
+    async def _complete(self, request: Request) -> Response:
+        body = await request.json()
+        if body.get("stream"):
+            return await super()._complete(request)
+        self.requests.append(body)
+        words = "ab " * body["max_tokens"]
+        prompt = len(body.get("prompt", [1]))
+        usage = {"prompt_tokens": prompt, "completion_tokens": body["max_tokens"]}
+        part = {"message": {"content": words}} if "messages" in body else {"text": words}
+        return JSONResponse({"choices": [part], "usage": usage}, headers={"x-swell-engine": "0,1"})
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    monkeypatch.setattr(fake_server, "FakeServer", WholeServer)
+    with fake_server.running() as server:
+        yield server
+
+
+async def answers_of(url: str, streams: int, rounds: int) -> list[Answer]:
+    running = Load([url], ASKS, streams)
+    running.start(rounds)
+    return await running.ended()
+
+
+def right_answers(fake: FakeServer) -> list[Answer]:
+    return asyncio.run(reference(fake.url, ASKS))
+
+
+# ---------------------------------------------------------------- requests
+
+
+def test_requests_are_the_same_for_a_seed_and_of_every_kind() -> None:
+    asks = make_asks("m", 60, DECODE, seed=1)
+    assert asks == make_asks("m", 60, DECODE, seed=1) != make_asks("m", 60, DECODE, seed=2)
+    for ask in asks:
+        assert ("messages" in ask.body) == ask.path.endswith("chat/completions")
+        if "seed" in ask.body:
+            assert 0.8 <= ask.body["temperature"] <= 1
+        else:
+            assert ask.body["temperature"] == 0
+    words = ("messages", "seed", "stop", "stream")
+    kinds = [tuple(word in ask.body for word in words) for ask in asks]
+    assert len(set(kinds)) == 16, "each with each"
+    assert [sum(column) for column in zip(*kinds, strict=True)] == [30, 30, 12, 40]
+
+
+def test_sizes_stay_in_their_ranges() -> None:
+    for shape in (DECODE, PREFILL):
+        low, high = shape.output_tokens
+        asks = make_asks("m", 50, shape, seed=0)
+        assert all(low <= ask.body["max_tokens"] <= high for ask in asks)
+        assert max(len(json.dumps(ask.body)) for ask in asks) + high < 2048, (
+            "nano's limit, in bytes"
+        )
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_every_form_of_answer_is_read_whole(fake: FakeServer) -> None:
+    right = right_answers(fake)
+    for ask, answer in zip(ASKS, right, strict=True):
+        assert answer.text == "ab " * ask.body["max_tokens"]
+        assert answer.usage is not None and answer.usage[1] == ask.body["max_tokens"]
+        assert bool(answer.chunks_s) == bool(ask.body.get("stream"))
+        assert answer.engines in ("0", "0,1")
+
+
+def test_a_calm_server_is_judged_right_and_every_stream_is_kept_busy(fake: FakeServer) -> None:
+    right = right_answers(fake)
+    answers = asyncio.run(answers_of(fake.url, streams=6, rounds=4))
+    verdict = compare(right, answers)
+    assert (verdict.answers, verdict.failed, verdict.cut, verdict.wrong) == (24, 0, 0, 0)
+    assert verdict.moved == sum("," in answer.engines for answer in answers) > 0
+    assert verdict.pause_s > 0 and verdict.examples == []
+
+
+def test_refused_requests_have_failed(fake: FakeServer) -> None:
+    right = right_answers(fake)
+    fake.requests.clear()
+    fake.fail_every = 3
+    streamed = [a for a in ASKS if a.body.get("stream")]
+    running = Load([fake.url], streamed, 1)
+
+    async def work() -> list[Answer]:
+        running.start(9)
+        return await running.ended()
+
+    verdict = compare([right[ASKS.index(ask)] for ask in streamed], asyncio.run(work()))
+    assert (verdict.answers, verdict.failed, verdict.cut) == (9, 3, 0)
+    assert "503" in verdict.examples[0]
+
+
+def test_a_stream_without_its_end_has_failed_though_its_text_is_right(fake: FakeServer) -> None:
+    right = right_answers(fake)
+    fake.cut_short = True
+    streamed = sum(bool(ask.body.get("stream")) for ask in ASKS)
+    verdict = compare(right, asyncio.run(answers_of(fake.url, len(ASKS), 1)))
+    assert (verdict.failed, verdict.cut, verdict.wrong) == (streamed, 0, 0)
+
+
+def test_a_closed_loop_goes_on_until_it_is_told(fake: FakeServer) -> None:
+    async def work() -> tuple[int, int, int]:
+        running = Load([fake.url], ASKS, 4)
+        running.start()
+        while len(running.answers) < 30:
+            assert len(running.open) <= 4
+            await asyncio.sleep(0.001)
+        busy = len(running.open)
+        assert running.busy
+        answers = len(await running.finish())
+        assert not running.busy
+        return busy, answers, len(running.open)
+
+    busy, answers, left = asyncio.run(work())
+    assert busy > 0 and answers >= 30 + busy and left == 0
+
+
+def cut_server(head: bytes) -> AsyncIterator[str]:
+    """A server that sends `head` and resets the connection."""
+
+    async def run() -> AsyncIterator[str]:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(head)
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    return run()
+
+
+@pytest.mark.parametrize(("text", "wrong"), [("ab", 0), ("xy", 1), ("", 0)])
+def test_a_cut_connection_is_cut_and_what_came_must_be_right(text: str, wrong: int) -> None:
+    chunk = b'data: {"choices": [{"text": "%s"}]}\n\n' % text.encode()
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (
+        len(chunk),
+        chunk,
+    )
+    ask = load.Ask("/v1/completions", {"stream": True})
+
+    async def work() -> list[Answer]:
+        async for url in cut_server(head):
+            running = Load([url], [ask], 1)
+            running.start(1)
+            return await running.ended()
+        raise AssertionError
+
+    expected = Answer(0, 0.0, text="ab ab", finish_reason="length", usage=(1, 2))
+    verdict = compare([expected], asyncio.run(work()))
+    assert (verdict.failed, verdict.cut, verdict.wrong) == (0, 1, wrong)
+
+
+@pytest.mark.parametrize("dies", ["before", "meanwhile"])
+def test_one_that_dies_while_a_client_connects_has_cut_it(
+    monkeypatch: pytest.MonkeyPatch, dies: str
+) -> None:
+    """Its kernel had taken the connection; without a listener there is none to cut."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    connect = BaseSelectorEventLoop._sock_connect
+
+    def connect_and_die(*args: Any) -> None:
+        connect(*args)
+        listener.close()
+
+    if dies == "before":
+        listener.close()
+    monkeypatch.setattr(BaseSelectorEventLoop, "_sock_connect", connect_and_die)
+
+    async def work() -> list[Answer]:
+        running = Load([url], [load.Ask("/v1/completions", {})], 1)
+        running.start(1)
+        return await running.ended()
+
+    (answer,) = asyncio.run(work())
+    assert answer.error is not None and answer.error.startswith("ConnectError")
+    assert answer.cut == (dies == "meanwhile"), answer.error
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("text", "abc"), ("finish_reason", "stop"), ("usage", (1, 3))]
+)
+def test_each_field_is_compared(name: str, value: object) -> None:
+    def answer() -> Answer:
+        return Answer(0, 0.0, text="abd", finish_reason="length", usage=(1, 2))
+
+    other = answer()
+    assert compare([answer()], [other]).wrong == 0
+    setattr(other, name, value)
+    verdict = compare([answer()], [other])
+    assert verdict.wrong == 1
+    assert name in verdict.examples[0]
+
+
+def test_the_longest_pause_counts_from_the_request_to_the_end() -> None:
+    assert Answer(0, 1.0, chunks_s=[1.5, 4.0], ended_s=4.5).pause_s == 2.5
+    assert Answer(0, 1.0, chunks_s=[9.0], ended_s=9.1).pause_s == 8.0
+    assert Answer(0, 1.0, chunks_s=[1.5], ended_s=5.5).pause_s == 4.0
+    assert Answer(0, 1.0, ended_s=9.0).pause_s == 0, "a whole answer is read at once"
+
+
+# ---------------------------------------------------------------- events
+
+
+def state_of(pid: int) -> ClusterState:
+    worker = {"rank": 0, "tensor": 0, "pipeline": 0, "pid": pid}
+    engine = {"rank": 0, "state": "active", "pid": pid, "workers": [worker]}
+    body: dict[str, Any] = {"epoch": 1, "wave": 0, "state": "serving", "target": 1}
+    body |= {"engines": [engine], "coordinator": {"pid": pid}, "rescale": {"phase": "idle"}}
+    return msgspec.convert(body, ClusterState)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def condition(pid: int) -> str:
+    """R, S, T (stopped) or Z, as the kernel says."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("kind", ["engine", "worker", "coordinator"])
+def test_signals_do_what_their_names_say(
+    kind: str, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_SLOW_S", 0.01)
+    pid, none = sleeper.pid, msgspec.UNSET
+    deeds = {}
+    for action in ("slow", "stop", "kill"):
+        act = events.EVENTS[f"{action}-{kind}"].act
+        deeds[action] = asyncio.run(act(none, state_of(pid), random.Random(0)))  # type: ignore[arg-type]
+        if action == "slow":
+            assert condition(pid) != "T"
+        if action == "stop":
+            os.waitpid(pid, os.WUNTRACED)
+            assert condition(pid) == "T"
+    assert sleeper.wait(timeout=10) == -signal.SIGKILL
+    assert not alive(pid)
+    assert (deeds["slow"].keeps, deeds["slow"].victims) == (True, frozenset())
+    assert [deeds[action].victims for action in ("stop", "kill")] == [{pid}, {pid}]
+    assert all(deed.targets == {1} and str(pid) in deed.text for deed in deeds.values())
+
+
+def test_what_dies_together_is_found_before_the_first_is_hit(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these dies in one instant, and each has to have a successor."""
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    state = state_of(sleeper.pid)
+
+    def named(part: str) -> list[int]:
+        assert alive(sleeper.pid), "the engine was hit before the manager was found"
+        return [other.pid]
+
+    watch: Any = SimpleNamespace(cluster=SimpleNamespace(named=named))
+    act = events.EVENTS["kill-engine+manager"].act
+    try:
+        deed = asyncio.run(act(watch, state, random.Random(0)))
+        assert deed.victims == {sleeper.pid, other.pid}
+        assert (sleeper.wait(timeout=10), other.wait(timeout=10)) == (-9, -9)
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_sets_of_kills_are_rows() -> None:
+    sets = [event for name, event in events.EVENTS.items() if "+" in name]
+    assert {"kill-engine+manager", "kill-engines+manager+coordinator"} <= {e.name for e in sets}
+    assert all(event.cuts == ("ingress" in event.name) for event in sets)
+
+
+def test_living_processes_are_told_from_zombies(sleeper: subprocess.Popen[bytes]) -> None:
+    assert alive(sleeper.pid) and "time.sleep" in title(sleeper.pid)
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert not alive(sleeper.pid)
+
+
+def test_listeners_of_a_shared_port_are_counted() -> None:
+    with contextlib.ExitStack() as stack:
+        first, *others = (stack.enter_context(socket.socket()) for _ in range(3))
+        for sock in (first, *others):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        first.bind(("127.0.0.1", 0))
+        port = first.getsockname()[1]
+        for count, sock in enumerate((first, *others)):
+            if sock is not first:
+                sock.bind(("127.0.0.1", port))
+            assert listeners(port) == count, "one that is only bound is none"
+            sock.listen()
+        assert listeners(port) == 3
+    assert listeners(port) == 0
+
+
+def test_who_is_not_there_is_missed() -> None:
+    state = state_of(1)
+    state = msgspec.structs.replace(state, coordinator=msgspec.convert({}, type(state.coordinator)))
+    with pytest.raises(Missed):
+        asyncio.run(events.EVENTS["kill-coordinator"].act(None, state, random.Random(0)))  # type: ignore[arg-type]
+
+
+def test_a_soak_is_the_same_for_a_seed_and_stays_near_its_size() -> None:
+    known = list(events.EVENTS.values())
+    drawn = command.soak_events(known, 300, seed=1)
+    assert drawn == command.soak_events(known, 300, seed=1) != command.soak_events(known, 300, 2)
+    change = {"scale-up": 1, "scale-down": -1, "drain": -1}
+    size, sizes = 0, set()
+    for event in drawn:
+        size += change.get(event.name, 0)
+        sizes.add(size)
+    assert sizes == {-1, 0, 1}
+
+
+def test_cells_leave_out_what_cannot_be() -> None:
+    rows, columns = list(events.EVENTS.values()), list(moments.MOMENTS.values())
+    dense = {(event.name, when.name) for event, when in command.cells(rows, columns, waves=False)}
+    every = {(event.name, when.name) for event, when in command.cells(rows, columns, waves=True)}
+    assert ("drain", "decode") in dense and ("drain", "rescale-commit") not in every
+    assert ("kill-engine", "rescale-commit") in dense
+    assert {when for _, when in every - dense} == {"wave-start", "wave-end"}
+
+
+# ---------------------------------------------------------------- reports
+
+
+def result(failed: int) -> Result:
+    verdict = load.Verdict(answers=9, failed=failed, cut=0, wrong=0, pause_s=0.25, moved=1)
+    cell = Cell("kill-engine", "decode", ["kill"], 5, verdict, 1.5, 3, [])
+    return Result("dense", ["a.b=1"], [cell])
+
+
+def test_a_page_gets_its_table_between_its_markers_only(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("head\n<!-- dense -->\nold\n<!-- end -->\ntail\n<!-- end -->\n")
+    for _ in range(2):
+        report.write_markdown(str(page), [result(0)])
+        text = page.read_text()
+        assert text.startswith("head\n<!-- dense -->\n`a.b=1`")
+        assert text.endswith("|\n<!-- end -->\ntail\n<!-- end -->\n")
+        assert "old" not in text and text.count("| kill-engine | decode |") == 1
+    with pytest.raises(ValueError, match="expert"):
+        report.write_markdown(str(page), [msgspec.structs.replace(result(0), setup="expert")])
+
+
+def test_results_are_good_or_not_and_read_back(tmp_path: Path) -> None:
+    assert result(0).good and not result(1).good
+    assert not msgspec.structs.replace(result(0), trouble="left a process").good
+    assert report.rows(result(1).cells)[0][-1] == "FAILED"
+    path = tmp_path / "r.json"
+    report.write_json(str(path), [result(2)])
+    assert msgspec.json.decode(path.read_bytes(), type=list[Result]) == [result(2)]
+
+
+def test_the_page_of_this_repository_has_every_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    for name in command.SETUPS:
+        assert page.partition(f"<!-- {name} -->\n")[2].partition("<!-- end -->")[1]
+
+
+def test_an_unknown_name_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--rows", "--columns", "--setups"):
+        with pytest.raises(SystemExit):
+            command.main([option, "what"])
+        shown = capsys.readouterr().err
+        assert "no " in shown and "'what'" in shown
+        assert any(name in shown for name in ("kill-engine", "decode", "dense"))

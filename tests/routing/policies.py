@@ -1,0 +1,36 @@
+"""Policies that the router is compared with. They keep its books and pick in their own way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swell.cluster.client.router import Router
+
+
+class LeastLoaded(Router):
+    """The engine with the fewest requests, told or sent; the lowest rank among equals."""
+
+    def _pick(self, request_id: str, tokens: int, names: Sequence[bytes]) -> int:
+        return min(self._active, key=self._requests)
+
+    def _requests(self, rank: int) -> int:
+        engine = self._engines[rank]
+        unheard = sum(load.requests for load in engine.unheard.values())
+        return max(engine.report.running + engine.report.waiting + unheard, engine.sent.requests)
+
+
+class RoundRobin(Router):
+    """One engine after the other."""
+
+    _turn = 0
+
+    def _pick(self, request_id: str, tokens: int, names: Sequence[bytes]) -> int:
+        self._turn += 1
+        return self._active[self._turn % len(self._active)]
+
+
+POLICIES: dict[str, type[Router]] = {
+    "affinity": Router,
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+}
