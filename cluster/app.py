@@ -25,6 +25,7 @@ from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.links import EngineLinks
 from swell.cluster.control.cluster_status import Change
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.http_port import claim_port, with_port
 from swell.cluster.control.manager import ClusterManager, ScaleRefused
 from swell.cluster.control.notes import Notes
 from swell.cluster.control.placement import Placement, resolve_device
@@ -33,7 +34,7 @@ from swell.configs.log import FactLogger, configure_logging
 from swell.configs.process import keep_what_is_here
 from swell.configs.schema import Config, ConfigError, load, parse_override
 from swell.coordinator.coordinator import CoordinatorContact
-from swell.coordinator.ports import claim_port, free_port, next_free_port, with_port
+from swell.coordinator.ports import free_port, next_free_port
 
 _ACTOR_OPTIONS = {"num_cpus": 0}
 _SERVE_PROXY_PORT = 8000

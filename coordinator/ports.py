@@ -6,9 +6,7 @@ import errno
 import random
 import socket
 
-import msgspec
-
-from swell.configs.schema import Config, ConfigError
+from swell.configs.schema import ConfigError
 
 _CHOSEN_PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to outgoing connections: free again after a death."""
@@ -33,23 +31,6 @@ def free_port(host: str) -> int:
     """One that a successor is likely to find free again."""
     ports = random.sample(_CHOSEN_PORTS, len(_CHOSEN_PORTS))
     return next(port for port in ports if port_is_free(host, port))
-
-
-def claim_port(config: Config) -> Config:
-    """A configuration whose `serve.port` is free. Raises ConfigError if it is taken."""
-    host, port = config.serve.host, config.serve.port
-    if port == 0:
-        return with_port(config, free_port(host))
-    if not port_is_free(host, port):
-        raise ConfigError(
-            f"serve.port={port} on {host} is in use; stop who listens there or choose another "
-            "port (--port P, or serve.port)"
-        )
-    return config
-
-
-def with_port(config: Config, port: int) -> Config:
-    return msgspec.structs.replace(config, serve=msgspec.structs.replace(config.serve, port=port))
 
 
 def next_free_port(host: str, first: int) -> int:

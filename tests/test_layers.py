@@ -49,7 +49,6 @@ LIBRARIES: dict[str, list[str]] = {
         "cluster/app.py",
         "cluster/control/*",
         "cluster/cli/*",
-        "cluster/api/*",
         "coordinator/coordinator.py",
         "engine/actor.py",
         "engine/executor/ray.py",

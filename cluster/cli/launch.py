@@ -20,10 +20,10 @@ import httpx
 
 from swell.cluster.cli import ray_settings
 from swell.cluster.control import actor_names as names
+from swell.cluster.control.http_port import claim_port
 from swell.cluster.text.model_folder import check
 from swell.configs.log import FactLogger
 from swell.configs.schema import Config
-from swell.coordinator.ports import claim_port
 
 _APP = "swell"
 _POLL_S = 0.25

@@ -21,11 +21,11 @@ import uvloop
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.links import Counted, EngineId, OnGap, OnOutputs, OnView
+from swell.cluster.control.http_port import claim_port
 from swell.configs.log import configure_logging
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load, parse_override
 from swell.coordinator.channel import ChannelAddress
-from swell.coordinator.ports import claim_port
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.wire import ClusterView
 from swell.engine.core import EngineCore

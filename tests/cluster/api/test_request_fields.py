@@ -183,7 +183,7 @@ SOMETIMES = {
 def kind_name(kind: type[Any]) -> str:
     if kind.__name__ != "InputMessage":
         return kind.__name__
-    return ("anthropic." if "anthropic" in kind.__module__ else "openai.") + kind.__name__
+    return ("anthropic." if ".messages." in kind.__module__ else "openai.") + kind.__name__
 
 
 def kinds() -> dict[str, type[Any]]:
