@@ -33,7 +33,7 @@ test-gpu:
 # What others' clients and checkers say: some ten minutes, and half a gigabyte of their packages.
 judges: setup $(JUDGES)/.installed
 	SWELL_CONFORMANCE=1 SWELL_FUZZ_CASES=2000 $(BIN)/python -m pytest --timeout 1800 tests/conformance
-	$(JUDGES)/bin/python -m pytest --confcutdir tests/conformance/outside tests/conformance/outside
+	$(JUDGES)/bin/python -m pytest --confcutdir tests/conformance/third_party tests/conformance/third_party
 
 $(JUDGES)/.installed: tests/conformance/requirements.txt
 	$(PYTHON) -m venv $(JUDGES)

@@ -19,19 +19,19 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from swell.cluster.api.ingress import Ingress
-from swell.cluster.api.responses.stored import StoreReply, StoreWish
+from swell.cluster.api.responses.response_store import StoreReply, StoreRequest
 from swell.cluster.api.server.connection import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
-from swell.cluster.client.links import EngineLinks
+from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.cluster.control.checkpoint_store import CheckpointStore
 from swell.cluster.control.cluster_status import Change
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.http_port import claim_port, with_port
 from swell.cluster.control.manager import ClusterManager, ScaleRefused
-from swell.cluster.control.notes import Notes
 from swell.cluster.control.placement import Placement, resolve_device
 from swell.configs.identity import identity
-from swell.configs.log import FactLogger, configure_logging
-from swell.configs.process import keep_what_is_here
+from swell.configs.log import StructuredLogger, configure_logging
+from swell.configs.process import freeze_gc
 from swell.configs.schema import Config, ConfigError, load, parse_override
 from swell.coordinator.coordinator import CoordinatorContact
 from swell.coordinator.ports import free_port, next_free_port
@@ -39,21 +39,21 @@ from swell.coordinator.ports import free_port, next_free_port
 _ACTOR_OPTIONS = {"num_cpus": 0}
 _SERVE_PROXY_PORT = 8000
 """Where `serve run` starts Serve's proxy."""
-_END_S = 20.0
+_STOP_TIMEOUT_S = 20.0
 """What it may take to end engines that have nothing left."""
 _HEALTH_CHECKS = 3
 """As many in a row must fail before Serve replaces a replica."""
 _SHORTEST_CHECK_S = 3.0
 """A replica that is busy may take so long to answer."""
-_MEET_S = 60.0
+_DISCOVERY_TIMEOUT_S = 60.0
 """How long an ingress looks for the manager of its own configuration: while an application is
 deployed again, that of the old one may answer."""
-_MEET_POLL_S = 0.2
-_STATUS_S = 10.0
+_DISCOVERY_POLL_S = 0.2
+_STATUS_TIMEOUT_S = 10.0
 """How long Serve's controller may take to say what becomes of an application."""
-_STATUS_PAUSE_S = 0.5
+_STATUS_POLL_S = 0.5
 """Before it is asked again."""
-_SAVE_S = 2.0
+_SAVE_TIMEOUT_S = 2.0
 """How long an answer to an operator may wait until what was asked is written down."""
 
 
@@ -73,12 +73,12 @@ class ManagerDeployment:
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
         configure_logging()
-        self._log = FactLogger("cluster.app")
+        self._log = StructuredLogger("cluster.app")
         self._app = serve.get_replica_context().app_name
         namespace = f"swell-{self._app}"
         self._identity = identity(config)
         self._serve = config.serve
-        self._notes = Notes(namespace, self._identity)
+        self._notes = CheckpointStore(namespace, self._identity)
         config = resolve_device(config)
         self._coordinator = CoordinatorHandle(config, namespace, self._notes)
         placement = Placement(config, self._identity, namespace, self._coordinator)
@@ -100,11 +100,11 @@ class ManagerDeployment:
     async def describe(self) -> dict[str, Any]:
         return await self._manager.describe()
 
-    async def waiting_for(self) -> tuple[str, bool]:
-        return await self._manager.waiting_for()
+    async def not_ready_reason(self) -> tuple[str, bool]:
+        return await self._manager.not_ready_reason()
 
-    async def stored(self, wish: StoreWish) -> StoreReply:
-        return self._manager.stored(wish)
+    async def stored(self, request: StoreRequest) -> StoreReply:
+        return self._manager.stored(request)
 
     async def scale(self, engines: int, drain_timeout_s: float | None) -> Change:
         return await self._change(lambda: self._manager.scale(engines, drain_timeout_s))
@@ -124,7 +124,7 @@ class ManagerDeployment:
         """Accepted means written down."""
         try:
             change()
-            await asyncio.wait_for(self._manager.save(), _SAVE_S)
+            await asyncio.wait_for(self._manager.save(), _SAVE_TIMEOUT_S)
         except ScaleRefused as refused:
             return Change(self._manager.target, str(refused))
         except Exception as error:  # it is done all the same, and written down later
@@ -132,7 +132,7 @@ class ManagerDeployment:
         return Change(self._manager.target)
 
     async def __del__(self) -> None:
-        if await _application_ends(self._app):
+        if await _is_deleting(self._app):
             await self._manager.stop()
         else:
             await self._manager.leave()
@@ -147,9 +147,9 @@ class IngressDeployment:
         self, config: Config, manager: DeploymentHandle
     ) -> None:
         configure_logging()
-        contact = await _meet(manager, identity(config))
+        contact = await _discover_manager(manager, identity(config))
         found = contact.coordinator
-        connect = partial(EngineLinks, found.address, found.keys)
+        connect = partial(AsyncEngineCoreClient, found.address, found.keys)
         self._ingress = Ingress(config, connect, manager)
         await self._ingress.start()
         self._edge = EdgeServer(
@@ -160,8 +160,8 @@ class IngressDeployment:
             ConnectionLimits.of(config.serve),
         )
         await self._edge.start()
-        FactLogger("cluster.app").info("listening", host=config.serve.host, port=contact.port)
-        keep_what_is_here()
+        StructuredLogger("cluster.app").info("listening", host=config.serve.host, port=contact.port)
+        freeze_gc()
 
     async def check_health(self) -> None:
         """Serve asks in the loop in which requests are served: one that is stuck does not answer,
@@ -175,31 +175,31 @@ class IngressDeployment:
         await self._ingress.stop()
 
 
-async def _meet(manager: DeploymentHandle, wanted: str) -> Contact:
+async def _discover_manager(manager: DeploymentHandle, wanted: str) -> Contact:
     """Raises TimeoutError; Serve then tries another replica."""
-    async with asyncio.timeout(_MEET_S):
+    async with asyncio.timeout(_DISCOVERY_TIMEOUT_S):
         while True:
             contact: Contact | None = await manager.contact.remote(wanted)
             if contact is not None:
                 return contact
-            await asyncio.sleep(_MEET_POLL_S)
+            await asyncio.sleep(_DISCOVERY_POLL_S)
 
 
-async def _application_ends(name: str) -> bool:
+async def _is_deleting(name: str) -> bool:
     """Whether Serve deletes it; else it replaces one replica, or the whole by another version, and
     a successor comes. A controller that has just died is back after some seconds; if none can say,
     none is there that could start one."""
     found = None
     try:
-        async with asyncio.timeout(_STATUS_S):
+        async with asyncio.timeout(_STATUS_TIMEOUT_S):
             while True:
                 try:
                     found = (await asyncio.to_thread(serve.status)).applications.get(name)
                     break
                 except Exception as error:
                     text = f"{type(error).__name__}: {error}"
-                    FactLogger("cluster.app").warning("no status", error=text)
-                    await asyncio.sleep(_STATUS_PAUSE_S)
+                    StructuredLogger("cluster.app").warning("no status", error=text)
+                    await asyncio.sleep(_STATUS_POLL_S)
     except TimeoutError:
         return True
     return found is None or found.status == ApplicationStatus.DELETING
@@ -218,7 +218,7 @@ def application(config: Config) -> serve.Application:
 
 def shutdown_s(config: Config) -> float:
     """How long the replicas may take to end: the drain, and the end of what was drained."""
-    return config.cluster.drain_timeout_s + _END_S
+    return config.cluster.drain_timeout_s + _STOP_TIMEOUT_S
 
 
 def _supervision(config: Config) -> dict[str, float]:

@@ -12,15 +12,15 @@ from rich.progress import Progress
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 from swell.cluster.client.parallel_sampling import ParentRequest, children
-from swell.cluster.text.bad_words import bad_word_tokens
+from swell.cluster.text.bad_words import bad_words_token_ids
 from swell.cluster.text.chat_template import TemplateOptions
-from swell.cluster.text.detokenizer import Detokenizer, Opening
+from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.generation_config import read_generation_config
 from swell.cluster.text.model_folder import check
 from swell.cluster.text.prompts import PromptProcessor, end_token_ids, load_tokenizer
 from swell.cluster.text.sampling_params import SamplingParams, to_core_request
 from swell.cluster.text.structured_output import compile_grammar
-from swell.cluster.text.validate_params import validate, with_vocabulary
+from swell.cluster.text.validate_params import resolve_prompt_logprobs, validate
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load
 from swell.engine.core import EngineCore
@@ -33,16 +33,16 @@ _CLIENT = b"local"
 _KIND = RequestOutputKind.FINAL_ONLY
 
 
-class Asked(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """What one prompt was."""
 
     token_ids: list[int]
     text: str | None
     """As it was given, if it was a text."""
-    opening: Opening
+    text_start: TextStart
 
 
-Child = tuple[EngineCoreRequest, SamplingParams, int, Asked]
+ChildRequest = tuple[EngineCoreRequest, SamplingParams, int, TokenizedPrompt]
 """The request for one answer, its sampling parameters, its index and its prompt."""
 
 prepare_for_torch()
@@ -63,7 +63,7 @@ class LLM:
         path = self.config.model.path
         self._defaults = read_generation_config(self.config.model)
         tokenizer = load_tokenizer(path)
-        self._ends = end_token_ids(path, tokenizer)
+        self._eos_token_ids = end_token_ids(path, tokenizer)
         executor = build_executor(self.config)
         limits = executor.start()
         self._core = EngineCore(self.config, executor, limits)
@@ -90,13 +90,13 @@ class LLM:
         """
         if not isinstance(prompts, str):
             prompts = [p if isinstance(p, str | int) else list(p) for p in prompts]  # type: ignore[assignment]
-        asked = [
-            Asked(ids, text if isinstance(text, str) else None, Opening.CONTINUATION)
+        tokenized = [
+            TokenizedPrompt(ids, text if isinstance(text, str) else None, TextStart.CONTINUATION)
             for ids, text in zip(
                 self._prompts.completion_prompts(prompts), self._prompts.split(prompts), strict=True
             )
         ]
-        return self._run(asked, sampling_params, use_tqdm)
+        return self._run(tokenized, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -118,9 +118,9 @@ class LLM:
             self._prompts.chat_prompt(self._prompts.chat_messages(talk), options)
             for talk in conversations
         ]
-        opening = Opening.CONTINUATION if continue_final_message else Opening.BEGINNING
-        asked = [Asked(ids, None, opening) for ids in prompts]
-        return self._run(asked, sampling_params, use_tqdm)
+        text_start = TextStart.CONTINUATION if continue_final_message else TextStart.NEW_TEXT
+        tokenized = [TokenizedPrompt(ids, None, text_start) for ids in prompts]
+        return self._run(tokenized, sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of a call without `sampling_params`: what the model's generation_config.json says,
@@ -147,7 +147,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[Asked],
+        prompts: list[TokenizedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
@@ -155,13 +155,15 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         parents: dict[str, ParentRequest] = {}
-        requests: list[Child] = []
-        for prompt, wish in zip(prompts, _spread(sampling_params, len(prompts)), strict=True):
+        requests: list[ChildRequest] = []
+        for prompt, params in zip(
+            prompts, _params_per_prompt(sampling_params, len(prompts)), strict=True
+        ):
             external_id = str(next(self._ids))
-            requests += self._requests(external_id, prompt, wish)
-            parents[external_id] = ParentRequest(wish, _KIND)
+            requests += self._requests(external_id, prompt, params)
+            parents[external_id] = ParentRequest(params, _KIND)
         if not self._clean:  # the user's interrupt came while the last call was being forgotten
-            self._forget()
+            self._reset()
         with Progress(disable=not use_tqdm, transient=False) as progress:
             bar = progress.add_task("answers", total=len(parents))
             try:
@@ -173,50 +175,59 @@ class LLM:
                         done = self._processor.process_outputs(outputs)
                         self._core.abort_requests(done.reqs_to_abort)
                         for output in done.request_outputs:
-                            self._gather(parents, output, answers)
+                            self._collect_output(parents, output, answers)
                         progress.update(bar, completed=len(answers))
                 self._clean = True
             except BaseException:
                 # Workers that have ended cannot begin anew, which the next call says.
                 with suppress(ExecutorError):
-                    self._forget()
+                    self._reset()
                 raise
         return [answers[external_id] for external_id in parents]
 
-    def _submit(self, requests: Sequence[Child]) -> None:
-        for request, wish, index, asked in requests:
-            opening = asked.opening if wish.structured_outputs is None else Opening.VERBATIM
+    def _submit(self, requests: Sequence[ChildRequest]) -> None:
+        for request, params, index, tokenized in requests:
+            text_start = (
+                tokenized.text_start if params.structured_outputs is None else TextStart.VERBATIM
+            )
             self._processor.add_request(
-                request, wish, kind=_KIND, index=index, prompt=asked.text, opening=opening
+                request,
+                params,
+                kind=_KIND,
+                index=index,
+                prompt=tokenized.text,
+                text_start=text_start,
             )
             refused = self._core.add_request(request, _CLIENT)
             assert refused is None, refused
 
-    def _requests(self, external_id: str, prompt: Asked, wish: SamplingParams) -> Iterator[Child]:
+    def _requests(
+        self, external_id: str, prompt: TokenizedPrompt, params: SamplingParams
+    ) -> Iterator[ChildRequest]:
         """One for each answer that is to be drawn, with its index."""
-        validate(wish, vocab_size=self._prompts.vocab_size)
-        wish = with_vocabulary(wish, len(prompt.token_ids), self._prompts.vocab_size)
+        validate(params, vocab_size=self._prompts.vocab_size)
+        params = resolve_prompt_logprobs(params, len(prompt.token_ids), self._prompts.vocab_size)
         max_tokens = self._prompts.resolve_max_tokens(
-            len(prompt.token_ids), wish.max_tokens, min_tokens=wish.min_tokens
+            len(prompt.token_ids), params.max_tokens, min_tokens=params.min_tokens
         )
-        bad_words = bad_word_tokens(
-            self._prompts.tokenizer, wish.bad_words, vocab_size=self._prompts.vocab_size
+        bad_words = bad_words_token_ids(
+            self._prompts.tokenizer, params.bad_words, vocab_size=self._prompts.vocab_size
         )
-        form = wish.structured_outputs
+        form = params.structured_outputs
         grammar = None if form is None else compile_grammar(form)
-        for index, child in enumerate(children(wish)):
+        for index, child in enumerate(children(params)):
             request = to_core_request(
                 child,
                 external_req_id=external_id,
                 prompt_token_ids=prompt.token_ids,
                 max_tokens=max_tokens,
-                eos_token_ids=self._ends,
+                eos_token_ids=self._eos_token_ids,
                 bad_words=bad_words,
                 grammar=grammar,
             )
             yield request, child, index, prompt
 
-    def _gather(
+    def _collect_output(
         self,
         parents: Mapping[str, ParentRequest],
         output: RequestOutput,
@@ -230,7 +241,7 @@ class LLM:
             left = self._processor.abort_requests([external_id], internal=False)
             self._core.abort_requests(left)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Begin anew, with an empty cache: an interrupt may have come between any two lines, so
         nothing that was kept about requests can be trusted. It may come here too."""
         self._clean = False
@@ -239,7 +250,9 @@ class LLM:
         self._clean = True
 
 
-def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+def _params_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams], count: int
+) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:

@@ -16,29 +16,29 @@ class KeyValueFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line above a traceback, where there is one."""
         line = super().formatMessage(record)
-        facts: dict[str, Any] = getattr(record, "facts", {})
-        return line + "".join(f" {key}={_quoted(value)}" for key, value in facts.items())
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        return line + "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
 
 
-class FactLogger:
-    """A logger whose every line carries the facts that it was made with."""
+class StructuredLogger:
+    """A logger whose every line carries the fields that it was made with."""
 
-    def __init__(self, name: str, **facts: Any) -> None:
+    def __init__(self, name: str, **fields: Any) -> None:
         self._logger = logging.getLogger(f"swell.{name}")
-        self._facts = facts
+        self._fields = fields
 
-    def info(self, message: str, **facts: Any) -> None:
-        self._logger.info(message, extra={"facts": {**self._facts, **facts}})
+    def info(self, message: str, **fields: Any) -> None:
+        self._logger.info(message, extra={"fields": {**self._fields, **fields}})
 
-    def warning(self, message: str, **facts: Any) -> None:
-        self._logger.warning(message, extra={"facts": {**self._facts, **facts}})
+    def warning(self, message: str, **fields: Any) -> None:
+        self._logger.warning(message, extra={"fields": {**self._fields, **fields}})
 
-    def error(self, message: str, **facts: Any) -> None:
-        self._logger.error(message, extra={"facts": {**self._facts, **facts}})
+    def error(self, message: str, **fields: Any) -> None:
+        self._logger.error(message, extra={"fields": {**self._fields, **fields}})
 
-    def exception(self, message: str, error: BaseException, **facts: Any) -> None:
+    def exception(self, message: str, error: BaseException, **fields: Any) -> None:
         """An error with its traceback."""
-        self._logger.error(message, exc_info=error, extra={"facts": {**self._facts, **facts}})
+        self._logger.error(message, exc_info=error, extra={"fields": {**self._fields, **fields}})
 
 
 def configure_logging(level: int = logging.INFO) -> None:

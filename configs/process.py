@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 
-LOOP_ENDED = 70
+LOOP_FAILED_EXIT_CODE = 70
 """Exit status of a process whose loop has ended (`EX_SOFTWARE`)."""
 
 
@@ -33,40 +33,42 @@ def prepare_for_torch() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def keep_what_is_here() -> None:
+def freeze_gc() -> None:
     """Let the garbage collector pass over all that exists: what was imported and loaded stays as
     long as the process, and to look through it again would hold up every stream."""
     gc.collect()
     gc.freeze()
 
 
-def end_process(loop: str, error: BaseException) -> None:
+def exit_process(loop: str, error: BaseException) -> None:
     """End this process at once: it would only look alive. Ray starts another one, or its engine or
     manager does. What the others wait for from it, they continue elsewhere."""
     what = f"the loop {loop!r} has ended, and this process with it"
     try:
-        FactLogger("process").exception(what, error, pid=os.getpid(), status=LOOP_ENDED)
+        StructuredLogger("process").exception(
+            what, error, pid=os.getpid(), status=LOOP_FAILED_EXIT_CODE
+        )
         sys.stdout.flush()
         sys.stderr.flush()
     finally:  # also where standard output is closed, or its reader has gone
-        os._exit(LOOP_ENDED)
+        os._exit(LOOP_FAILED_EXIT_CODE)
 
 
-def vital(run: Callable[[], None], loop: str) -> Callable[[], None]:
+def exit_on_error(run: Callable[[], None], loop: str) -> Callable[[], None]:
     """`run` for a thread that its process cannot do without: what it raises ends the process."""
 
     def guarded() -> None:
         try:
             run()
         except BaseException as error:
-            end_process(loop, error)
+            exit_process(loop, error)
 
     return guarded
 
 
-async def vital_task(work: Callable[[], Awaitable[None]], loop: str) -> None:
+async def exit_on_error_async(work: Callable[[], Awaitable[None]], loop: str) -> None:
     """The same for a task; to cancel it is no failure."""
     try:
         await work()
     except Exception as error:
-        end_process(loop, error)
+        exit_process(loop, error)

@@ -29,15 +29,15 @@ import msgspec
 import zmq
 
 from swell.configs import process
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 
 M = TypeVar("M")
 
 _LINGER_MS = 1000
 """How long a closing end tries to deliver what it was given."""
-_ATTEMPT_S = 0.05
+_RETRY_S = 0.05
 """Between two attempts at an address that is taken."""
-_TOLD_ATTEMPTS = 100
+_LOG_EVERY_ATTEMPTS = 100
 """Attempts after which the log is told again."""
 _MAX_BURST = 4096
 """Messages that are handed over at a time."""
@@ -93,7 +93,7 @@ class Waker:
             if not self._closed:
                 os.eventfd_write(self._fd, 1)
 
-    def rest(self) -> None:
+    def clear(self) -> None:
         """Forget that it was woken."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
@@ -114,18 +114,18 @@ def _wait(socket: Any, timeout_s: float | None, waker: Waker | None) -> bool:
     poller.register(waker.fileno(), zmq.POLLIN)
     ready = dict(poller.poll(timeout_ms))
     if waker.fileno() in ready:
-        waker.rest()
+        waker.clear()
     return socket in ready
 
 
-class _Frames(Generic[M]):
+class _FrameDecoder(Generic[M]):
     """The typed decoder of one end, which counts what it could not decode: a frame of a peer of
     another build, or of one that is broken, is dropped and harms no other."""
 
     def __init__(self, message_type: Any) -> None:
         self.malformed = 0
         self._decoder = msgspec.msgpack.Decoder(message_type)
-        self._log = FactLogger("coordinator.channel")
+        self._log = StructuredLogger("coordinator.channel")
 
     def decode(self, frame: bytes) -> M | None:
         try:
@@ -169,12 +169,12 @@ class Inbox(Generic[M]):
             port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = ChannelAddress(this_machine(), ipc, f"tcp://{host}:{port}")
         self._encoder = msgspec.msgpack.Encoder()
-        self._frames: _Frames[M] = _Frames(message_type)
+        self._frame_decoder: _FrameDecoder[M] = _FrameDecoder(message_type)
 
     @property
     def malformed(self) -> int:
         """Frames that were dropped because they did not decode."""
-        return self._frames.malformed
+        return self._frame_decoder.malformed
 
     def _bind(self, address: str) -> None:
         for attempt in itertools.count():
@@ -185,9 +185,9 @@ class Inbox(Generic[M]):
                 if error.errno != zmq.EADDRINUSE:
                     self._context.destroy(linger=0)
                     raise
-            if attempt % _TOLD_ATTEMPTS == 0:
-                FactLogger("coordinator.channel").warning("address is taken", address=address)
-            time.sleep(_ATTEMPT_S)
+            if attempt % _LOG_EVERY_ATTEMPTS == 0:
+                StructuredLogger("coordinator.channel").warning("address is taken", address=address)
+            time.sleep(_RETRY_S)
 
     def send(self, peer: bytes, message: Any) -> None:
         """Queue a message; dropped if the peer is gone."""
@@ -210,7 +210,7 @@ class Inbox(Generic[M]):
                 return
             except ValueError:
                 continue
-            message = self._frames.decode(frame)
+            message = self._frame_decoder.decode(frame)
             if message is not None:
                 yield peer, message
 
@@ -240,12 +240,12 @@ class Outlet(Generic[M]):
         near = address.machine == this_machine()
         self._socket.connect(address.ipc if near else address.tcp)
         self._encoder = msgspec.msgpack.Encoder()
-        self._frames: _Frames[M] = _Frames(message_type)
+        self._frame_decoder: _FrameDecoder[M] = _FrameDecoder(message_type)
 
     @property
     def malformed(self) -> int:
         """Frames that were dropped because they did not decode."""
-        return self._frames.malformed
+        return self._frame_decoder.malformed
 
     def send(self, message: Any) -> None:
         self._socket.send(self._encoder.encode(message))
@@ -255,7 +255,7 @@ class Outlet(Generic[M]):
         frame that does not decode."""
         if not _wait(self._socket, timeout_s, waker):
             return None
-        return self._frames.decode(self._socket.recv())
+        return self._frame_decoder.decode(self._socket.recv())
 
     def close(self) -> None:
         self._socket.close()
@@ -297,11 +297,11 @@ class AsyncOutlet(Outlet[M]):
     def _drain(self) -> None:
         """An end that cannot be read any more would let every answer wait for ever."""
         try:
-            self._hand_over()
+            self._deliver()
         except Exception as error:
-            process.end_process("channel", error)
+            process.exit_process("channel", error)
 
-    def _hand_over(self) -> None:
+    def _deliver(self) -> None:
         """What is there; a frame that does not decode is skipped, as by an inbox."""
         for _ in range(_MAX_BURST):
             if self._socket.closed:
@@ -310,7 +310,7 @@ class AsyncOutlet(Outlet[M]):
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = self._frames.decode(frame)
+            message = self._frame_decoder.decode(frame)
             if message is not None:
                 self._take(message)
         self._loop.call_soon(self._drain)

@@ -11,7 +11,12 @@ from swell.configs.log import configure_logging
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.coordinator.roster import Member, Roster
-from swell.coordinator.service import CoordinatorService, ManagerNote, Membership, Seat
+from swell.coordinator.service import (
+    CoordinatorEndpoint,
+    CoordinatorService,
+    ManagerState,
+    Membership,
+)
 from swell.coordinator.wire import ClusterView
 
 
@@ -28,15 +33,19 @@ class Coordinator:
     """Knows the members of a cluster; Ray starts it again where it dies."""
 
     def __init__(
-        self, config: ClusterConfig, lockstep: bool, seat: Seat, inherited: bool = False
+        self,
+        config: ClusterConfig,
+        lockstep: bool,
+        endpoint: CoordinatorEndpoint,
+        inherited: bool = False,
     ) -> None:
-        """`inherited`: another actor had this seat before."""
+        """`inherited`: another actor had this endpoint before."""
         configure_logging()
         self._service = CoordinatorService(
             config,
             ray.util.get_node_ip_address(),
             lockstep=lockstep,
-            seat=seat,
+            endpoint=endpoint,
             recover=inherited or ray.get_runtime_context().was_current_actor_reconstructed,
         )
 
@@ -49,28 +58,28 @@ class Coordinator:
     def leave(self, ranks: list[int]) -> Roster:
         return self._service.leave(ranks)
 
-    def stay(self, ranks: list[int]) -> Roster:
-        return self._service.stay(ranks)
+    def cancel_leave(self, ranks: list[int]) -> Roster:
+        return self._service.cancel_leave(ranks)
 
-    def part(self, ranks: list[int], timeout_s: float) -> Roster:
-        return self._service.part(ranks, timeout_s)
+    def detach(self, ranks: list[int], timeout_s: float) -> Roster:
+        return self._service.detach(ranks, timeout_s)
 
-    def lose(self, ranks: list[int]) -> Roster:
-        return self._service.lose(ranks)
+    def remove_failed(self, ranks: list[int]) -> Roster:
+        return self._service.remove_failed(ranks)
 
-    def hold(self) -> None:
-        self._service.hold()
+    def pause(self) -> None:
+        self._service.pause()
 
-    def release(self) -> None:
-        self._service.release()
+    def resume(self) -> None:
+        self._service.resume()
 
     def view(self) -> ClusterView:
         return self._service.view()
 
-    def take_over(self, owner: str) -> ManagerNote:
+    def take_over(self, owner: str) -> ManagerState:
         return self._service.take_over(owner)
 
-    def note(self, note: ManagerNote) -> None:
+    def note(self, note: ManagerState) -> None:
         self._service.note(note)
 
     def wait(self, epoch: int, timeout_s: float) -> Membership:

@@ -71,16 +71,16 @@ def join(roster: Roster, newcomers: Iterable[Member]) -> Roster:
 
 def leave(roster: Roster, ranks: Iterable[int]) -> Roster:
     """Mark engines as leaving: they get no new requests. Unknown ranks are ignored."""
-    return amend(roster, ranks, state=MemberState.LEAVING)
+    return update_members(roster, ranks, state=MemberState.LEAVING)
 
 
-def stay(roster: Roster, ranks: Iterable[int]) -> Roster:
+def cancel_leave(roster: Roster, ranks: Iterable[int]) -> Roster:
     """Engines that were leaving are active again; others are as they were."""
     leaving = {m.rank for m in roster.members if m.state is MemberState.LEAVING}
-    return amend(roster, leaving & set(ranks), state=MemberState.ACTIVE)
+    return update_members(roster, leaving & set(ranks), state=MemberState.ACTIVE)
 
 
-def amend(roster: Roster, ranks: Iterable[int], **changes: Any) -> Roster:
+def update_members(roster: Roster, ranks: Iterable[int], **changes: Any) -> Roster:
     """Change fields of members. Unknown ranks are ignored."""
     chosen = set(ranks)
     return _next(

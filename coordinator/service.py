@@ -1,4 +1,4 @@
-"""The coordinator's loop: a `Conductor` between its channel and whoever calls it.
+"""The coordinator's loop: a `CoordinatorStateMachine` between its channel and whoever calls it.
 
 Runs on a thread of the coordinator actor; without Ray, on any thread. Everything that it knows
 belongs to this thread: calls from others are run there, between messages.
@@ -19,17 +19,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from swell.configs.log import FactLogger
-from swell.configs.process import vital
+from swell.configs.log import StructuredLogger
+from swell.configs.process import exit_on_error
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Waker, make_keys
-from swell.coordinator.conductor import Conductor
-from swell.coordinator.ledger import Ledger
-from swell.coordinator.listening import ListeningClock
-from swell.coordinator.liveness import Verdict
-from swell.coordinator.pauses import NullCoordinator
+from swell.coordinator.engine_monitor import StalledEngine
+from swell.coordinator.listening_clock import ListeningClock
+from swell.coordinator.metrics_aggregator import MetricsAggregator
+from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.roster import Member, Roster
-from swell.coordinator.waves import Sends, WaveCoordinator
+from swell.coordinator.state_machine import CoordinatorStateMachine
+from swell.coordinator.waves import RankedCommands, WaveCoordinator
 from swell.coordinator.wire import (
     ClusterView,
     CoordinatorMessage,
@@ -37,15 +37,15 @@ from swell.coordinator.wire import (
     EngineHello,
     EngineReport,
     Introduce,
-    OthersCounts,
-    Watch,
+    OtherIngressCounts,
+    Subscribe,
 )
 
 T = TypeVar("T")
 
-_FORGET_WATCHER_BEATS = 5
+_SUBSCRIBER_TIMEOUT_HEARTBEATS = 5
 """Heartbeats after which a silent ingress is told nothing more."""
-_LOOKS = 10
+_CHECKS_PER_TIMEOUT = 10
 """How often it is looked, while an engine may be silent, whether it is."""
 
 
@@ -54,7 +54,7 @@ def recovery_s(config: ClusterConfig) -> float:
     return 1.0 + config.heartbeat_s
 
 
-class Seat(msgspec.Struct, frozen=True):
+class CoordinatorEndpoint(msgspec.Struct, frozen=True):
     """Where a coordinator is found, and by which keys; its successor takes the same."""
 
     keys: ChannelKeys
@@ -64,14 +64,14 @@ class Seat(msgspec.Struct, frozen=True):
     """0: any."""
 
 
-class ManagerNote(msgspec.Struct, frozen=True):
+class ManagerState(msgspec.Struct, frozen=True):
     """What a manager wants, kept here for its successor."""
 
     owner: str = ""
     """The manager that rules; empty: none has spoken to this coordinator."""
     target: int = 0
     """Engines wanted; 0: not said."""
-    held: bool = False
+    pause_requested: bool = False
     """An operator wants a pause."""
     phase: str = "idle"
     """Of the change of engines: idle, prepare, commit, drain or failed."""
@@ -81,9 +81,9 @@ class Membership(msgspec.Struct, frozen=True):
     """What the manager follows."""
 
     view: ClusterView
-    verdicts: list[Verdict] = []
+    stalled_engines: list[StalledEngine] = []
     """Every engine that was found to have stopped."""
-    note: ManagerNote = ManagerNote()
+    note: ManagerState = ManagerState()
 
 
 class CoordinatorService:
@@ -95,43 +95,43 @@ class CoordinatorService:
         host: str = "127.0.0.1",
         *,
         lockstep: bool = False,
-        seat: Seat | None = None,
+        endpoint: CoordinatorEndpoint | None = None,
         recover: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`lockstep`: engines share experts. `recover`: another one was here before."""
-        seat = seat or Seat(make_keys())
-        self.keys = seat.keys
+        endpoint = endpoint or CoordinatorEndpoint(make_keys())
+        self.keys = endpoint.keys
         self._clock = clock
         now = clock()
         self._config = config
-        self._log = FactLogger("coordinator")
+        self._log = StructuredLogger("coordinator")
         self._inbox: Inbox[CoordinatorMessage] = Inbox(
-            CoordinatorMessage, seat.keys, host, name=seat.name, port=seat.port
+            CoordinatorMessage, endpoint.keys, host, name=endpoint.name, port=endpoint.port
         )
         waves = WaveCoordinator() if lockstep else NullCoordinator()
-        self._conductor = Conductor(config, waves, now)
+        self._state_machine = CoordinatorStateMachine(config, waves, now)
         self._waker = Waker()
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._watchers: dict[bytes, float] = {}
-        """Ingresses, and when each spoke last, by `_watching`."""
-        self._watching = ListeningClock(_FORGET_WATCHER_BEATS * config.heartbeat_s)
-        self._ledger = Ledger()
+        self._subscribers: dict[bytes, float] = {}
+        """Ingresses, and when each spoke last, by `_subscriber_clock`."""
+        self._subscriber_clock = ListeningClock(_SUBSCRIBER_TIMEOUT_HEARTBEATS * config.heartbeat_s)
+        self._metrics_aggregator = MetricsAggregator()
         self._peers: dict[int, bytes] = {}
         """Engines that have spoken, by incarnation: a rank may have had others."""
         self._unsent: dict[int, list[EngineCommand]] = {}
         """For engines that join and have not introduced themselves yet; the same key."""
         self._changed = threading.Condition()
-        self._told: tuple[int, frozenset[int]] = (0, frozenset())
-        """What those who wait for a change were last woken for: epoch, and who is coming."""
-        self._note = ManagerNote()
+        self._notified: tuple[int, frozenset[int]] = (0, frozenset())
+        """What those who wait for a change were last woken for: epoch, and who is joining."""
+        self._note = ManagerState()
         self._epoch_seen = 0
         self._hellos: dict[int, EngineHello] = {}
         self._recovering = recover
         self._recovery = ListeningClock(recovery_s(config))
-        self._recovery.listened(now)
+        self._recovery.advance(now)
         self._stopping = threading.Event()
-        run = vital(self._run, "coordinator")
+        run = exit_on_error(self._run, "coordinator")
         self._thread = threading.Thread(target=run, name="swell-coordinator", daemon=True)
         self._thread.start()
 
@@ -142,31 +142,33 @@ class CoordinatorService:
     # ---------------------------------------------------------------- from other threads
 
     def view(self) -> ClusterView:
-        return self._call(self._conductor.view)
+        return self._call(self._state_machine.view)
 
     def membership(self) -> Membership:
         return self._call(
-            lambda: Membership(self._conductor.view(), list(self._conductor.verdicts), self._note)
+            lambda: Membership(
+                self._state_machine.view(), list(self._state_machine.stalled_engines), self._note
+            )
         )
 
     def wait(self, epoch: int, timeout_s: float) -> Membership:
         """Return when the roster is no longer of `epoch`, or after the time."""
         with self._changed:
-            self._changed.wait_for(lambda: self._conductor.roster.epoch != epoch, timeout_s)
+            self._changed.wait_for(lambda: self._state_machine.roster.epoch != epoch, timeout_s)
         return self.membership()
 
     def join(self, members: list[Member], timeout_s: float) -> Roster:
         """Return when they are in the roster. Raises ValueError for a rank that is taken, and
         RuntimeError, with everybody as before, if their group does not form in time."""
         ranks = {member.rank for member in members}
-        self._change(lambda now: self._conductor.join(members, now))
+        self._change(lambda now: self._state_machine.join(members, now))
         with self._changed:
             self._changed.wait_for(lambda: self._joined_or_lost(ranks), timeout_s)
-        roster = self._conductor.roster
+        roster = self._state_machine.roster
         missing = sorted(ranks - set(roster.ranks))
         if missing:
-            reasons = [v.reason for v in self.membership().verdicts if v.rank in missing]
-            self.lose(missing)
+            reasons = [v.reason for v in self.membership().stalled_engines if v.rank in missing]
+            self.remove_failed(missing)
             raise RuntimeError(
                 f"engines {missing} did not join the group"
                 + (f": {reasons[-1]}" if reasons else f" within {timeout_s:g} s or died meanwhile")
@@ -174,45 +176,45 @@ class CoordinatorService:
         return roster
 
     def leave(self, ranks: list[int]) -> Roster:
-        return self._change(lambda now: self._conductor.leave(ranks, now))
+        return self._change(lambda now: self._state_machine.leave(ranks, now))
 
-    def stay(self, ranks: list[int]) -> Roster:
+    def cancel_leave(self, ranks: list[int]) -> Roster:
         """Engines that were leaving are active again."""
-        return self._change(lambda now: self._conductor.stay(ranks, now))
+        return self._change(lambda now: self._state_machine.cancel_leave(ranks, now))
 
-    def part(self, ranks: list[int], timeout_s: float) -> Roster:
+    def detach(self, ranks: list[int], timeout_s: float) -> Roster:
         """Return when the roster is without them: when their group goes on without them."""
-        self._change(lambda now: self._conductor.part(ranks, now))
+        self._change(lambda now: self._state_machine.detach(ranks, now))
         with self._changed:
             self._changed.wait_for(
-                lambda: not set(ranks) & set(self._conductor.roster.ranks), timeout_s
+                lambda: not set(ranks) & set(self._state_machine.roster.ranks), timeout_s
             )
-        return self.lose(ranks)
+        return self.remove_failed(ranks)
 
-    def lose(self, ranks: list[int]) -> Roster:
+    def remove_failed(self, ranks: list[int]) -> Roster:
         """Take out engines that are dead."""
-        return self._change(lambda now: self._conductor.lose(ranks, now))
+        return self._change(lambda now: self._state_machine.remove_failed(ranks, now))
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Pause all engines."""
-        self._change(self._conductor.hold)
+        self._change(self._state_machine.pause)
 
-    def release(self) -> None:
+    def resume(self) -> None:
         """Let all engines go on."""
-        self._change(self._conductor.release)
+        self._change(self._state_machine.resume)
 
-    def take_over(self, owner: str) -> ManagerNote:
+    def take_over(self, owner: str) -> ManagerState:
         """Let this manager rule from now on; what the one before it has left."""
         with self._changed:
             before, self._note = self._note, msgspec.structs.replace(self._note, owner=owner)
         return before
 
-    def note(self, note: ManagerNote) -> None:
+    def note(self, note: ManagerState) -> None:
         """Keep what the manager wants. One that no longer rules is not heard."""
         with self._changed:
             if self._note.owner in ("", note.owner):
                 self._note = note
-                self._conductor.phase = note.phase
+                self._state_machine.phase = note.phase
 
     def stop(self) -> None:
         self._stopping.set()
@@ -222,13 +224,13 @@ class CoordinatorService:
         self._waker.close()
 
     def _joined_or_lost(self, ranks: set[int]) -> bool:
-        known = {*self._conductor.roster.ranks, *self._conductor.coming}
-        return ranks <= set(self._conductor.roster.ranks) or not ranks <= known
+        known = {*self._state_machine.roster.ranks, *self._state_machine.joining}
+        return ranks <= set(self._state_machine.roster.ranks) or not ranks <= known
 
-    def _change(self, step: Callable[[float], Sends]) -> Roster:
+    def _change(self, step: Callable[[float], RankedCommands]) -> Roster:
         def run() -> Roster:
             self._send(step(self._clock()))
-            return self._conductor.roster
+            return self._state_machine.roster
 
         return self._call(run)
 
@@ -244,7 +246,7 @@ class CoordinatorService:
         while not self._stopping.is_set():
             for peer, message in self._inbox.receive(self._wait_s(), self._waker):
                 try:
-                    self._take(peer, message)
+                    self._on_message(peer, message)
                 except Exception as error:  # what one peer says ends nothing for the others
                     what = type(message).__name__
                     self._log.error("not handled", word=what, error=repr(error))
@@ -253,23 +255,25 @@ class CoordinatorService:
                 continue
             self._serve_calls()
             now = self._clock()
-            self._send(self._conductor.tick(now))
+            self._send(self._state_machine.tick(now))
             self._publish(now)
-            self._wake_waiting()
+            self._notify_waiters()
 
     def _wait_s(self) -> float:
         """Until time has to be looked at again."""
         now = self._clock()
         if self._recovering:
-            return max(0.0, recovery_s(self._config) - self._recovery.read(now)) / _LOOKS
-        look_s = self._config.stall_timeout_s / _LOOKS
-        return min(self._conductor.board.wait_s(now), look_s)
+            return (
+                max(0.0, recovery_s(self._config) - self._recovery.read(now)) / _CHECKS_PER_TIMEOUT
+            )
+        check_interval_s = self._config.stall_timeout_s / _CHECKS_PER_TIMEOUT
+        return min(self._state_machine.cluster_state.wait_s(now), check_interval_s)
 
-    def _wake_waiting(self) -> None:
-        now = (self._conductor.roster.epoch, frozenset(self._conductor.coming))
-        if now != self._told:
+    def _notify_waiters(self) -> None:
+        now = (self._state_machine.roster.epoch, frozenset(self._state_machine.joining))
+        if now != self._notified:
             with self._changed:
-                self._told = now
+                self._notified = now
                 self._changed.notify_all()
 
     def _serve_calls(self) -> None:
@@ -280,11 +284,11 @@ class CoordinatorService:
             except Exception as error:
                 future.set_exception(error)
 
-    def _take(self, peer: bytes, message: CoordinatorMessage) -> None:
+    def _on_message(self, peer: bytes, message: CoordinatorMessage) -> None:
         now = self._clock()
         match message:
-            case Watch():
-                self._take_watch(peer, message, now)
+            case Subscribe():
+                self._on_subscribe(peer, message, now)
             case EngineHello():
                 self._peers[message.member.incarnation] = peer
                 if self._recovering:
@@ -292,30 +296,35 @@ class CoordinatorService:
                 for command in self._unsent.pop(message.member.incarnation, []):
                     self._inbox.send(peer, command)
             case _:
-                if self._conductor.member(message.rank, message.incarnation) is not None:
+                if self._state_machine.member(message.rank, message.incarnation) is not None:
                     self._peers[message.incarnation] = peer
-                    self._send(self._conductor.hear(message, now))
+                    self._send(self._state_machine.on_message(message, now))
                 elif self._recovering and isinstance(message, EngineReport):
                     self._inbox.send(peer, Introduce())
 
-    def _take_watch(self, peer: bytes, watch: Watch, now: float) -> None:
-        self._epoch_seen = max(self._epoch_seen, watch.epoch)
-        stranger = peer not in self._watchers
-        self._watchers[peer] = self._watching.read(now)
-        if watch.counts:
-            self._ledger.take(watch.client_index, watch.counts, now)
+    def _on_subscribe(self, peer: bytes, subscription: Subscribe, now: float) -> None:
+        self._epoch_seen = max(self._epoch_seen, subscription.epoch)
+        is_new = peer not in self._subscribers
+        self._subscribers[peer] = self._subscriber_clock.read(now)
+        if subscription.counts:
+            self._metrics_aggregator.record(subscription.client_index, subscription.counts, now)
         if self._recovering:
             return
-        if watch.counts:
-            self._inbox.send(peer, OthersCounts(self._ledger.others(watch.client_index)))
-        self._conductor.outrun(watch.epoch, now)
-        if stranger:
-            self._inbox.send(peer, self._conductor.view())
+        if subscription.counts:
+            self._inbox.send(
+                peer,
+                OtherIngressCounts(
+                    self._metrics_aggregator.total_of_others(subscription.client_index)
+                ),
+            )
+        self._state_machine.advance_epoch(subscription.epoch, now)
+        if is_new:
+            self._inbox.send(peer, self._state_machine.view())
 
-    def _send(self, sends: Sends) -> None:
+    def _send(self, sends: RankedCommands) -> None:
         """An engine that has not introduced itself yet is told when it does; the dead are not."""
         for rank, command in sends:
-            member = self._conductor.newest(rank)
+            member = self._state_machine.current_member(rank)
             if member is None:
                 continue
             peer = self._peers.get(member.incarnation)
@@ -325,20 +334,22 @@ class CoordinatorService:
                 self._unsent.setdefault(member.incarnation, []).append(command)
 
     def _publish(self, now: float) -> None:
-        if self._conductor.board.due(now) is None:
+        if self._state_machine.cluster_state.due(now) is None:
             return
-        silent_s = _FORGET_WATCHER_BEATS * self._config.heartbeat_s
-        listened_s = self._watching.listened(now)
-        self._watchers = {p: at for p, at in self._watchers.items() if listened_s - at < silent_s}
-        view = self._conductor.view()
-        for peer in self._watchers:
+        silent_s = _SUBSCRIBER_TIMEOUT_HEARTBEATS * self._config.heartbeat_s
+        listened_s = self._subscriber_clock.advance(now)
+        self._subscribers = {
+            p: at for p, at in self._subscribers.items() if listened_s - at < silent_s
+        }
+        view = self._state_machine.view()
+        for peer in self._subscribers:
             self._inbox.send(peer, view)
 
     def _end_recovery(self, now: float) -> None:
         """Once it has listened for so long; while it was stopped it has not."""
-        if self._recovery.listened(now) < recovery_s(self._config):
+        if self._recovery.advance(now) < recovery_s(self._config):
             return
         self._recovering = False
         hellos = list(self._hellos.values())
         self._log.warning("recovered", engines=sorted(self._hellos), epoch=self._epoch_seen + 1)
-        self._send(self._conductor.recover(self._epoch_seen, hellos, now))
+        self._send(self._state_machine.recover(self._epoch_seen, hellos, now))

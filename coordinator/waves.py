@@ -83,26 +83,26 @@ class WaveMember:
     """A start has asked for the wave after this one."""
     in_flight: int = 0
     """Steps submitted whose sums were not read."""
-    ebbing: bool = False
+    finishing: bool = False
     """The sums read last said that no step need follow."""
 
     lockstep = True
 
     def may_submit(self) -> bool:
         """Whether another step must be submitted now, with rows or without."""
-        return self.phase is Phase.RUNNING and not self.ebbing and self.in_flight < self.depth
+        return self.phase is Phase.RUNNING and not self.finishing and self.in_flight < self.depth
 
     def submitted(self) -> None:
         self.in_flight += 1
 
-    def sums(self, working: int, pausing: int, has_work: bool) -> list[CoordinatorMessage]:
+    def on_all_reduce(self, working: int, pausing: int, has_work: bool) -> list[CoordinatorMessage]:
         """The oldest step in flight is done: `working` engines want another, `pausing` vote."""
         self.in_flight -= 1
         agreed = pausing == len(self.ranks)
-        self.ebbing = agreed or not working
-        if not self.ebbing or self.in_flight:
+        self.finishing = agreed or not working
+        if not self.finishing or self.in_flight:
             return []
-        self.ebbing = False
+        self.finishing = False
         return self._pause() if agreed else self._complete(has_work)
 
     def work_arrived(self) -> list[CoordinatorMessage]:
@@ -152,7 +152,7 @@ class WaveMember:
 
     def _leave(self) -> None:
         self.phase, self.in_flight = Phase.OUT, 0
-        self.voting = self.ebbing = self.again = False
+        self.voting = self.finishing = self.again = False
 
     def _begin(self) -> list[CoordinatorMessage]:
         self.phase = Phase.RUNNING
@@ -176,7 +176,7 @@ class WaveMember:
         return out
 
 
-class Stage(enum.StrEnum):
+class GroupState(enum.StrEnum):
     """What the coordinator does about the group."""
 
     SERVING = "serving"
@@ -185,7 +185,7 @@ class Stage(enum.StrEnum):
     FORMING = "forming"
 
 
-Sends = list[tuple[int, EngineCommand]]
+RankedCommands = list[tuple[int, EngineCommand]]
 """Commands, and the rank that each is for."""
 
 
@@ -197,21 +197,21 @@ class WaveCoordinator:
     wave: int = 0
     running: bool = False
     """As engines reported."""
-    stage: Stage = Stage.SERVING
+    group_state: GroupState = GroupState.SERVING
     ranks: tuple[int, ...] = ()
     """The group, in order."""
-    wanted: tuple[int, ...] = ()
+    target_ranks: tuple[int, ...] = ()
     """The group that is to be."""
-    held: bool = False
+    pause_requested: bool = False
     """An operator wants a pause."""
     heard: frozenset[int] = frozenset()
-    """Who has answered in this stage."""
+    """Who has answered in this group_state."""
     inherited: bool = False
     """Nobody knows what the coordinator before asked this group to do."""
 
     # ---------------------------------------------------------------- what engines say
 
-    def start_wave(self, rank: int, epoch: int, wave: int) -> Sends:
+    def start_wave(self, rank: int, epoch: int, wave: int) -> RankedCommands:
         if epoch != self.epoch:
             return []
         if wave > self.wave or (wave == self.wave and not self.running):
@@ -223,53 +223,55 @@ class WaveCoordinator:
         if epoch == self.epoch and self.wave <= wave:
             self.wave, self.running = wave + 1, False
 
-    def paused(self, rank: int, epoch: int) -> Sends:
-        return self._answered(rank) if epoch == self.epoch else []
+    def paused(self, rank: int, epoch: int) -> RankedCommands:
+        return self._on_acknowledged(rank) if epoch == self.epoch else []
 
-    def joined(self, rank: int, epoch: int) -> Sends:
-        return self._answered(rank) if epoch == self.epoch else []
+    def joined(self, rank: int, epoch: int) -> RankedCommands:
+        return self._on_acknowledged(rank) if epoch == self.epoch else []
 
-    def broken(self, epoch: int) -> Sends:
+    def broken(self, epoch: int) -> RankedCommands:
         """A group failed: whoever is left forms the next. A death is told apart, by `change`."""
         return self._form() if epoch == self.epoch else []
 
-    def report(self, rank: int, epoch: int, wave: int, phase: Phase, voting: bool) -> Sends:
+    def report(
+        self, rank: int, epoch: int, wave: int, phase: Phase, voting: bool
+    ) -> RankedCommands:
         """What an engine is seen doing, told again and again."""
-        if phase is Phase.OUT and rank in self.ranks and self.stage is not Stage.FORMING:
+        if phase is Phase.OUT and rank in self.ranks and self.group_state is not GroupState.FORMING:
             return self.broken(epoch)
         return []
 
     # ---------------------------------------------------------------- what is wanted
 
-    def change(self, wanted: tuple[int, ...], lost: bool = False) -> Sends:
-        """The group is to be `wanted`. `lost`: who is missing there takes no part any more, so a
-        pause cannot be agreed."""
-        gone = lost and not set(self.ranks) <= set(wanted)
-        if wanted == self.wanted and not gone:
+    def change(self, target_ranks: tuple[int, ...], lost: bool = False) -> RankedCommands:
+        """The group is to be `target_ranks`. `lost`: who is missing there takes no part any more,
+        so a pause cannot be agreed."""
+        gone = lost and not set(self.ranks) <= set(target_ranks)
+        if target_ranks == self.target_ranks and not gone:
             return []
-        self.wanted = wanted
-        if gone or not self.ranks or self.stage is Stage.PAUSED:
+        self.target_ranks = target_ranks
+        if gone or not self.ranks or self.group_state is GroupState.PAUSED:
             return self._form()
-        return self._ask_pause()
+        return self._request_pause()
 
-    def hold(self) -> Sends:
+    def pause(self) -> RankedCommands:
         """An operator's pause."""
-        self.held = True
-        return self._ask_pause()
+        self.pause_requested = True
+        return self._request_pause()
 
-    def release(self) -> Sends:
+    def resume(self) -> RankedCommands:
         """A pause that was asked for is first agreed: an answer is never left over for the next."""
-        self.held = False
-        return self._resume() if self.stage is Stage.PAUSED else []
+        self.pause_requested = False
+        return self._resume() if self.group_state is GroupState.PAUSED else []
 
-    def recover(self, hellos: Sequence[EngineHello]) -> Sends:
+    def recover(self, hellos: Sequence[EngineHello]) -> RankedCommands:
         """Take over the engines that an earlier coordinator left. They form a group: when they
         have agreed to pause if all members of the newest one step or can begin, else at once."""
         newest = max(hellos, key=lambda hello: hello.epoch, default=None)
         if newest is None:
             return []
         self.epoch, self.wave = newest.epoch, newest.wave
-        self.wanted = tuple(sorted(hello.member.rank for hello in hellos))
+        self.target_ranks = tuple(sorted(hello.member.rank for hello in hellos))
         able = {
             hello.member.rank
             for hello in hellos
@@ -278,36 +280,36 @@ class WaveCoordinator:
         if not newest.ranks or not set(newest.ranks) <= able:
             return self._form()
         self.ranks, self.inherited = tuple(newest.ranks), True
-        return self._ask_pause()
+        return self._request_pause()
 
     # ---------------------------------------------------------------- stages
 
-    def _ask_pause(self) -> Sends:
-        if self.stage is not Stage.SERVING or not self.ranks:
+    def _request_pause(self) -> RankedCommands:
+        if self.group_state is not GroupState.SERVING or not self.ranks:
             return []
-        self.stage, self.heard = Stage.PAUSING, frozenset()
+        self.group_state, self.heard = GroupState.PAUSING, frozenset()
         return [(rank, Pause(self.epoch)) for rank in self.ranks]
 
-    def _answered(self, rank: int) -> Sends:
+    def _on_acknowledged(self, rank: int) -> RankedCommands:
         self.heard |= {rank}
         if self.heard != set(self.ranks):
             return []
-        if self.wanted != self.ranks or self.inherited:
+        if self.target_ranks != self.ranks or self.inherited:
             return self._form()
-        if self.held:
-            self.stage = Stage.PAUSED
+        if self.pause_requested:
+            self.group_state = GroupState.PAUSED
             return []
         return self._resume()
 
-    def _form(self) -> Sends:
+    def _form(self) -> RankedCommands:
         """The next epoch, for those that are wanted; those that are not hear that they left."""
-        told = sorted({*self.ranks, *self.wanted})
+        told = sorted({*self.ranks, *self.target_ranks})
         self.epoch, self.wave, self.running = self.epoch + 1, self.wave + 1, False
-        self.ranks, self.heard, self.inherited = self.wanted, frozenset(), False
-        self.stage = Stage.FORMING if self.ranks else Stage.SERVING
+        self.ranks, self.heard, self.inherited = self.target_ranks, frozenset(), False
+        self.group_state = GroupState.FORMING if self.ranks else GroupState.SERVING
         message = ReconfigureDistributedRequest(self.epoch, list(self.ranks), self.wave)
         return [(rank, message) for rank in told]
 
-    def _resume(self) -> Sends:
-        self.stage, self.running = Stage.SERVING, True
+    def _resume(self) -> RankedCommands:
+        self.group_state, self.running = GroupState.SERVING, True
         return [(rank, Resume(self.epoch)) for rank in self.ranks]

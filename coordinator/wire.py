@@ -18,14 +18,14 @@ Counts = dict[str, list[float]]
 """What has been counted since a start: numbers that only grow, by metric."""
 
 
-class Watch(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
+class Subscribe(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
     """An ingress wants every `ClusterView`; repeated every `heartbeat_s`, else it is forgotten."""
 
     client_index: int
     epoch: int = 0
     """The newest that it has seen: a restarted coordinator goes on from there."""
     counts: Counts = {}
-    """What it has counted of its requests; if anything, the answer is `OthersCounts`."""
+    """What it has counted of its requests; if anything, the answer is `OtherIngressCounts`."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
@@ -43,7 +43,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     kv_usage: float = 0.0
     steps: int = 0
     """Steps done since the start."""
-    ticks: int = 0
+    progress_counter: int = 0
     """Layers computed since the start: the measure of progress."""
     preemptions: int = 0
     prompt_tokens: int = 0
@@ -91,13 +91,13 @@ class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False)
     """Of the manager's change of engines: idle | prepare | commit | drain | failed."""
 
 
-class OthersCounts(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
-    """Answers a `Watch` with counts: the sums over all other ingresses, past ones too."""
+class OtherIngressCounts(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
+    """Answers a `Subscribe` with counts: the sums over all other ingresses, past ones too."""
 
     counts: Counts
 
 
-IngressWord = ClusterView | OthersCounts
+IngressMessage = ClusterView | OtherIngressCounts
 
 
 # ---------------------------------------------------------------- engine -> coordinator
@@ -173,7 +173,7 @@ class Repaired(msgspec.Struct, frozen=True, tag=8, array_like=True, gc=False):
 
 
 CoordinatorMessage = (
-    Watch
+    Subscribe
     | EngineReport
     | EngineHello
     | StartWave

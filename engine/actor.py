@@ -11,15 +11,15 @@ import msgspec
 import ray
 
 from swell.configs import process
-from swell.configs.log import FactLogger, configure_logging
-from swell.configs.process import keep_what_is_here
+from swell.configs.log import StructuredLogger, configure_logging
+from swell.configs.process import freeze_gc
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits, WorkerInfo, build_executor
 from swell.engine.server import EngineServer
 
-_ASK_S = 10.0
+_EXIT_GRACE_S = 10.0
 """An engine that has failed can be asked for so long why; then its process ends."""
 
 
@@ -46,14 +46,14 @@ class EngineActor:
         self, config: Config, rank: int, keys: ChannelKeys, coordinator: ChannelAddress
     ) -> None:
         configure_logging()
-        self._log = FactLogger("engine", rank=rank)
+        self._log = StructuredLogger("engine", rank=rank)
         self._config = config
         self._rank = rank
         self._keys = keys
         self._coordinator = coordinator
         self._server: EngineServer | None = None
         self._loading = threading.Lock()
-        self._doing = "starting"
+        self._status = "starting"
         self._end = "it was stopped"
         self._ended = threading.Event()
 
@@ -76,20 +76,20 @@ class EngineActor:
             host=host,
             workers_per_machine=self._config.parallel.world * self._config.parallel.data,
         )
-        limits = executor.start(self._set_doing)
+        limits = executor.start(self._set_status)
         core = EngineCore(self._config, executor, limits)
         self._server = EngineServer(
             self._config, self._rank, core, self._keys, self._coordinator, host
         )
-        self._doing = "serving"
-        keep_what_is_here()
+        self._status = "serving"
+        freeze_gc()
         threading.Thread(target=self._run, name="swell-engine", daemon=True).start()
 
     def ready(self) -> EngineReady:
         """The engine as it is now: workers may have been replaced. Raises RuntimeError before it
         is there."""
         if self._server is None:
-            raise RuntimeError(f"engine {self._rank} is still {self._doing}")
+            raise RuntimeError(f"engine {self._rank} is still {self._status}")
         server = self._server
         return EngineReady(
             self._rank,
@@ -104,7 +104,7 @@ class EngineActor:
 
     def doing(self) -> str:
         """What the engine is busy with, for people who wait."""
-        return self._doing
+        return self._status
 
     def ended(self, timeout_s: float) -> str | None:
         """Why the engine has ended, or None if it has not after `timeout_s`."""
@@ -124,9 +124,9 @@ class EngineActor:
             self._end = f"{type(error).__name__}: {error}"
             self._log.exception("engine failed", error)
             self._ended.set()
-            time.sleep(_ASK_S)
-            process.end_process("engine", error)
+            time.sleep(_EXIT_GRACE_S)
+            process.exit_process("engine", error)
         self._ended.set()
 
-    def _set_doing(self, text: str) -> None:
-        self._doing = text
+    def _set_status(self, text: str) -> None:
+        self._status = text

@@ -19,7 +19,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._names: list[bytes | None] = [None] * num_blocks
+        self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
@@ -37,56 +37,57 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _none = self._free.popitem(last=False)
-            name = self._names[block]
+            name = self._block_hashes[block]
             if name is not None:
                 del self._cached[name]
-                self._names[block] = None
+                self._block_hashes[block] = None
             self._references[block] = 1
             blocks.append(block)
         return blocks
 
-    def hold(self, block_ids: Iterable[int]) -> None:
+    def touch(self, block_ids: Iterable[int]) -> None:
         """Hold blocks that `find` gave."""
         for block in block_ids:
             if self._references[block] == 0:
                 del self._free[block]
             self._references[block] += 1
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def free(self, block_ids: Sequence[int]) -> None:
         """Let go of a request's blocks, the end of the chain first: it is the least shared."""
         for block in reversed(block_ids):
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._free[block] = None
-                self._free.move_to_end(block, last=self._names[block] is not None)
+                self._free.move_to_end(block, last=self._block_hashes[block] is not None)
 
-    def name(self, block: int, name: bytes) -> None:
+    def cache_block(self, block: int, name: bytes) -> None:
         """Make a full block findable. The first block of a name keeps it."""
-        if self._names[block] is None and name not in self._cached:
+        if self._block_hashes[block] is None and name not in self._cached:
             self._cached[name] = block
-            self._names[block] = name
+            self._block_hashes[block] = name
 
-    def unname(self, names: Iterable[bytes]) -> None:
-        """Let the blocks with these names not be found any more; who holds them keeps them."""
-        for name in names:
+    def evict_hashes(self, block_hashes: Iterable[bytes]) -> None:
+        """Let the blocks with these block_hashes not be found any more; who holds them keeps
+        them."""
+        for name in block_hashes:
             block = self._cached.pop(name, None)
             if block is not None:
-                self._names[block] = None
+                self._block_hashes[block] = None
 
-    def find(self, names: Iterable[bytes]) -> list[int]:
-        """The longest run of cached blocks for a chain of names, from its start."""
+    def get_cached_blocks(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """The longest run of cached blocks for a chain of block_hashes, from its start."""
         blocks = []
-        for name in names:
+        for name in block_hashes:
             block = self._cached.get(name)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Lose every name: nothing that was written so far is found again."""
         self._cached.clear()
-        self._names = [None] * self.num_blocks
+        self._block_hashes = [None] * self.num_blocks
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free: the conservation check when idle."""
@@ -94,8 +95,9 @@ class BlockPool:
         assert leaked == 0, f"{leaked} blocks leaked"
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is either held or free, and names agree."""
+        """Raise AssertionError unless every block is either held or free, and block_hashes
+        agree."""
         for block, count in enumerate(self._references):
             assert (count == 0) == (block in self._free), f"block {block} is held {count} times"
         for name, block in self._cached.items():
-            assert self._names[block] == name, f"block {block} has lost its name"
+            assert self._block_hashes[block] == name, f"block {block} has lost its name"

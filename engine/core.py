@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from swell.configs.schema import Config
-from swell.coordinator.pauses import NullMember
+from swell.coordinator.null_waves import NullMember
 from swell.coordinator.waves import WaveMember
 from swell.coordinator.wire import CoordinatorMessage
 from swell.engine.executor import Executor, ExecutorLimits, WorkerLost
@@ -33,17 +33,17 @@ class EngineCore:
         depth = config.scheduler.steps_in_flight if executor.overlaps else 1
         kind = WaveMember if config.parallel.expert else NullMember
         self.member: WaveMember | NullMember = kind(rank=0, incarnation=0, depth=depth)
-        """Says when to step; what it has to say is collected in `take_words`."""
+        """Says when to step; what it has to say is collected in `take_messages`."""
         self.num_dummy_steps = 0
         self.num_waves = 0
         self.sync_s = 0.0
         """Time that steps waited for other engines."""
-        self._words: list[CoordinatorMessage] = []
+        self._messages: list[CoordinatorMessage] = []
         self._failed: list[Outputs] = []
         self.config = config
         self.executor = executor
         self.limits = limits
-        self.scheduler = self._empty_scheduler()
+        self.scheduler = self._new_scheduler()
         self.on_start: Callable[[dict[bytes, list[str]]], None] = lambda started: None
         """Hears which requests a step begins with, by ingress, before it is handed out."""
         self.num_steps = 0
@@ -53,7 +53,7 @@ class EngineCore:
     @property
     def progress(self) -> int:
         """Grows with every step and every layer; from any thread."""
-        return self.num_steps + self.executor.ticks
+        return self.num_steps + self.executor.progress_counter
 
     @property
     def has_work(self) -> bool:
@@ -66,7 +66,7 @@ class EngineCore:
         """Queue a request; an answer means that it can never run."""
         answer = self.scheduler.add(request, client)
         if answer is None:
-            self._words += self.member.work_arrived()
+            self._messages += self.member.work_arrived()
         return answer
 
     def take_failed(self) -> list[Outputs]:
@@ -74,10 +74,10 @@ class EngineCore:
         failed, self._failed = self._failed, []
         return failed
 
-    def take_words(self) -> list[CoordinatorMessage]:
+    def take_messages(self) -> list[CoordinatorMessage]:
         """What the coordinator is to be told."""
-        words, self._words = self._words, []
-        return words
+        messages, self._messages = self._messages, []
+        return messages
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.scheduler.abort(request_ids)
@@ -88,12 +88,12 @@ class EngineCore:
         self.scheduler.abort(ids)
         return ids
 
-    def step(self, intake: Callable[[], None] = lambda: None) -> Outputs:
+    def step(self, process_inputs: Callable[[], None] = lambda: None) -> Outputs:
         """Keep steps in flight, wait for the oldest, and return what it gave.
 
-        `intake` is called between the wait and the update, so that an abort that arrived while
-        the device computed holds for the tokens of that very step. What the executor raises is
-        raised, and the steps in flight are lost.
+        `process_inputs` is called between the wait and the update, so that an abort that arrived
+        while the device computed holds for the tokens of that very step. What the executor raises
+        is raised, and the steps in flight are lost.
         """
         try:
             self._submit()
@@ -104,19 +104,19 @@ class EngineCore:
         except Exception as error:
             if isinstance(error, WorkerLost):
                 self._failed.append(self.scheduler.count_failed_attempt())
-            self.lose_steps()
+            self.discard_steps_in_flight()
             raise
         except BaseException:  # an interrupt inside of the scheduler needs a `reset`
             with contextlib.suppress(Exception):
-                self.lose_steps()
+                self.discard_steps_in_flight()
             raise
         self.num_steps += 1
         self.sync_s += output.sync_s
-        intake()
+        process_inputs()
         outputs = self.scheduler.update(scheduled, output)
         wave = self.member.wave
         has_work = self.scheduler.has_requests
-        self._words += self.member.sums(output.working, output.pausing, has_work)
+        self._messages += self.member.on_all_reduce(output.working, output.pausing, has_work)
         self.num_waves += self.member.wave != wave
         return outputs
 
@@ -126,7 +126,7 @@ class EngineCore:
         while self.member.may_submit():
             scheduled = self.scheduler.schedule()
             if self.member.lockstep:
-                scheduled = self._in_lockstep(scheduled or self.scheduler.schedule_nothing())
+                scheduled = self._in_lockstep(scheduled or self.scheduler.schedule_dummy())
             elif scheduled is None:
                 return
             if scheduled.plan.new_rows:
@@ -145,7 +145,7 @@ class EngineCore:
         )
         return ScheduledStep(plan, scheduled.rows)
 
-    def lose_steps(self) -> None:
+    def discard_steps_in_flight(self) -> None:
         """Steps in flight and the KV cache are lost: every request starts again from the tokens
         that were read."""
         self._in_flight.clear()
@@ -160,7 +160,7 @@ class EngineCore:
         if groups.keep_states:
             assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
         else:
-            self.lose_steps()
+            self.discard_steps_in_flight()
         self.executor.regroup(groups)
 
     def reset(self) -> None:
@@ -168,13 +168,13 @@ class EngineCore:
         also a step that some workers have begun and others have not."""
         self._in_flight.clear()
         self.member.in_flight = 0
-        self._words.clear()
+        self._messages.clear()
         self._failed.clear()
-        self.scheduler = self._empty_scheduler()
+        self.scheduler = self._new_scheduler()
         self.executor.abort()
         self.executor.regroup(GroupPlan(generation=0))
 
-    def _empty_scheduler(self) -> Scheduler:
+    def _new_scheduler(self) -> Scheduler:
         config, limits = self.config, self.limits
         return Scheduler(
             config.scheduler,

@@ -11,7 +11,7 @@ from swell.engine.block_pool import BlockPool
 from swell.engine.request import Request
 
 
-class Lead(NamedTuple):
+class PrefixLeader(NamedTuple):
     """What a waiting request follows: a prefix of its own that requests ahead of it compute."""
 
     name: bytes
@@ -33,7 +33,7 @@ class KVCacheManager:
         self.block_tokens = config.block_tokens
         self.prefix_caching = config.prefix_caching
         self.pool = BlockPool(num_blocks)
-        self._promised: dict[bytes, Request] = {}
+        self._in_flight_blocks: dict[bytes, Request] = {}
         """Name -> who will give it: of several the first in order."""
         self.num_queried_tokens = 0
         """Prompt tokens that were looked up, once a request."""
@@ -51,35 +51,37 @@ class KVCacheManager:
         The last known token is always recomputed: its logits are what the request waits for.
         `spare_blocks` must stay free, for requests that already run.
         """
-        cached = self.pool.find(self._reusable_names(request))
+        cached = self.pool.get_cached_blocks(self._reusable_hashes(request))
         fresh = self._blocks_for(len(request.token_ids)) - len(cached)
         if fresh + self.pool.num_free_among(cached) + spare_blocks > self.pool.num_free:
             return False
-        self.pool.hold(cached)
+        self.pool.touch(cached)
         request.block_ids = cached + self.pool.allocate(fresh)
-        request.room_tokens = len(request.block_ids) * self.block_tokens
+        request.block_capacity_tokens = len(request.block_ids) * self.block_tokens
         request.computed = len(cached) * self.block_tokens
-        self._set_named(request, len(cached))
+        self._set_num_cached_blocks(request, len(cached))
         self._count_lookup(request)
-        self._promise(request)
+        self._register_in_flight(request)
         return True
 
-    def follow(self, request: Request, lead: Lead | None) -> Lead | None:
+    def wait_for_prefix(
+        self, request: Request, prefix_leader: PrefixLeader | None
+    ) -> PrefixLeader | None:
         """What `request` does well to wait for, if the next block that it lacks is promised by a
         request ahead of it.
 
-        `lead` is the answer when it was last asked. While that stands, asking again takes one
-        lookup; else one for each block of the prefix.
+        `prefix_leader` is the answer when it was last asked. While that stands, asking again takes
+        one lookup; else one for each block of the prefix.
         """
-        if lead is not None and self._is_promised(lead.name, request):
-            return lead
-        names = self._reusable_names(request)
-        found = shared = len(self.pool.find(names))
-        while shared < len(names) and self._is_promised(names[shared], request):
+        if prefix_leader is not None and self._is_in_flight(prefix_leader.name, request):
+            return prefix_leader
+        names = self._reusable_hashes(request)
+        found = shared = len(self.pool.get_cached_blocks(names))
+        while shared < len(names) and self._is_in_flight(names[shared], request):
             shared += 1
         if shared == found:
             return None
-        return Lead(names[shared - 1], self._blocks_for(len(request.token_ids)) - shared)
+        return PrefixLeader(names[shared - 1], self._blocks_for(len(request.token_ids)) - shared)
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks added so that `num_tokens` fit; None if there are not enough."""
@@ -90,42 +92,44 @@ class KVCacheManager:
             return None
         blocks = self.pool.allocate(missing)
         request.block_ids += blocks
-        request.room_tokens += missing * self.block_tokens
+        request.block_capacity_tokens += missing * self.block_tokens
         return blocks
 
-    def name_full_blocks(self, request: Request) -> None:
+    def cache_full_blocks(self, request: Request) -> None:
         """Make findable what is computed (or in flight) and whose tokens the host knows. There is
-        nothing to do below `request.nameable_tokens`."""
+        nothing to do below `request.cacheable_tokens`."""
         full = min(request.computed, len(request.token_ids)) // self.block_tokens
-        if full <= request.num_named_blocks:
+        if full <= request.num_cached_blocks:
             return
         self._extend_hashes(request)
-        for index in range(request.num_named_blocks, full):
-            self.pool.name(request.block_ids[index], request.block_hashes[index])
-            self._withdraw(request.block_hashes[index], request)
-        self._set_named(request, full)
+        for index in range(request.num_cached_blocks, full):
+            self.pool.cache_block(request.block_ids[index], request.block_hashes[index])
+            self._unregister_in_flight(request.block_hashes[index], request)
+        self._set_num_cached_blocks(request, full)
 
-    def release(self, request: Request) -> None:
-        for name in request.block_hashes[request.num_named_blocks :]:
-            self._withdraw(name, request)
-        self.pool.release(request.block_ids)
+    def free(self, request: Request) -> None:
+        for name in request.block_hashes[request.num_cached_blocks :]:
+            self._unregister_in_flight(name, request)
+        self.pool.free(request.block_ids)
         request.block_ids = []
-        request.room_tokens = request.num_named_blocks = 0
+        request.block_capacity_tokens = request.num_cached_blocks = 0
 
-    def disown(self, request: Request) -> None:
+    def evict_computed(self, request: Request) -> None:
         """Let nobody find what `request` has computed: it is no good. By name, because it may have
         been preempted since, and have let go of its blocks."""
-        self.pool.unname(request.block_hashes)
+        self.pool.evict_hashes(request.block_hashes)
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Find no prefix that was computed before: its content may be lost. Nobody holds blocks."""
         self.check_idle()
-        self.pool.forget()
+        self.pool.reset_prefix_cache()
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free and no name is promised."""
         self.pool.check_idle()
-        assert not self._promised, f"{len(self._promised)} blocks are promised by nobody"
+        assert not self._in_flight_blocks, (
+            f"{len(self._in_flight_blocks)} blocks are promised by nobody"
+        )
 
     def _count_lookup(self, request: Request) -> None:
         """A request that starts again, here or from another engine, finds its own blocks or none:
@@ -136,24 +140,24 @@ class KVCacheManager:
             self.num_queried_tokens += request.prompt_tokens
             self.num_hit_tokens += request.computed
 
-    def _promise(self, request: Request) -> None:
+    def _register_in_flight(self, request: Request) -> None:
         """`request` computes every block from here on of which it knows all tokens."""
-        for name in request.block_hashes[request.num_named_blocks :]:
-            other = self._promised.setdefault(name, request)
+        for name in request.block_hashes[request.num_cached_blocks :]:
+            other = self._in_flight_blocks.setdefault(name, request)
             if request.order < other.order:
-                self._promised[name] = request
+                self._in_flight_blocks[name] = request
 
-    def _withdraw(self, name: bytes, request: Request) -> None:
+    def _unregister_in_flight(self, name: bytes, request: Request) -> None:
         """The promise is kept, or cannot be kept."""
-        if self._promised.get(name) is request:
-            del self._promised[name]
+        if self._in_flight_blocks.get(name) is request:
+            del self._in_flight_blocks[name]
 
-    def _is_promised(self, name: bytes, request: Request) -> bool:
+    def _is_in_flight(self, name: bytes, request: Request) -> bool:
         """By somebody ahead of `request`."""
-        leader = self._promised.get(name)
+        leader = self._in_flight_blocks.get(name)
         return leader is not None and leader.order < request.order
 
-    def _reusable_names(self, request: Request) -> list[bytes]:
+    def _reusable_hashes(self, request: Request) -> list[bytes]:
         """Names of the blocks that `request` may take from others."""
         if not self.prefix_caching:
             return []
@@ -162,10 +166,10 @@ class KVCacheManager:
             return []
         return request.block_hashes[: (len(request.token_ids) - 1) // self.block_tokens]
 
-    def _set_named(self, request: Request, blocks: int) -> None:
-        request.num_named_blocks = blocks
+    def _set_num_cached_blocks(self, request: Request, blocks: int) -> None:
+        request.num_cached_blocks = blocks
         next_tokens = (blocks + 1) * self.block_tokens
-        request.nameable_tokens = next_tokens if self.prefix_caching else sys.maxsize
+        request.cacheable_tokens = next_tokens if self.prefix_caching else sys.maxsize
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

@@ -33,16 +33,16 @@ class Request:
     """
 
     __slots__ = (
+        "block_capacity_tokens",
         "block_hashes",
         "block_ids",
+        "cacheable_tokens",
         "client",
         "computed",
         "core",
-        "entered_tokens",
         "failed_attempts",
-        "nameable_tokens",
+        "num_cached_blocks",
         "num_cached_tokens",
-        "num_named_blocks",
         "num_preemptions",
         "order",
         "pending",
@@ -50,10 +50,10 @@ class Request:
         "queue_s",
         "queued_at",
         "request_id",
-        "room_tokens",
         "slot",
         "status",
         "token_ids",
+        "tokens_at_start",
     )
 
     def __init__(
@@ -73,16 +73,16 @@ class Request:
         self.token_ids = pack_tokens(core.prompt_token_ids + core.output_token_ids)
         self.computed = 0
         self.pending = 0
-        self.entered_tokens = 0
+        self.tokens_at_start = 0
         """Tokens that it had when it took its slot."""
         self.slot = -1
         self.block_ids: list[int] = []
-        self.room_tokens = 0
+        self.block_capacity_tokens = 0
         """How many tokens its blocks can hold."""
         self.block_hashes: list[bytes] = []
-        self.num_named_blocks = 0
+        self.num_cached_blocks = 0
         """Blocks at the start of `block_ids` that can be found by other requests."""
-        self.nameable_tokens = 0
+        self.cacheable_tokens = 0
         """With so many tokens computed, the next block is full and may be named."""
         self.num_cached_tokens = 0
         self.num_preemptions = 0
@@ -100,7 +100,7 @@ class Request:
 
     @property
     def tokens_to_schedule(self) -> int:
-        """Zero once the last token that it may have is drawn or being drawn."""
+        """Zero once the last token that it may have is sampled or being sampled."""
         known = len(self.token_ids) + self.pending
         if known - self.prompt_tokens >= self.core.max_tokens:
             return 0
@@ -112,7 +112,7 @@ class Request:
         return EngineCoreOutput(self.request_id, [], FinishReason.ERROR, message)
 
     def append(self, token_id: int, extras: list[Extra]) -> EngineCoreOutput:
-        """Take in a drawn token, decide whether it is the last, and say so."""
+        """Take in a sampled token, decide whether it is the last, and say so."""
         core = self.core
         self.token_ids.append(token_id)
         self.pending -= 1

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from swell.configs.schema import CacheConfig, SchedulerConfig
-from swell.engine.kv_cache_manager import KVCacheManager, Lead
+from swell.engine.kv_cache_manager import KVCacheManager, PrefixLeader
 from swell.engine.request import MAX_FAILED_ATTEMPTS, Request, RequestStatus
-from swell.engine.validate import problem
+from swell.engine.request_validation import invalid_reason
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import Extra
 from swell.worker.wire import BlockGrowth, ModelRunnerOutput, NewRow, SchedulerOutput
@@ -38,7 +38,7 @@ NANS_IN_LOGITS = (
     "the model's logits for this request are no numbers (NaN or infinity), so no token can be drawn"
 )
 _NO_EXTRAS: list[Extra] = []
-_Waiting = tuple[tuple[int, int], Request, Lead | None]
+_Waiting = tuple[tuple[int, int], Request, PrefixLeader | None]
 """Place under the policy, and what the request followed when it was last looked at."""
 
 
@@ -60,7 +60,7 @@ class ScheduledStep:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _StepBuilder:
     """A step while it is being decided."""
 
     budget_tokens: int
@@ -69,7 +69,7 @@ class _Draft:
     growths: list[BlockGrowth] = field(default_factory=list)
     preempted: bool = False
 
-    def take(self, request: Request, count: int) -> None:
+    def add_row(self, request: Request, count: int) -> None:
         self.rows.append((request, count))
         self.budget_tokens -= count
 
@@ -129,11 +129,11 @@ class Scheduler:
 
     def add(self, core: EngineCoreRequest, client: bytes) -> EngineCoreOutput | None:
         """Take a request in. One that can never run is answered at once."""
-        trouble = problem(core, self.vocab_size, self.max_model_len)
+        error = invalid_reason(core, self.vocab_size, self.max_model_len)
         if core.request_id in self.requests:
-            trouble = f"request id {core.request_id!r} is already being served"
-        if trouble:
-            return EngineCoreOutput(core.request_id, [], FinishReason.ERROR, trouble)
+            error = f"request id {core.request_id!r} is already being served"
+        if error:
+            return EngineCoreOutput(core.request_id, [], FinishReason.ERROR, error)
         if len(core.output_token_ids) >= core.max_tokens:
             return EngineCoreOutput(core.request_id, [], FinishReason.LENGTH)
         priority = core.priority if self.config.policy == "priority" else 0
@@ -153,15 +153,15 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         if request.slot >= 0:
-            self._leave_slot(request)
+            self._release_slot(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
 
-    def _leave_slot(self, request: Request) -> None:
+    def _release_slot(self, request: Request) -> None:
         """Steps in flight may still touch the slot and the blocks: workers run steps in order,
         so whoever gets them next writes after that."""
         self.running.remove(request)
-        self.kv.release(request)
+        self.kv.free(request)
         self._free_slots.append(request.slot)
         request.slot = -1
 
@@ -169,39 +169,39 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if nothing can be computed now."""
-        draft = _Draft(self.config.max_tokens_per_step)
-        self._schedule_running(draft)
-        if not draft.preempted:
-            self._schedule_waiting(draft)
-        if not draft.rows:
+        builder = _StepBuilder(self.config.max_tokens_per_step)
+        self._schedule_running(builder)
+        if not builder.preempted:
+            self._schedule_waiting(builder)
+        if not builder.rows:
             return None
-        return self._plan(draft)
+        return self._plan(builder)
 
-    def schedule_nothing(self) -> ScheduledStep:
+    def schedule_dummy(self) -> ScheduledStep:
         """A step without rows."""
-        return self._plan(_Draft(0))
+        return self._plan(_StepBuilder(0))
 
-    def _schedule_running(self, draft: _Draft) -> None:
+    def _schedule_running(self, builder: _StepBuilder) -> None:
         index = 0
-        while index < len(self.running) and draft.budget_tokens:
+        while index < len(self.running) and builder.budget_tokens:
             request = self.running[index]
             index += 1
-            count = self._chunk(request, draft)
+            count = self._chunk(request, builder)
             if count == 0:
                 continue
             end = request.computed + count
-            if end > request.room_tokens:
-                blocks = self._grow_or_preempt(request, end, draft)
+            if end > request.block_capacity_tokens:
+                blocks = self._grow_or_preempt(request, end, builder)
                 if blocks is None:
                     break
-                draft.growths.append(BlockGrowth(request.slot, blocks))
-            draft.take(request, count)
+                builder.growths.append(BlockGrowth(request.slot, blocks))
+            builder.add_row(request, count)
 
-    def _schedule_waiting(self, draft: _Draft) -> None:
+    def _schedule_waiting(self, builder: _StepBuilder) -> None:
         followers: list[_Waiting] = []
         claimed_blocks = 0
-        while self._waiting and draft.budget_tokens and len(followers) < len(self._free_slots):
-            order, request, lead = self._waiting[0]
+        while self._waiting and builder.budget_tokens and len(followers) < len(self._free_slots):
+            order, request, prefix_leader = self._waiting[0]
             if request.status is RequestStatus.FINISHED:
                 heapq.heappop(self._waiting)
                 continue
@@ -210,27 +210,27 @@ class Scheduler:
             if request.pending:
                 break
             if request.failed_attempts and any(r.failed_attempts for r in self.running):
-                followers.append((order, request, lead))
+                followers.append((order, request, prefix_leader))
                 heapq.heappop(self._waiting)
                 continue
-            lead = self.kv.follow(request, lead)
-            if lead is not None:
-                followers.append((order, request, lead))
-                claimed_blocks += lead.own_blocks
+            prefix_leader = self.kv.wait_for_prefix(request, prefix_leader)
+            if prefix_leader is not None:
+                followers.append((order, request, prefix_leader))
+                claimed_blocks += prefix_leader.own_blocks
             # Each running request may soon want a block.
             elif self.kv.admit(request, spare_blocks=len(self.running) + claimed_blocks):
-                self._enter_slot(request, draft)
-                draft.take(request, self._chunk(request, draft))
+                self._assign_slot(request, builder)
+                builder.add_row(request, self._chunk(request, builder))
             else:
                 break
             heapq.heappop(self._waiting)
         for follower in followers:
             heapq.heappush(self._waiting, follower)
 
-    def _enter_slot(self, request: Request, draft: _Draft) -> None:
+    def _assign_slot(self, request: Request, builder: _StepBuilder) -> None:
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
-        request.entered_tokens = len(request.token_ids)
+        request.tokens_at_start = len(request.token_ids)
         insort(self.running, request, key=lambda r: r.order)
         if request.queue_s < 0:
             request.queue_s = self._clock() - request.queued_at
@@ -239,7 +239,7 @@ class Scheduler:
             self.num_started_tokens += request.total_tokens
         core = request.core
         ends = core.eos_token_ids + core.stop_token_ids if core.min_tokens else []
-        draft.new_rows.append(
+        builder.new_rows.append(
             NewRow(
                 slot=request.slot,
                 token_ids=request.token_ids.tolist(),
@@ -251,12 +251,12 @@ class Scheduler:
             )
         )
 
-    def _chunk(self, request: Request, draft: _Draft) -> int:
+    def _chunk(self, request: Request, builder: _StepBuilder) -> int:
         """Tokens of `request` that fit into this step."""
-        return min(request.tokens_to_schedule, draft.budget_tokens, self._max_chunk_tokens)
+        return min(request.tokens_to_schedule, builder.budget_tokens, self._max_chunk_tokens)
 
     def _grow_or_preempt(
-        self, request: Request, num_tokens: int, draft: _Draft
+        self, request: Request, num_tokens: int, builder: _StepBuilder
     ) -> list[int] | None:
         """Blocks for `request`, taken from later requests if need be; None: it lost its own."""
         while True:
@@ -265,13 +265,13 @@ class Scheduler:
                 return blocks
             victim = self.running[-1]
             self._preempt(victim)
-            draft.preempted = True
+            builder.preempted = True
             if victim is request:
                 return None
 
     def _preempt(self, request: Request) -> None:
         """Give up slot and blocks; start again later from the tokens known then."""
-        self._leave_slot(request)
+        self._release_slot(request)
         request.status = RequestStatus.WAITING
         request.computed = 0
         request.num_preemptions += 1
@@ -283,7 +283,7 @@ class Scheduler:
         often; the outputs that say so, for each ingress."""
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         for request in self.running.copy():
-            if len(request.token_ids) > request.entered_tokens:
+            if len(request.token_ids) > request.tokens_at_start:
                 continue  # it had gone on
             request.failed_attempts += 1
             if request.failed_attempts >= MAX_FAILED_ATTEMPTS:
@@ -304,28 +304,28 @@ class Scheduler:
             self._preempt(request)
         for request in self.requests.values():
             request.pending = 0
-        self.kv.forget()
+        self.kv.reset_prefix_cache()
 
-    def _plan(self, draft: _Draft) -> ScheduledStep:
+    def _plan(self, builder: _StepBuilder) -> ScheduledStep:
         """Write the step down, decode rows first, and advance as if it were done."""
-        draft.rows.sort(key=itemgetter(1))
+        builder.rows.sort(key=itemgetter(1))
         self._step += 1
-        rows = [request for request, _ in draft.rows]
+        rows = [request for request, _ in builder.rows]
         plan = SchedulerOutput(
             self._step,
-            new_rows=draft.new_rows,
-            growths=draft.growths,
+            new_rows=builder.new_rows,
+            growths=builder.growths,
             slots=[request.slot for request in rows],
             starts=[request.computed for request in rows],
-            num_tokens=[count for _, count in draft.rows],
+            num_tokens=[count for _, count in builder.rows],
         )
-        for request, count in draft.rows:
+        for request, count in builder.rows:
             request.computed += count
             draws = request.computed == request.total_tokens
             plan.samples.append(draws)
             request.pending += draws
-            if request.computed >= request.nameable_tokens:
-                self.kv.name_full_blocks(request)
+            if request.computed >= request.cacheable_tokens:
+                self.kv.cache_full_blocks(request)
         return ScheduledStep(plan, rows)
 
     # ---------------------------------------------------------------- update
@@ -369,7 +369,7 @@ class Scheduler:
         for row in failed:
             request = step.rows[row]
             if request.status is not RequestStatus.FINISHED:
-                self.kv.disown(request)
+                self.kv.evict_computed(request)
                 self.num_nans_in_logits += row in output.rows_with_nans
         return failed
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Waker
 from swell.coordinator.roster import Member
@@ -35,8 +35,8 @@ from swell.coordinator.wire import (
     Resume,
     StartDPWave,
 )
-from swell.engine.beacon import Beacon
-from swell.engine.clients import Clients
+from swell.engine.client_tracker import ClientTracker
+from swell.engine.coordinator_client import CoordinatorClient
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
 from swell.engine.wire import (
@@ -52,7 +52,7 @@ from swell.engine.wire import (
 )
 from swell.worker.wire import GroupPlan
 
-_LEAVE_S = 0.005
+_FLUSH_S = 0.005
 """Within it a message that was sent has left the process: ten times what that takes on cores that
 others keep busy."""
 
@@ -69,7 +69,7 @@ class LoadReporter:
         """Something happened that the last report does not tell."""
         self._changed = True
 
-    def told(self, now: float) -> None:
+    def reported(self, now: float) -> None:
         self._changed, self._last_at = False, now
 
     def wait_s(self, now: float) -> float:
@@ -98,32 +98,32 @@ class EngineServer:
         core.member.rank, core.member.incarnation = rank, self.incarnation
         core.on_start = self._send_started
         self._resets = 0
-        self._log = FactLogger("engine", rank=rank)
+        self._log = StructuredLogger("engine", rank=rank)
         self._inbox: Inbox[EngineMessage] = Inbox(EngineMessage, keys, host)
         self._waker = Waker()
         self._reporter = LoadReporter(config.cluster)
-        self._clients = Clients(config.cluster.stall_timeout_s)
-        self._look_s = config.cluster.heartbeat_s
-        self._looked_at = 0.0
+        self._client_tracker = ClientTracker(config.cluster.stall_timeout_s)
+        self._check_interval_s = config.cluster.heartbeat_s
+        self._checked_at = 0.0
         self._commands: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
         self._reconfiguration: ReconfigureDistributedRequest | None = None
         self._newest_epoch = 0
-        self._beacon = Beacon(
+        self._coordinator_client = CoordinatorClient(
             config.cluster,
             coordinator,
             keys,
             hello=self._hello,
-            ticks=lambda: core.progress,
+            progress_counter=lambda: core.progress,
             on_command=self._on_command,
-            on_beat=self._tear,
+            on_heartbeat=self._abort_collectives,
         )
-        self._told_wave: tuple[object, ...] = ()
+        self._reported_wave: tuple[object, ...] = ()
         self._stopping = threading.Event()
         self._services: dict[str, Callable[..., object]] = {
             "report": self._report,
             "check_idle": core.check_idle,
         }
-        self._beacon.start()
+        self._coordinator_client.start()
 
     @property
     def address(self) -> ChannelAddress:
@@ -154,13 +154,13 @@ class EngineServer:
             while not self._stopping.is_set():
                 try:
                     if failure is not None:
-                        self._mend(failure)
+                        self._recover(failure)
                     failure = None
-                    self._turn()
+                    self._run_once()
                 except (GroupBroken, WorkerLost) as error:
                     failure = error
         finally:
-            self._beacon.stop()
+            self._coordinator_client.stop()
             self.core.shutdown()
             self._inbox.close()
             self._waker.close()
@@ -172,24 +172,24 @@ class EngineServer:
 
     # ---------------------------------------------------------------- the loop
 
-    def _turn(self) -> None:
-        self._tell(self.core.take_words())  # before waiting for more
+    def _run_once(self) -> None:
+        self._send_to_coordinator(self.core.take_messages())  # before waiting for more
         busy = self.core.has_work or self._reconfiguration is not None
-        self._intake(0.0 if busy else self._reporter.wait_s(time.monotonic()))
-        self._look_around(time.monotonic())  # after taking in what was said meanwhile
+        self._process_inputs(0.0 if busy else self._reporter.wait_s(time.monotonic()))
+        self._check_peers(time.monotonic())  # after taking in what was said meanwhile
         if self._reconfiguration is not None:
             self._reconfigure()
         if self.core.has_work:
             self._reporter.changed()
-            for client, outputs in self.core.step(self._intake).items():
+            for client, outputs in self.core.step(self._process_inputs).items():
                 self._send(client, outputs)
             if not self.core.scheduler.has_requests and not self.core.has_work:
                 self._check_conservation()
 
-    def _intake(self, timeout_s: float = 0.0) -> None:
+    def _process_inputs(self, timeout_s: float = 0.0) -> None:
         for peer, message in self._inbox.receive(timeout_s, self._waker):
             self._reporter.changed()
-            self._clients.heard(peer, time.monotonic())
+            self._client_tracker.on_message(peer, time.monotonic())
             match message:
                 case EngineCoreRequest():
                     answer = self.core.add_request(message, peer)
@@ -201,17 +201,17 @@ class EngineServer:
                     self._serve(peer, message)
                 case KeepAlive():
                     """Hearing it was all."""
-        self._clients.listened(time.monotonic())
+        self._client_tracker.advance(time.monotonic())
         while not self._commands.empty():
-            self._obey(self._commands.get())
-        self._tell(self.core.take_words())
+            self._handle_command(self._commands.get())
+        self._send_to_coordinator(self.core.take_messages())
 
-    def _look_around(self, now: float) -> None:
+    def _check_peers(self, now: float) -> None:
         """Now and then: are the workers there, and those who asked?"""
-        if now - self._looked_at < self._look_s:
+        if now - self._checked_at < self._check_interval_s:
             return
-        self._looked_at = now
-        for client in self._clients.drop_silent():
+        self._checked_at = now
+        for client in self._client_tracker.drop_silent():
             ids = self.core.abort_client(client)
             if ids:
                 self._log.warning("client is silent", requests=len(ids))
@@ -239,18 +239,18 @@ class EngineServer:
         self._inbox.send(peer, EngineCoreOutputs(self.rank, utility_output=answer))
 
     def _send(self, client: bytes, outputs: list[EngineCoreOutput]) -> None:
-        seq = self._clients.next_seq(client)
+        seq = self._client_tracker.next_seq(client)
         self._inbox.send(client, EngineCoreOutputs(self.rank, outputs, time.monotonic(), seq=seq))
 
     def _send_started(self, started: dict[bytes, list[str]]) -> None:
         """A step that ends this process may begin now. Of a suspect it must be known, so it waits
         until the message has surely left; of others, that a step's first millisecond is enough."""
         for client, ids in started.items():
-            seq = self._clients.next_seq(client)
+            seq = self._client_tracker.next_seq(client)
             self._inbox.send(client, EngineCoreOutputs(self.rank, seq=seq, started=ids))
         requests = self.core.scheduler.requests
         if any(requests[i].failed_attempts for ids in started.values() for i in ids):
-            time.sleep(_LEAVE_S)
+            time.sleep(_FLUSH_S)
 
     # ---------------------------------------------------------------- groups and workers
 
@@ -258,26 +258,26 @@ class EngineServer:
         """On the beacon's thread."""
         if isinstance(command, ReconfigureDistributedRequest):
             self._newest_epoch = max(self._newest_epoch, command.epoch)
-            self._tear()
+            self._abort_collectives()
         self._commands.put(command)
         self._waker.wake()
 
-    def _tear(self) -> None:
+    def _abort_collectives(self) -> None:
         """On the beacon's thread: the loop may be inside a step that never ends, or be forming a
         group that nobody wants any more. Done again until it has taken the newest command."""
         member = self.core.member
         if self._newest_epoch > member.epoch and member.phase is not Phase.PAUSED:
             self.core.executor.abort()
 
-    def _obey(self, command: EngineCommand) -> None:
+    def _handle_command(self, command: EngineCommand) -> None:
         member = self.core.member
         match command:
             case StartDPWave():
-                self._tell(member.start(command))
+                self._send_to_coordinator(member.start(command))
             case Pause():
-                self._tell(member.pause(command))
+                self._send_to_coordinator(member.pause(command))
             case Resume():
-                self._tell(member.resume(command))
+                self._send_to_coordinator(member.resume(command))
             case ReconfigureDistributedRequest():
                 self._reconfiguration = command
             case Introduce():
@@ -291,7 +291,7 @@ class EngineServer:
         if request is None or not member.reconfigure(request):
             return
         if not drained:
-            self.core.lose_steps()
+            self.core.discard_steps_in_flight()
         self._log.info("reconfiguring", epoch=request.epoch, ranks=request.ranks, drained=drained)
         if self.rank in request.ranks:
             self.core.regroup(
@@ -304,29 +304,31 @@ class EngineServer:
                     keep_states=drained,
                 )
             )
-            self._tell(member.joined())
+            self._send_to_coordinator(member.joined())
 
-    def _mend(self, failure: ExecutorError) -> None:
+    def _recover(self, failure: ExecutorError) -> None:
         """Replace what was lost, and form the engine's own groups again; an engine that shares
         experts waits for the coordinator's next epoch."""
         lost = isinstance(failure, WorkerLost)
         self._log.warning("groups broke", reason=str(failure), workers_lost=lost)
         member = self.core.member
         self._resets += 1
-        self.core.lose_steps()
+        self.core.discard_steps_in_flight()
         for failed in self.core.take_failed():
             for client, outputs in failed.items():
                 self._send(client, outputs)
-        self._tell(member.broken(str(failure), repairing=lost))
+        self._send_to_coordinator(member.broken(str(failure), repairing=lost))
         if lost:
             self.core.executor.repair()
             self.repairs += 1
         if not member.lockstep:
             self.core.regroup(GroupPlan(generation=0))
-            self._tell(member.joined())
+            self._send_to_coordinator(member.joined())
         if lost:
             self._log.info("workers replaced", repairs=self.repairs)
-            self._tell([Repaired(self.rank, self.incarnation, self.core.executor.store)])
+            self._send_to_coordinator(
+                [Repaired(self.rank, self.incarnation, self.core.executor.store)]
+            )
 
     # ---------------------------------------------------------------- reports
 
@@ -335,16 +337,16 @@ class EngineServer:
         member = self.core.member
         return (member.epoch, member.wave, member.phase, member.voting)
 
-    def _tell(self, words: list[CoordinatorMessage]) -> None:
+    def _send_to_coordinator(self, messages: list[CoordinatorMessage]) -> None:
         """Say these, and how things stand where that is due or has changed: the beacon repeats it
         while this thread is inside a step."""
         now = time.monotonic()
-        if self._wave != self._told_wave or self._reporter.wait_s(now) == 0.0:
-            self._told_wave = self._wave
-            self._reporter.told(now)
-            words = [*words, self._report()]
-        if words:
-            self._beacon.tell(words)
+        if self._wave != self._reported_wave or self._reporter.wait_s(now) == 0.0:
+            self._reported_wave = self._wave
+            self._reporter.reported(now)
+            messages = [*messages, self._report()]
+        if messages:
+            self._coordinator_client.send(messages)
 
     def _hello(self) -> EngineHello:
         """On the beacon's thread. A group that was asked for and not begun counts as begun."""
@@ -369,7 +371,7 @@ class EngineServer:
             waiting_tokens=scheduler.waiting_tokens(),
             kv_usage=scheduler.kv.usage,
             steps=core.num_steps,
-            ticks=core.progress,
+            progress_counter=core.progress,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens,
             generation_tokens=scheduler.num_generated_tokens,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2 * size] = [gate | up] -> new [..., size].
 
     silu(x) = x / (1 + exp(-x)), rounded to the input's type before the product, as modules in
-    sequence would. Columns: reference, cpu.
+    sequence would. Backends: reference, cpu.
     """
-    return columns.pick("activation", gate_up.device.type).silu_and_mul(gate_up)  # type: ignore[no-any-return]
+    return backends.get("activation", gate_up.device.type).silu_and_mul(gate_up)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 class AttentionMetadata(NamedTuple):
@@ -49,9 +49,9 @@ def paged_attention(
 
     q [T, heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim]; returns a new
     [T, heads, head_dim] of q's type. The softmax is computed in float32. `heads` is a multiple
-    of `kv_heads`. Rows may have zero query tokens. Columns: reference, cpu (float32, bfloat16;
+    of `kv_heads`. Rows may have zero query tokens. Backends: reference, cpu (float32, bfloat16;
     there the result of a token does not depend on the batch or chunk in which it stands).
     """
-    return columns.pick("attention", q.device.type).paged_attention(  # type: ignore[no-any-return]
+    return backends.get("attention", q.device.type).paged_attention(  # type: ignore[no-any-return]
         q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap
     )

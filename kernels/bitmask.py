@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor, value: float) -> None:
@@ -13,6 +13,6 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor, value: float) -
     logits [S, V] float32; bitmask [M, ceil(V / 32)] int32, token t is bit t % 32 of word t // 32,
     as llguidance and xgrammar pack it, and bits behind V mean nothing; rows [M] int64, different
     ones; `value` may be -inf, or finite where something may still have to be drawn.
-    Columns: reference, cpu.
+    Backends: reference, cpu.
     """
-    columns.pick("bitmask", logits.device.type).apply_bitmask(logits, bitmask, rows, value)
+    backends.get("bitmask", logits.device.type).apply_bitmask(logits, bitmask, rows, value)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store this step's K and V; the caches change in place.
 
     k, v [T, kv_heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim] of the same
-    type; slot_mapping [T] int64, distinct and inside the cache. Columns: reference, cpu.
+    type; slot_mapping [T] int64, distinct and inside the cache. Backends: reference, cpu.
     """
-    columns.pick("cache", k.device.type).write_kv(k, v, k_cache, v_cache, slot_mapping)
+    backends.get("cache", k.device.type).write_kv(k, v, k_cache, v_cache, slot_mapping)

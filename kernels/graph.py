@@ -1,8 +1,8 @@
 """Running a fixed sequence of operations again, without the Python that led to it.
 
-What CUDA calls a graph: `capture` notes the operations of the compiled column that a function calls
-on tensors of the largest sizes, and computes nothing; `replay` computes them in the sizes that
-there are this time.
+What CUDA calls a graph: `capture` notes the operations of the compiled backend that a function
+calls on tensors of the largest sizes, and computes nothing; `replay` computes them in the sizes
+that there are this time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 class NotCapturableError(RuntimeError):
@@ -31,8 +31,8 @@ class Graph(Protocol):
 
 
 def can_capture(device: str) -> bool:
-    """Whether some column of a device type records its operations."""
-    return columns.load(columns.COLUMNS[device][0], "graph") is not None
+    """Whether some backend of a device type records its operations."""
+    return backends.load(backends.BACKENDS[device][0], "graph") is not None
 
 
 def capture(
@@ -42,11 +42,11 @@ def capture(
 
     The function takes tensors that stay. Each operation that it calls has as many rows as one of
     `sizes`, which differ, and computes each by itself. Raises `NotCapturableError` if it does more
-    than make, view and pass on tensors between operations of the column, or if one of these has
-    other rows. Columns: cpu.
+    than make, view and pass on tensors between operations of the backend, or if one of these has
+    other rows. Backends: cpu.
     """
     assert len(set(sizes)) == len(sizes)
-    with columns.pick("graph", device).recorded(sizes) as graph, _OnlyViews() as views:
+    with backends.get("graph", device).recorded(sizes) as graph, _OnlyViews() as views:
         results = run()
     graph.finish(views.made, results)
     return results, graph

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 class Sizes(NamedTuple):
@@ -79,9 +79,9 @@ def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: 
     """What fills `out` from the tables; all of these stay where they are.
 
     token_ids [slots, length] int32, of which element p is the token at position p; block_table
-    [slots, max_blocks] int32. Columns: reference, cpu.
+    [slots, max_blocks] int32. Backends: reference, cpu.
     """
-    return columns.pick("inputs", token_ids.device.type).make_gather(  # type: ignore[no-any-return]
+    return backends.get("inputs", token_ids.device.type).make_gather(  # type: ignore[no-any-return]
         token_ids, block_table, block_tokens, out
     )
 
@@ -89,8 +89,8 @@ def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: 
 def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """token_ids[slots[i], positions[i]] = tokens[i]; all [S] int64, and token_ids as in
     `make_gather`. Raises IndexError for a place outside of it; not in a replay, whose places a
-    `Gather` has checked. Columns: reference, cpu."""
-    columns.pick("inputs", token_ids.device.type).write_tokens(token_ids, slots, positions, tokens)
+    `Gather` has checked. Backends: reference, cpu."""
+    backends.get("inputs", token_ids.device.type).write_tokens(token_ids, slots, positions, tokens)
 
 
 def check_room(tokens: int, rows: int, out: Inputs) -> None:

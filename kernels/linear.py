@@ -1,6 +1,6 @@
 """Products with a weight that stays, y = x W^T + b, and looking rows of it up.
 
-A column may keep a weight in an order of its own: `pack` it once, when it is filled.
+A backend may keep a weight in an order of its own: `pack` it once, when it is filled.
 """
 
 from __future__ import annotations
@@ -9,36 +9,36 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A weight [out, in] in the order of the column that packed it."""
+class PackedTensor:
+    """A weight [out, in] in the order of the backend that packed it."""
 
     data: Tensor
     out_features: int
     in_features: int
 
 
-Weight = Tensor | Packed
+Weight = Tensor | PackedTensor
 
 
 def pack(weight: Tensor) -> Weight:
     """`weight` [out, in] as `linear` takes it fastest: itself, or a copy.
 
-    Columns: reference, cpu.
+    Backends: reference, cpu.
     """
-    return columns.pick("linear", weight.device.type).pack(weight)  # type: ignore[no-any-return]
+    return backends.get("linear", weight.device.type).pack(weight)  # type: ignore[no-any-return]
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [..., in], weight [out, in], bias [out] or none -> new [..., out], all of one type.
 
     With a packed weight a row's result has the same bits whatever rows stand beside it. Sums are
-    in float32, and rounded once to the type. Columns: reference, cpu.
+    in float32, and rounded once to the type. Backends: reference, cpu.
     """
-    return columns.pick("linear", x.device.type).linear(x, weight, bias)  # type: ignore[no-any-return]
+    return backends.get("linear", x.device.type).linear(x, weight, bias)  # type: ignore[no-any-return]
 
 
 def largest(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
@@ -46,11 +46,11 @@ def largest(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
     float32, and which it is, [S] int64: of equal ones the first. Where one of a row's outputs is
     NaN, so is the largest, and `which` is any.
 
-    Columns: reference, cpu.
+    Backends: reference, cpu.
     """
-    return columns.pick("linear", x.device.type).largest(x, weight, outs)  # type: ignore[no-any-return]
+    return backends.get("linear", x.device.type).largest(x, weight, outs)  # type: ignore[no-any-return]
 
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:
-    """Rows `ids` [T] int of weight [N, hidden] -> new [T, hidden]. Columns: reference, cpu."""
-    return columns.pick("linear", ids.device.type).embedding(ids, weight)  # type: ignore[no-any-return]
+    """Rows `ids` [T] int of weight [N, hidden] -> new [T, hidden]. Backends: reference, cpu."""
+    return backends.get("linear", ids.device.type).embedding(ids, weight)  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -16,7 +16,8 @@ def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Te
 
         logprob(t) = logit(t) - log(sum(exp(logits)))        rank(t) = 1 + number of larger logits
 
-    Among equal logits the column may choose. Where one of a row's logits is NaN or +inf, or all are
-    -inf, its log probabilities are NaN, all of them. Columns: reference, cpu.
+    Among equal logits the backend may choose. Where one of a row's logits is NaN or +inf, or all
+    are
+    -inf, its log probabilities are NaN, all of them. Backends: reference, cpu.
     """
-    return columns.pick("logprobs", logits.device.type).rank_tokens(logits, token_ids, top)  # type: ignore[no-any-return]
+    return backends.get("logprobs", logits.device.type).rank_tokens(logits, token_ids, top)  # type: ignore[no-any-return]

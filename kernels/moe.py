@@ -15,16 +15,16 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> (weights [T, k] float32, experts [T, k] int64), the largest first.
 
     The softmax is computed in float32; `renormalize` makes the k weights of a token sum to 1.
-    Columns: reference.
+    Backends: reference.
     """
-    return columns.pick("moe", logits.device.type).route(logits, top_k, renormalize)  # type: ignore[no-any-return]
+    return backends.get("moe", logits.device.type).route(logits, top_k, renormalize)  # type: ignore[no-any-return]
 
 
 def expert_outputs(
@@ -37,14 +37,14 @@ def expert_outputs(
     the tokens that chose it, in their order, by one product, and one that nobody chose costs
     nothing: so a result depends on which tokens come together, but on no other expert and not on
     where the experts lie. Reads back how often each expert was chosen: one wait for the device a
-    call. Columns: reference.
+    call. Backends: reference.
     """
-    columns.pick("moe", x.device.type).expert_outputs(x, experts, weights, out)
+    backends.get("moe", x.device.type).expert_outputs(x, experts, weights, out)
 
 
 def combine_experts(outputs: Tensor, weights: Tensor) -> Tensor:
     """sum_j weights[:, j] * outputs[:, j], j ascending: [T, k, hidden], [T, k] -> [T, hidden].
 
-    Computed in float32 and rounded once to the type of `outputs`. Columns: reference.
+    Computed in float32 and rounded once to the type of `outputs`. Backends: reference.
     """
-    return columns.pick("moe", outputs.device.type).combine_experts(outputs, weights)  # type: ignore[no-any-return]
+    return backends.get("moe", outputs.device.type).combine_experts(outputs, weights)  # type: ignore[no-any-return]

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., size], weight [size] -> new [..., size] of x's type. Columns: reference, cpu."""
-    return columns.pick("norm", x.device.type).rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+    """x [..., size], weight [size] -> new [..., size] of x's type. Backends: reference, cpu."""
+    return backends.get("norm", x.device.type).rms_norm(x, weight, eps)  # type: ignore[no-any-return]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Both of (rms_norm(x + residual), x + residual), new tensors of x's type.
 
     x, residual [..., size]; weight [size]. The sum is rounded to x's type before it is normalized.
-    Columns: reference, cpu.
+    Backends: reference, cpu.
     """
-    return columns.pick("norm", x.device.type).add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
+    return backends.get("norm", x.device.type).add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]

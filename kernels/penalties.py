@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 def apply_penalties(
@@ -29,9 +29,9 @@ def apply_penalties(
 
     1 is Keskar et al. 2019, arXiv 1909.05858, with the sign rule of transformers'
     `RepetitionPenaltyLogitsProcessor`; 2 is OpenAI's ("Frequency and presence penalties" in
-    https://platform.openai.com/docs/api-reference). Columns: reference, cpu.
+    https://platform.openai.com/docs/api-reference). Backends: reference, cpu.
     """
-    columns.pick("penalties", logits.device.type).apply_penalties(
+    backends.get("penalties", logits.device.type).apply_penalties(
         logits, rows, slots, output_counts, seen, repetition, frequency, presence
     )
 
@@ -39,6 +39,6 @@ def apply_penalties(
 def count_tokens(output_counts: Tensor, seen: Tensor, slots: Tensor, tokens: Tensor) -> None:
     """Let the tables of `apply_penalties` know that tokens[i] stands in the output of slots[i].
 
-    slots, tokens [N] int64; a pair that comes twice counts twice. Columns: reference, cpu.
+    slots, tokens [N] int64; a pair that comes twice counts twice. Backends: reference, cpu.
     """
-    columns.pick("penalties", seen.device.type).count_tokens(output_counts, seen, slots, tokens)
+    backends.get("penalties", seen.device.type).count_tokens(output_counts, seen, slots, tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -18,6 +18,6 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
     q [T, heads, head_dim], k [T, kv_heads, head_dim] (views of a wider tensor are fine), cos and
     sin [T, rotary_dim / 2], rotary_dim <= head_dim. Computed in float32 and rounded once; in
-    float32 equal to transformers' llama bit for bit. Columns: reference, cpu.
+    float32 equal to transformers' llama bit for bit. Backends: reference, cpu.
     """
-    return columns.pick("rope", q.device.type).apply_rope(q, k, cos, sin)  # type: ignore[no-any-return]
+    return backends.get("rope", q.device.type).apply_rope(q, k, cos, sin)  # type: ignore[no-any-return]

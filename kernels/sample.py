@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -16,18 +16,18 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
 
     53 bits of mix(mix(seed + g) + (position + 1) * g), where mix is the finalizer and g the
     increment of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195; constants as
-    in https://prng.di.unimi.it/splitmix64.c). Columns: reference, cpu.
+    in https://prng.di.unimi.it/splitmix64.c). Backends: reference, cpu.
     """
-    return columns.pick("sample", seeds.device.type).uniform_noise(seeds, positions)  # type: ignore[no-any-return]
+    return backends.get("sample", seeds.device.type).uniform_noise(seeds, positions)  # type: ignore[no-any-return]
 
 
-def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
     """logits [N, V] -> the most likely tokens [N] int64, and their logits [N] float32.
 
     Where one of a row's logits is NaN, so is the latter, and the token is any.
-    Columns: reference, cpu.
+    Backends: reference, cpu.
     """
-    return columns.pick("sample", logits.device.type).greedy_tokens(logits)  # type: ignore[no-any-return]
+    return backends.get("sample", logits.device.type).greedy_sample(logits)  # type: ignore[no-any-return]
 
 
 def sample_tokens(
@@ -39,7 +39,7 @@ def sample_tokens(
     u: Tensor,
     *,
     any_min_p: bool = True,
-    any_top: bool = True,
+    any_top_k_or_p: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """One token per row, [N] int64, and the largest logit of each, [N] float32.
 
@@ -54,10 +54,17 @@ def sample_tokens(
     left and renormalized, the smallest set of most likely tokens that holds top_p. Equal logits
     are ranked by token id, and one token is always kept. A token of logit -inf is never drawn.
 
-    `any_min_p` and `any_top` say whether some row uses min_p, or top_k or top_p: without the
+    `any_min_p` and `any_top_k_or_p` say whether some row uses min_p, or top_k or top_p: without the
     latter nothing is sorted. They must hold for the batch; they cost no look at the device.
-    Columns: reference, cpu.
+    Backends: reference, cpu.
     """
-    return columns.pick("sample", logits.device.type).sample_tokens(  # type: ignore[no-any-return]
-        logits, temperature, top_k, top_p, min_p, u, any_min_p=any_min_p, any_top=any_top
+    return backends.get("sample", logits.device.type).sample_tokens(  # type: ignore[no-any-return]
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        u,
+        any_min_p=any_min_p,
+        any_top_k_or_p=any_top_k_or_p,
     )

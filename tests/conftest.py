@@ -35,9 +35,9 @@ not part of `make test-fast`."""
 
 def pytest_sessionstart() -> None:
     """Oracles compute in this process too, some before the first engine of it."""
-    from swell.worker.vector_math import settle_vector_math
+    from swell.worker.vector_math import initialize_vector_math
 
-    settle_vector_math()
+    initialize_vector_math()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,6 +54,6 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deaths]:
     """Loops that would have ended this process, and what they raised. A test that plants such a
     failure takes it out of the list; else a loop that ends fails the test, not pytest."""
     ended: Deaths = []
-    monkeypatch.setattr(process, "end_process", lambda loop, error: ended.append((loop, error)))
+    monkeypatch.setattr(process, "exit_process", lambda loop, error: ended.append((loop, error)))
     yield ended
     assert not ended

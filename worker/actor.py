@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import ray
 
-from swell.configs.process import keep_what_is_here, prepare_for_torch
+from swell.configs.process import freeze_gc, prepare_for_torch
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
 from swell.worker.wire import WorkerCommand, WorkerLimits, WorkerProgress
@@ -25,12 +25,12 @@ class WorkerActor:
         local_workers: int,
         keys: ChannelKeys,
         engine: ChannelAddress,
-        beats: ChannelAddress,
+        heartbeats: ChannelAddress,
     ) -> None:
-        """`engine` and `beats`: the engine's ends of the two channels."""
+        """`engine` and `heartbeats`: the engine's ends of the two channels."""
         self._rank = rank
         self._keys = keys
-        self._beats = beats
+        self._heartbeats = heartbeats
         self._outlet: Outlet[WorkerCommand] = Outlet(engine, WorkerCommand, keys)
         self._config = config
         self._local_workers = local_workers
@@ -43,7 +43,11 @@ class WorkerActor:
 
         # Ray shows a worker only the GPU that it gave it.
         self._worker = Worker(
-            self._config, self._rank, self._local_workers, local_rank=0, progress=self._tell
+            self._config,
+            self._rank,
+            self._local_workers,
+            local_rank=0,
+            progress=self._report_progress,
         )
         limits = self._worker.load()
         return msgspec.structs.replace(limits, pid=os.getpid())
@@ -55,17 +59,17 @@ class WorkerActor:
 
     def init_cache(self, num_blocks: int, max_model_len: int) -> None:
         self._worker.init_cache(num_blocks, max_model_len)
-        keep_what_is_here()
+        freeze_gc()
 
     def run(self) -> None:
         """Obey the engine until it says `Shutdown`."""
-        from swell.worker.loop import Beacon, WorkerLoop
+        from swell.worker.loop import HeartbeatThread, WorkerLoop
 
         cluster = self._config.cluster
         loop = WorkerLoop(self._rank, self._worker, self._outlet)
-        beats: Outlet[WorkerCommand] = Outlet(self._beats, WorkerCommand, self._keys)
-        beat_s = min(cluster.heartbeat_s, cluster.stall_timeout_s / 4)
-        beacon = Beacon(loop, beats, beat_s)
+        heartbeats: Outlet[WorkerCommand] = Outlet(self._heartbeats, WorkerCommand, self._keys)
+        heartbeat_interval_s = min(cluster.heartbeat_s, cluster.stall_timeout_s / 4)
+        beacon = HeartbeatThread(loop, heartbeats, heartbeat_interval_s)
         try:
             loop.run()
         finally:
@@ -73,5 +77,5 @@ class WorkerActor:
             self._worker.shutdown()
             self._outlet.close()
 
-    def _tell(self, done_bytes: int, total_bytes: int) -> None:
+    def _report_progress(self, done_bytes: int, total_bytes: int) -> None:
         self._outlet.send(WorkerProgress(self._rank, done_bytes, total_bytes))

@@ -13,8 +13,8 @@ import torch
 
 from swell.configs.schema import Config, ModelConfig
 from swell.worker.layers.moe import Expert, MoE
-from swell.worker.layers.piece import Piece
-from swell.worker.loader import load_pieces
+from swell.worker.layers.weight_shard import WeightShard
+from swell.worker.loader import load_weight_shards
 from swell.worker.mesh import Mesh
 
 
@@ -55,33 +55,33 @@ class _Placement:
         rank = min(range(len(self.have)), key=lambda rank: len(self.owned[rank]))
         self._own(rank, expert)
 
-    def _settle(self, expert: int, asked: set[int]) -> bool:
-        """Find an owner among the holders; ranks in `asked` have no room."""
+    def _settle(self, expert: int, visited: set[int]) -> bool:
+        """Find an owner among the holders; ranks in `visited` have no room."""
         for rank, held in enumerate(self.have):
-            if expert in held and rank not in asked and self._make_room(rank, asked):
+            if expert in held and rank not in visited and self._make_room(rank, visited):
                 self._own(rank, expert)
                 return True
         return False
 
-    def _make_room(self, rank: int, asked: set[int]) -> bool:
+    def _make_room(self, rank: int, visited: set[int]) -> bool:
         """Whether the rank may own one more: at once, or after another has moved."""
-        asked.add(rank)
+        visited.add(rank)
         load = len(self.owned[rank])
         if load < self.share or (load == self.share and self.extras > self._extras_taken()):
             return True
-        if self._shed(rank, asked):
+        if self._reassign_one(rank, visited):
             return True
         others = range(len(self.have)) if load == self.share else ()
         return any(
-            self._shed(other, asked)
+            self._reassign_one(other, visited)
             for other in others
-            if other not in asked and len(self.owned[other]) > self.share
+            if other not in visited and len(self.owned[other]) > self.share
         )
 
-    def _shed(self, rank: int, asked: set[int]) -> bool:
+    def _reassign_one(self, rank: int, visited: set[int]) -> bool:
         """Move one of the rank's experts to another of its holders."""
-        asked.add(rank)
-        return any(self._settle(expert, asked) for expert in sorted(self.owned[rank]))
+        visited.add(rank)
+        return any(self._settle(expert, visited) for expert in sorted(self.owned[rank]))
 
     def _own(self, rank: int, expert: int) -> None:
         before = self.owners[expert]
@@ -137,14 +137,14 @@ def _load(model: Any, experts: Sequence[int], model_config: ModelConfig) -> None
     layers = model.moe_layers()
     made = {expert: [layer.make_expert() for layer in layers] for expert in experts}
 
-    def wanted(_stored: Collection[str]) -> Iterator[Piece]:
+    def wanted(_stored: Collection[str]) -> Iterator[WeightShard]:
         for expert, weights in made.items():
-            yield from model.expert_pieces(expert, weights)
+            yield from model.expert_weight_shards(expert, weights)
 
     if made:
-        load_pieces(wanted, model_config)
+        load_weight_shards(wanted, model_config)
     for expert, weights in made.items():
-        _hold(layers, expert, weights)
+        _store_expert(layers, expert, weights)
 
 
 def _move(layers: Sequence[MoE], mesh: Mesh, expert: int, source: int, target: int) -> int:
@@ -159,10 +159,10 @@ def _move(layers: Sequence[MoE], mesh: Mesh, expert: int, source: int, target: i
     for arrived in weights:
         for part in arrived:
             mesh.expert.recv(part, source)
-    _hold(layers, expert, weights)
+    _store_expert(layers, expert, weights)
     return 1
 
 
-def _hold(layers: Sequence[MoE], expert: int, weights: Sequence[Expert]) -> None:
+def _store_expert(layers: Sequence[MoE], expert: int, weights: Sequence[Expert]) -> None:
     for layer, part in zip(layers, weights, strict=True):
         layer.held[expert] = part

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from swell.worker.groups import GroupError
 
-NOT_A_ROWS = (GroupError, MemoryError)
+NON_REQUEST_ERRORS = (GroupError, MemoryError)
 """What is no row's own fault, wherever it is raised."""
 
 

@@ -46,11 +46,11 @@ class TokenFeedback:
     def after_sampling(self, tokens: Tensor) -> None:
         """tokens [S] int64 have been drawn and written to this stage's states."""
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Finish all messages that are under way."""
 
 
-class Outbox:
+class PendingSends:
     """Sends under way. Each is waited for when `limit` younger ones exist, and a tensor lives
     until then."""
 
@@ -63,7 +63,7 @@ class Outbox:
         self._sends.append(list(handles))
         self._wait_for_all_but(self._limit)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for all sends."""
         self._wait_for_all_but(0)
 
@@ -76,13 +76,13 @@ class Outbox:
 class LastStageFeedback(TokenFeedback):
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._outbox = Outbox(MAX_OUTSTANDING + 1)
+        self._pending_sends = PendingSends(MAX_OUTSTANDING + 1)
 
     def after_sampling(self, tokens: Tensor) -> None:
-        self._outbox.add([self._group.send(tokens, 0)])
+        self._pending_sends.add([self._group.send(tokens, 0)])
 
-    def settle(self) -> None:
-        self._outbox.settle()
+    def drain(self) -> None:
+        self._pending_sends.drain()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class FirstStageFeedback(TokenFeedback):
     def before_step(self, plan: SchedulerOutput) -> None:
         self._receive(self._needed(plan))
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         self._receive(len(self._expected))
 
     def _receive(self, messages: int) -> None:

@@ -61,7 +61,7 @@ class Group(ABC):
         """Fill `t` with the next tensor sent by rank `src`; returns `t`."""
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def dry_run(self) -> Iterator[None]:
         """Operations give this rank's own values in the right shape, and need no peers."""
         yield
 
@@ -131,15 +131,15 @@ class ProcessGroup(Group):
         self.rank = rank
         self.size = size
         self._transport: Transport | None = None
-        self._rehearsing = False
+        self._dry_run = False
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        self._rehearsing = True
+    def dry_run(self) -> Iterator[None]:
+        self._dry_run = True
         try:
             yield
         finally:
-            self._rehearsing = False
+            self._dry_run = False
 
     def reopen(self, transport: Transport) -> None:
         """Use this transport from now on."""
@@ -154,14 +154,14 @@ class ProcessGroup(Group):
 
     def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
         t = t.contiguous()
-        if self._rehearsing:
+        if self._dry_run:
             return torch.cat([t] * self.size, dim=dim)
         parts = [torch.empty_like(t) for _ in range(self.size)]
         self._run("allgather", [parts], [t])
         return torch.cat(parts, dim=dim)
 
     def reduce_scatter(self, t: torch.Tensor) -> torch.Tensor:
-        if self._rehearsing:
+        if self._dry_run:
             return t[: len(t) // self.size].clone()
         part = t.new_empty(len(t) // self.size, *t.shape[1:])
         self._run("_reduce_scatter_base", part, t.contiguous())
@@ -208,7 +208,7 @@ class ProcessGroup(Group):
         self._guard(operation, wait, work)
 
     def _run(self, operation: str, *args: Any) -> None:
-        if self._rehearsing:
+        if self._dry_run:
             return
         self.finish(operation, self._start(operation, *args))
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from swell.kernels.attention import AttentionMetadata
 from swell.kernels.inputs import Inputs, Sizes, make_gather
-from swell.worker.askers import NO_ROWS, Askers
 from swell.worker.block_tables import BlockTables
 from swell.worker.request_states import RequestStates
+from swell.worker.slot_set import NO_ROWS, SlotSet
 from swell.worker.wire import SchedulerOutput
 
 
@@ -37,7 +37,7 @@ class InputBatch:
     """Of the largest step; this one's are the first of them."""
     sizes: Sizes
     block_tokens: int
-    all_wanted: bool
+    all_hidden: bool
     """Whether the hidden states of all tokens are read, not only those of `logits_indices`."""
 
     @property
@@ -75,7 +75,7 @@ class InputBatch:
     def wanted(self) -> Tensor | None:
         """[W] int64, index into T of the tokens whose hidden states are wanted in the end; None:
         of all T"""
-        return None if self.all_wanted else self.logits_indices
+        return None if self.all_hidden else self.logits_indices
 
     @property
     def logits_indices(self) -> Tensor:
@@ -92,7 +92,7 @@ class InputBatch:
         """[S] int64, the position that the drawn token takes"""
         return self.inputs.samples[2, : self.sizes.samples]
 
-    def rows_of(self, askers: Askers) -> np.ndarray:
+    def rows_in(self, askers: SlotSet) -> np.ndarray:
         """[M] int64: which of the S rows that sample ask for something."""
         return askers.among(self.sample_slots_np) if askers.any else NO_ROWS
 
@@ -133,4 +133,4 @@ class BatchBuilder:
         IndexError for a plan that does not fit (see `Gather`)."""
         sizes = self._gather(plan.slots, plan.starts, plan.num_tokens, plan.samples)
         every = sizes.samples == sizes.tokens
-        return InputBatch(plan, self._inputs, sizes, self._block_tokens, all_wanted=every)
+        return InputBatch(plan, self._inputs, sizes, self._block_tokens, all_hidden=every)

@@ -1,7 +1,7 @@
 """From a model folder to filled parameters.
 
-A model says which part of which checkpoint tensor it needs (`Piece`), and only that part is read
-from the safetensors files, straight into the parameter: the peak is about one shard of memory.
+A model says which part of which checkpoint tensor it needs (`WeightShard`), and only that part is
+read from the safetensors files, straight into the parameter: the peak is about one shard of memory.
 Whatever is wrong with the folder becomes one line that says what, and the way out.
 """
 
@@ -25,14 +25,14 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from swell.configs.schema import ModelConfig
-from swell.worker.layers.piece import Piece
+from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.quantization import refuse_quantized, refuse_type
 
 Progress = Callable[[int, int], None]
 """Called with (bytes filled, bytes in all) of this worker's parameters."""
 
-Wanted = Callable[[Collection[str]], Iterable[Piece]]
-"""Takes the names of a checkpoint's tensors, gives the pieces that are to be filled."""
+ShardsOf = Callable[[Collection[str]], Iterable[WeightShard]]
+"""Takes the names of a checkpoint's tensors, gives the weight_shards that are to be filled."""
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """Largest part of a tensor that is read at a time: what loading needs besides the parameters."""
@@ -55,7 +55,7 @@ def load_config(model_config: ModelConfig) -> Any:
     except Exception as error:
         raise ValueError(_explain_config(path, error)) from None
     refuse_quantized(path, config)
-    _refuse_contradiction(config)
+    _check_architecture(config)
     try:
         config.get_text_config()
     except ValueError as error:
@@ -63,7 +63,7 @@ def load_config(model_config: ModelConfig) -> Any:
     return config
 
 
-def _refuse_contradiction(hf_config: Any) -> None:
+def _check_architecture(hf_config: Any) -> None:
     """An architecture that transformers knows, and that is not the one of `model_type`: of another
     type, or more than a language model (with a vision tower, or with another head)."""
     kind, named = hf_config.model_type, getattr(hf_config, "architectures", None) or []
@@ -125,48 +125,54 @@ def load_weights(
 
     Raises `ValueError` for a folder that does not hold what the model needs.
     """
-    return load_pieces(model.pieces, model_config, progress)
+    return load_weight_shards(model.weight_shards, model_config, progress)
 
 
-def load_pieces(
-    wanted_of: Wanted, model_config: ModelConfig, progress: Progress | None = None
+def load_weight_shards(
+    shards_of: ShardsOf, model_config: ModelConfig, progress: Progress | None = None
 ) -> int:
-    """Fill the pieces that `wanted_of` names; returns their bytes.
+    """Fill the weight_shards that `shards_of` names; returns their bytes.
 
     `load_format: dummy` fills them with random numbers that depend on `model.seed`, the tensor's
     name and the part alone. Raises `ValueError` for a folder that does not hold them.
     """
     dummy = model_config.load_format == "dummy"
     folder = Path() if dummy else _folder(model_config.path)
-    places = {} if dummy else _places(folder)
-    pieces = list(wanted_of(places.keys()))
-    report = _Report(sum(p.target.nbytes for p in pieces), progress or (lambda done, total: None))
+    weight_map = {} if dummy else _weight_map(folder)
+    weight_shards = list(shards_of(weight_map.keys()))
+    report = _LoadProgress(
+        sum(p.target.nbytes for p in weight_shards), progress or (lambda done, total: None)
+    )
     if dummy:
-        _fill(pieces, model_config.seed, report)
+        _fill(weight_shards, model_config.seed, report)
         return report.total
-    wanted: dict[str, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        if piece.name not in places:
+    wanted: dict[str, list[WeightShard]] = defaultdict(list)
+    for shard in weight_shards:
+        if shard.name not in weight_map:
             raise ValueError(
-                f"model {str(folder)!r}: the weights lack the tensor {piece.name!r}; the files "
+                f"model {str(folder)!r}: the weights lack the tensor {shard.name!r}; the files "
                 "belong to another model than config.json, or the download is not complete"
             )
-        wanted[places[piece.name]].append(piece)
+        wanted[weight_map[shard.name]].append(shard)
     for file in sorted(wanted):
         _read(folder / file, wanted[file], report)
     return report.total
 
 
-def stored_names(model_config: ModelConfig) -> Collection[str]:
+def checkpoint_names(model_config: ModelConfig) -> Collection[str]:
     """The names of the checkpoint's tensors; none for dummy weights."""
-    return () if model_config.load_format == "dummy" else _places(_folder(model_config.path)).keys()
+    return (
+        ()
+        if model_config.load_format == "dummy"
+        else _weight_map(_folder(model_config.path)).keys()
+    )
 
 
-def stored_alike(model_config: ModelConfig, one: str, other: str, dtype: torch.dtype) -> bool:
+def stored_equal(model_config: ModelConfig, one: str, other: str, dtype: torch.dtype) -> bool:
     """Whether two stored tensors are the same parameter of type `dtype`; reads a part at a time."""
     folder = _folder(model_config.path)
-    places = _places(folder)
-    with _open(folder / places[one]) as a, _open(folder / places[other]) as b:
+    weight_map = _weight_map(folder)
+    with _open(folder / weight_map[one]) as a, _open(folder / weight_map[other]) as b:
         left, right = a.get_slice(one), b.get_slice(other)
         shape = tuple(left.get_shape())
         if shape != tuple(right.get_shape()) or not shape:
@@ -178,7 +184,7 @@ def stored_alike(model_config: ModelConfig, one: str, other: str, dtype: torch.d
         )
 
 
-class _Report:
+class _LoadProgress:
     """Counts bytes towards the total."""
 
     def __init__(self, total: int, progress: Progress) -> None:
@@ -189,26 +195,26 @@ class _Report:
         self.progress(self.done, self.total)
 
 
-def _read(path: Path, pieces: Sequence[Piece], report: _Report) -> None:
+def _read(path: Path, weight_shards: Sequence[WeightShard], report: _LoadProgress) -> None:
     with _open(path) as file:
-        for piece in pieces:
-            source = file.get_slice(piece.name)
-            refuse_type(piece.name, source.get_dtype(), piece.target.dtype, path)
+        for shard in weight_shards:
+            source = file.get_slice(shard.name)
+            refuse_type(shard.name, source.get_dtype(), shard.target.dtype, path)
             shape = tuple(source.get_shape())
-            if shape != tuple(piece.shape):
+            if shape != tuple(shard.shape):
                 raise ValueError(
-                    f"tensor {piece.name!r} in {str(path)!r} has the shape {list(shape)}, but the "
-                    f"config.json beside it makes it {list(piece.shape)}; the two do not belong "
+                    f"tensor {shard.name!r} in {str(path)!r} has the shape {list(shape)}, but the "
+                    f"config.json beside it makes it {list(shard.shape)}; the two do not belong "
                     "together"
                 )
-            for target, index in _chunks(piece):
-                target.copy_(source[index] if index else file.get_tensor(piece.name))
+            for target, index in _chunks(shard):
+                target.copy_(source[index] if index else file.get_tensor(shard.name))
                 report.add(target.nbytes)
 
 
-def _chunks(piece: Piece) -> Iterator[tuple[torch.Tensor, tuple[slice | int, ...]]]:
-    """Cut a large piece along its first dimension, so that little is in flight at a time."""
-    target, index = piece.target, piece.index
+def _chunks(shard: WeightShard) -> Iterator[tuple[torch.Tensor, tuple[slice | int, ...]]]:
+    """Cut a large shard along its first dimension, so that little is in flight at a time."""
+    target, index = shard.target, shard.index
     if target.nbytes <= CHUNK_BYTES or target.dim() == 0 or isinstance(index[0], int):
         yield target, index
         return
@@ -237,14 +243,14 @@ def _open(path: Path) -> Iterator[Any]:
         yield file
 
 
-def _places(folder: Path) -> dict[str, str]:
+def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> file name."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.is_file():
         try:
-            places = json.loads(index.read_text())["weight_map"]
-            return {str(name): str(file) for name, file in places.items()}
+            weight_map = json.loads(index.read_text())["weight_map"]
+            return {str(name): str(file) for name, file in weight_map.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"the index {str(index)!r} cannot be read ({error!r}); copy or download it again"
@@ -260,25 +266,25 @@ def _places(folder: Path) -> dict[str, str]:
     )
 
 
-def _fill(pieces: Sequence[Piece], seed: int, report: _Report) -> None:
+def _fill(weight_shards: Sequence[WeightShard], seed: int, report: _LoadProgress) -> None:
     """Random matrices; norms' weights are ones and biases zeros, as in a fresh model."""
     generator = torch.Generator()
-    for piece in pieces:
-        target = piece.target
+    for shard in weight_shards:
+        target = shard.target
         if not target.is_floating_point():
             target.zero_()
         elif target.dim() >= 2:
-            generator.manual_seed(_seed(seed, piece))
+            generator.manual_seed(_seed(seed, shard))
             noise = torch.empty(target.shape, dtype=torch.float32)
             target.copy_(noise.normal_(0.0, DUMMY_STD, generator=generator))
         else:
-            target.fill_(0.0 if piece.name.endswith("bias") else 1.0)
+            target.fill_(0.0 if shard.name.endswith("bias") else 1.0)
         report.add(target.nbytes)
 
 
-def _seed(seed: int, piece: Piece) -> int:
+def _seed(seed: int, shard: WeightShard) -> int:
     """The same for the same part of a tensor, whoever fills it, and beside whatever else."""
-    text = f"{seed} {piece.name} {piece.index}"
+    text = f"{seed} {shard.name} {shard.index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from swell.configs.process import vital
+from swell.configs.process import exit_on_error
 from swell.coordinator.channel import Outlet, Waker
 from swell.worker.groups import GroupError
 from swell.worker.wire import (
@@ -23,9 +23,9 @@ from swell.worker.wire import (
     Regroup,
     SchedulerOutput,
     Shutdown,
-    WorkerBeat,
     WorkerCommand,
     WorkerFailure,
+    WorkerHeartbeat,
     WorkerHello,
 )
 
@@ -37,16 +37,16 @@ class WorkerLoop:
         self._rank = rank
         self._worker = worker
         self._outlet = outlet
-        self._due: deque[tuple[int, AsyncModelRunnerOutput]] = deque()
+        self._pending_outputs: deque[tuple[int, AsyncModelRunnerOutput]] = deque()
         self._step = 0
         self._failed = False
         self._generation = 0
         self._aborted = -1
         """Groups of this generation, and of older ones, are to be left."""
 
-    def beat(self) -> WorkerBeat:
+    def beat(self) -> WorkerHeartbeat:
         """How far the worker is; from any thread."""
-        return WorkerBeat(self._rank, self._worker.ticks, self._generation)
+        return WorkerHeartbeat(self._rank, self._worker.progress_counter, self._generation)
 
     def run(self) -> None:
         """Execute plans until `Shutdown`.
@@ -56,40 +56,40 @@ class WorkerLoop:
         """
         self._outlet.send(WorkerHello(self._rank))
         while True:
-            command = self._outlet.receive(0.0 if self._due else None)
+            command = self._outlet.receive(0.0 if self._pending_outputs else None)
             if isinstance(command, Shutdown):
                 return
             try:
-                self._obey(command)
+                self._handle(command)
             except Exception as error:
                 self._fail(error)
 
     def abort(self, generation: int) -> None:
         """Leave the groups unless they are younger; from one other thread."""
         self._aborted = max(self._aborted, generation)
-        self.press()
+        self.reabort()
 
-    def press(self) -> None:
+    def reabort(self) -> None:
         """Abort once more what is to be left: groups that were just about to be formed when
         `abort` came have missed it. From the thread of `abort`."""
         if self._aborted >= self._generation:
             self._worker.abort(self._aborted)
 
-    def _obey(self, command: WorkerCommand | None) -> None:
+    def _handle(self, command: WorkerCommand | None) -> None:
         match command:
-            case None if self._due:
-                self._step, output = self._due.popleft()
+            case None if self._pending_outputs:
+                self._step, output = self._pending_outputs.popleft()
                 self._outlet.send(output.get_output())
             case SchedulerOutput() if not self._failed:
                 self._step = command.step
                 started = self._worker.execute_model(command)
                 if started is not None:
-                    self._due.append((command.step, started))
+                    self._pending_outputs.append((command.step, started))
             case Regroup():
                 self._regroup(command.plan)
 
     def _regroup(self, plan: GroupPlan) -> None:
-        self._due.clear()
+        self._pending_outputs.clear()
         self._generation = plan.generation
         regrouped = self._worker.regroup(plan)
         self._failed = False
@@ -97,29 +97,31 @@ class WorkerLoop:
 
     def _fail(self, error: Exception) -> None:
         self._failed = True
-        self._due.clear()
+        self._pending_outputs.clear()
         text = f"{type(error).__name__}: {error}"
         group = isinstance(error, GroupError)
         self._outlet.send(WorkerFailure(self._step, self._rank, text, group, self._generation))
         self._worker.abort()
 
 
-class Beacon:
+class HeartbeatThread:
     """Beats and hears `AbortGroups` on the second channel, on a thread of its own."""
 
-    def __init__(self, loop: WorkerLoop, outlet: Outlet[WorkerCommand], beat_s: float) -> None:
+    def __init__(
+        self, loop: WorkerLoop, outlet: Outlet[WorkerCommand], heartbeat_interval_s: float
+    ) -> None:
         """`outlet` is the thread's from now on; it closes it."""
         self._loop = loop
         self._outlet = outlet
-        self._beat_s = beat_s
+        self._heartbeat_interval_s = heartbeat_interval_s
         self._waker = Waker()
         self._ending = False
-        run = vital(self._run, "worker beacon")
+        run = exit_on_error(self._run, "worker beacon")
         self._thread = threading.Thread(target=run, name="swell-beacon", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; a last beat tells the final ticks."""
+        """End the thread; a last beat tells the final progress_counter."""
         self._ending = True
         self._waker.wake()
         self._thread.join()
@@ -128,9 +130,9 @@ class Beacon:
     def _run(self) -> None:
         while not self._ending:
             self._outlet.send(self._loop.beat())
-            command = self._outlet.receive(self._beat_s, self._waker)
+            command = self._outlet.receive(self._heartbeat_interval_s, self._waker)
             if isinstance(command, AbortGroups):
                 self._loop.abort(command.generation)
             else:
-                self._loop.press()
+                self._loop.reabort()
         self._outlet.close()

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from swell.kernels.inputs import write_tokens
-from swell.worker.askers import Askers
+from swell.worker.slot_set import SlotSet
 from swell.worker.staging import StagedTable
 from swell.worker.wire import NewRow
 
-# Columns of `RequestStates.reals`, and of `RequestStates.integers`.
+# Columns of `RequestStates.float_params`, and of `RequestStates.int_params`.
 TEMPERATURE, TOP_P, MIN_P = range(3)
 TOP_K, SEED, PROMPT_TOKENS = range(3)
 
@@ -29,12 +29,12 @@ class RequestStates:
         self.max_model_len = max_model_len
         # One place more than the longest sequence: the token drawn after its last position.
         self._tokens = StagedTable(max_rows, max_model_len + 1, torch.int32, device)
-        self._reals = StagedTable(max_rows, 3, torch.float32, device)
-        self._integers = StagedTable(max_rows, 3, torch.int64, device)
+        self._float_params = StagedTable(max_rows, 3, torch.float32, device)
+        self._int_params = StagedTable(max_rows, 3, torch.int64, device)
         # Requests that draw by chance, and those of them that do it with these limits
-        self.drawing = Askers(max_rows)
-        self.with_top = Askers(max_rows)
-        self.with_min_p = Askers(max_rows)
+        self.drawing = SlotSet(max_rows)
+        self.with_top_k_or_p = SlotSet(max_rows)
+        self.with_min_p = SlotSet(max_rows)
 
     @property
     def token_ids(self) -> Tensor:
@@ -42,19 +42,19 @@ class RequestStates:
         return self._tokens.tensor
 
     @property
-    def reals(self) -> Tensor:
+    def float_params(self) -> Tensor:
         """[max_rows, 3] float32: columns TEMPERATURE, TOP_P, MIN_P."""
-        return self._reals.tensor
+        return self._float_params.tensor
 
     @property
-    def integers(self) -> Tensor:
+    def int_params(self) -> Tensor:
         """[max_rows, 3] int64: columns TOP_K, SEED, PROMPT_TOKENS."""
-        return self._integers.tensor
+        return self._int_params.tensor
 
     @property
     def prompt_tokens(self) -> Tensor:
         """[max_rows] int64, tokens of the prompt alone."""
-        return self.integers[:, PROMPT_TOKENS]
+        return self.int_params[:, PROMPT_TOKENS]
 
     def stage(self, row: NewRow) -> None:
         """Let a request take its slot at the next `apply`. Raises what its own data raises, with
@@ -66,21 +66,21 @@ class RequestStates:
                 "model.max_model_len"
             )
         slot, sampler = row.slot, row.sampler
-        reals = (sampler.temperature, sampler.top_p, sampler.min_p)
-        integers = np.array((sampler.top_k, _signed(sampler.seed), row.prompt_tokens), "i8")
+        float_params = (sampler.temperature, sampler.top_p, sampler.min_p)
+        int_params = np.array((sampler.top_k, _signed(sampler.seed), row.prompt_tokens), "i8")
         self._tokens.stage(slot, 0, row.token_ids)
-        self._reals.stage(slot, 0, reals)
-        self._integers.stage(slot, 0, integers)
+        self._float_params.stage(slot, 0, float_params)
+        self._int_params.stage(slot, 0, int_params)
         draws = sampler.temperature > 0
         self.drawing.set(slot, draws)
-        self.with_top.set(slot, draws and (sampler.top_k > 0 or sampler.top_p < 1))
+        self.with_top_k_or_p.set(slot, draws and (sampler.top_k > 0 or sampler.top_p < 1))
         self.with_min_p.set(slot, draws and sampler.min_p > 0)
 
     def apply(self) -> None:
         """Bring the staged rows to the device."""
         self._tokens.apply()
-        self._reals.apply()
-        self._integers.apply()
+        self._float_params.apply()
+        self._int_params.apply()
 
     def write_sampled(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """token_ids[slots[i], positions[i]] = tokens[i]; all [S] int64 on the device."""

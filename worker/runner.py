@@ -16,16 +16,16 @@ from torch import Tensor
 
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.worker.block_tables import BlockTables
-from swell.worker.dispatch import Agreement, make_dispatch
-from swell.worker.failed_rows import NOT_A_ROWS, FailedRows, describe
-from swell.worker.feedback import Outbox, make_feedback
-from swell.worker.graphs import Head, make_forward
+from swell.worker.dp_sync import DPSyncResult, make_dp_sync
+from swell.worker.failed_rows import NON_REQUEST_ERRORS, FailedRows, describe
+from swell.worker.feedback import PendingSends, make_feedback
+from swell.worker.forward import HeadOutput, make_forward
 from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.mesh import Mesh
 from swell.worker.request_states import RequestStates
+from swell.worker.sample.logits_processor import PendingExtra
 from swell.worker.sample.logprobs import make_readers
-from swell.worker.sample.sampler import Drawn, Sampler
-from swell.worker.sample.stage import Note
+from swell.worker.sample.sampler import Sampler, SamplerOutput
 from swell.worker.sample.wire import SamplerParams
 from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRow, SchedulerOutput
 
@@ -45,7 +45,7 @@ class CopyingOutput(AsyncModelRunnerOutput):
     kernels do not stand in the way."""
 
     def __init__(
-        self, output: ModelRunnerOutput, drawn: Drawn, mesh: Mesh, stream: torch.cuda.Stream
+        self, output: ModelRunnerOutput, drawn: SamplerOutput, mesh: Mesh, stream: torch.cuda.Stream
     ) -> None:
         """`output` lacks what was drawn."""
         self._output = output
@@ -64,7 +64,7 @@ class CopyingOutput(AsyncModelRunnerOutput):
         return self._drawn.fill(self._output, self._host)
 
 
-def without_wishes(row: NewRow) -> NewRow:
+def with_default_params(row: NewRow) -> NewRow:
     """The row as its slot can hold it, whatever is asked of its tokens."""
     return replace_fields(row, sampler=SamplerParams(), min_tokens=0, end_token_ids=[])
 
@@ -96,11 +96,11 @@ class ModelRunner:
         self.sampler = Sampler(self.states, model.vocab_size, model_path, self.failed, mesh.tensor)
         self.readers = make_readers(model, self.states)
         self.feedback = make_feedback(mesh, self.states)
-        self.dispatch = make_dispatch(model, mesh)
+        self.dp_sync = make_dp_sync(model, mesh)
         self.batches = BatchBuilder(self.states, self.blocks, scheduler.max_tokens_per_step)
         self._model_step = make_forward(model, self.states, mesh)
         # The engine does not plan further ahead than this, so an older send has been received.
-        self._outbox = Outbox(scheduler.steps_in_flight)
+        self._pending_sends = PendingSends(scheduler.steps_in_flight)
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -120,55 +120,55 @@ class ModelRunner:
         """Compute one step; None on all workers but the output rank."""
         self.feedback.before_step(plan)
         self._apply(plan)
-        agreed = self.dispatch.before_step(plan)
+        agreed = self.dp_sync.before_step(plan)
         if not plan.slots:
-            self.dispatch.idle_step()
+            self.dp_sync.execute_dummy_batch()
             return self._output(plan, agreed, None)
         batch = self.batches.build(plan)
         reading = [reader for reader in self.readers if reader.reads(plan)]
         if reading or self.mesh.shares_experts:
-            batch = replace(batch, all_wanted=True)  # engines have agreed on all tokens
-        head = Head.MOST_LIKELY if self.sampler.takes_most_likely(batch) else Head.LOGITS
+            batch = replace(batch, all_hidden=True)  # engines have agreed on all tokens
+        head = HeadOutput.ARGMAX if self.sampler.needs_only_argmax(batch) else HeadOutput.LOGITS
         hidden = self._forward(batch, head)
         self.feedback.after_forward(batch)
         if hidden is None:
             return None
-        notes = [note for reader in reading for note in reader(hidden, batch, plan)]
-        return self._output(plan, agreed, self._sample(hidden, batch, head, notes))
+        pending_extras = [note for reader in reading for note in reader(hidden, batch, plan)]
+        return self._output(plan, agreed, self._sample(hidden, batch, head, pending_extras))
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Take and send what is under way between the stages: every step has been computed, and
         the groups are about to be left."""
-        self.feedback.settle()
-        self._outbox.settle()
+        self.feedback.drain()
+        self._pending_sends.drain()
 
     def _apply(self, plan: SchedulerOutput) -> None:
         """Let new requests take their slots and blocks, and running ones their new blocks."""
         for row in plan.new_rows:
             self.failed.forget(row.slot)
             try:
-                self._take_slot(row)
-            except NOT_A_ROWS:
+                self._add_request(row)
+            except NON_REQUEST_ERRORS:
                 raise
             except Exception as error:
                 self.failed.add(row.slot, f"the worker refused it: {describe(error)}")
-                self._take_slot(without_wishes(row))
+                self._add_request(with_default_params(row))
             self.blocks.stage_set(row.slot, row.block_ids)
         for growth in plan.growths:
             self.blocks.stage_append(growth.slot, growth.block_ids)
         self.states.apply()
         self.blocks.apply()
 
-    def _take_slot(self, row: NewRow) -> None:
+    def _add_request(self, row: NewRow) -> None:
         """Raises what the row's own data raises: the same on every rank that draws. Its tokens are
         staged last, and once: where a wish is refused, the tokens are as good as any."""
         if self.mesh.is_last_stage:  # the others draw nothing
-            self.sampler.take_slot(row)
+            self.sampler.add_request(row)
         for reader in self.readers:
-            reader.take_slot(row)
+            reader.add_request(row)
         self.states.stage(row)
 
-    def _forward(self, batch: InputBatch, head: Head) -> Tensor | None:
+    def _forward(self, batch: InputBatch, head: HeadOutput) -> Tensor | None:
         """Hidden states of the wanted tokens on the last stage, for this head; on others None, they
         send theirs on."""
         stage, group = self.mesh.stage, self.mesh.pipeline
@@ -181,29 +181,37 @@ class ModelRunner:
         if self.mesh.is_last_stage:
             assert isinstance(result, Tensor)
             return result
-        self._outbox.add([group.send(tensor, stage + 1) for tensor in result.tensors()])
+        self._pending_sends.add([group.send(tensor, stage + 1) for tensor in result.tensors()])
         return None
 
     def _sample(
-        self, hidden: Tensor, batch: InputBatch, head: Head, notes: list[Note]
-    ) -> Drawn | None:
+        self,
+        hidden: Tensor,
+        batch: InputBatch,
+        head: HeadOutput,
+        pending_extras: list[PendingExtra],
+    ) -> SamplerOutput | None:
         """Draw for the rows that sample and write their tokens to the states; None: no row does,
-        and there are no notes either."""
+        and there are no pending_extras either."""
         if batch.num_samples == 0:
             nothing = hidden.new_zeros(0, dtype=torch.float32)
-            return Drawn(batch, batch.sample_slots, nothing, notes) if notes else None
+            return (
+                SamplerOutput(batch, batch.sample_slots, nothing, pending_extras)
+                if pending_extras
+                else None
+            )
         result = self._model_step.head(head, hidden, batch)
-        if head is Head.MOST_LIKELY:
-            drawn = Drawn(batch, *result)
+        if head is HeadOutput.ARGMAX:
+            drawn = SamplerOutput(batch, *result)
         else:
             drawn = self.sampler(*result, batch)
             self.states.write_sampled(batch.sample_slots, batch.sample_positions, drawn.tokens)
         self.feedback.after_sampling(drawn.tokens)
-        drawn.notes += notes
+        drawn.pending_extras += pending_extras
         return drawn
 
     def _output(
-        self, plan: SchedulerOutput, agreed: Agreement, drawn: Drawn | None
+        self, plan: SchedulerOutput, agreed: DPSyncResult, drawn: SamplerOutput | None
     ) -> AsyncModelRunnerOutput | None:
         if not self.is_output_rank:
             return None

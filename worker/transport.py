@@ -25,10 +25,10 @@ POLL_S = 0.01
 CONNECT_S = 20.0
 """How long peers that have all announced themselves may take to connect."""
 
-_SLICE = timedelta(seconds=0.2)
+_POLL_TIMEOUT = timedelta(seconds=0.2)
 """How long an aborted operation of gloo's may take to fail."""
 
-_abandoned: list[dist.Backend] = []
+_leaked_backends: list[dist.Backend] = []
 """Backends with an operation that never ends: to destroy one would wait for it."""
 
 Address = tuple[str, int]
@@ -110,7 +110,7 @@ class GlooTransport(Transport):
         self._waiter: PeerWaiter | None = None
 
     def wait(self, work: Any) -> None:
-        self._wait(lambda: work.wait(_SLICE))
+        self._wait(lambda: work.wait(_POLL_TIMEOUT))
 
     def wait_for_peer(self, work: Any) -> None:
         """gloo takes a wait for a peer that ends early for a reason to break the connection, so
@@ -118,20 +118,20 @@ class GlooTransport(Transport):
         if self._waiter is None:
             self._waiter = PeerWaiter()
         done = self._waiter.wait(work, self._timeout)
-        self._wait(lambda: done.result(_SLICE.total_seconds()))
+        self._wait(lambda: done.result(_POLL_TIMEOUT.total_seconds()))
 
-    def _wait(self, for_a_moment: Callable[[], Any]) -> None:
+    def _wait(self, poll: Callable[[], Any]) -> None:
         while True:
             aborted = self.aborted
             try:
-                for_a_moment()
+                poll()
                 return
             except (TimeoutError, RuntimeError) as error:
                 if not isinstance(error, TimeoutError) and "timed out" not in str(error):
                     raise
                 if aborted:
                     self._stuck = True
-                    _abandoned.append(self.backend)
+                    _leaked_backends.append(self.backend)
                     raise RuntimeError("given up: the operation was aborted") from error
 
     def close(self) -> None:

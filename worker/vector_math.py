@@ -16,7 +16,7 @@ FUNCTIONS = (
 _lock = threading.Lock()
 
 
-def settle_vector_math() -> None:
+def initialize_vector_math() -> None:
     """Call each function once in one thread: comes before anything is computed in a process.
 
     MKL finds the code of a function for this processor when it is first called. Where threads

@@ -162,11 +162,11 @@ class WorkerProgress(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=Fal
     total_bytes: int
 
 
-class WorkerBeat(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
+class WorkerHeartbeat(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
     """Sent every `cluster.heartbeat_s` by a thread of its own: the process runs."""
 
     rank: int
-    ticks: int
+    progress_counter: int
     """Layers computed since the start: the measure of progress."""
     generation: int = 0
     """Of the groups that it is in, or is forming."""
@@ -184,7 +184,7 @@ class Regrouped(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
 
 
 WorkerMessage = (
-    ModelRunnerOutput | WorkerFailure | WorkerHello | WorkerProgress | WorkerBeat | Regrouped
+    ModelRunnerOutput | WorkerFailure | WorkerHello | WorkerProgress | WorkerHeartbeat | Regrouped
 )
 
 

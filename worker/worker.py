@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from swell.configs.schema import Config
-from swell.kernels import columns
+from swell.kernels import backends as backends
 from swell.worker import kv_cache
 from swell.worker.experts import max_share_bytes, rebalance
-from swell.worker.layers.weighted import pack_weights
+from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import load_config, load_weights, max_model_len, resolve_dtype
 from swell.worker.mesh import GROUP_TIMEOUT_S, GroupError, Mesh
 from swell.worker.models import build_model
 from swell.worker.runner import ModelRunner
-from swell.worker.vector_math import settle_vector_math
+from swell.worker.vector_math import initialize_vector_math
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,
@@ -57,7 +57,7 @@ class Worker:
         local_rank: int | None = None,
         progress: LoadProgress | None = None,
     ) -> None:
-        settle_vector_math()
+        initialize_vector_math()
         self.config = config
         self.rank = rank
         self.local_workers = max(1, local_workers)
@@ -68,17 +68,17 @@ class Worker:
         self.mesh: Mesh | None = None
         self.model: Any = None
         self.runner: ModelRunner | None = None
-        self._ticks = 0
+        self._progress_counter = 0
         self._max_model_len = 0
         self._store: dist.TCPStore | None = None
         self._dtype = torch.float32
         self._prepared = threading.local()
 
     @property
-    def ticks(self) -> int:
+    def progress_counter(self) -> int:
         """Layers, or operations of replayed steps, computed so far: progress; from any thread."""
         runner = self.runner
-        return self._ticks + (runner.progress if runner is not None else 0)
+        return self._progress_counter + (runner.progress if runner is not None else 0)
 
     def load(self, store: dist.Store | None = None, epoch: int = 0) -> WorkerLimits:
         """Join the engine's groups of `epoch`, build and fill the model, measure the memory.
@@ -96,7 +96,7 @@ class Worker:
         weight_bytes = load_weights(self.model, model_config, self._progress)
         pack_weights(self.model)
         for layer in [*self.model.attention_layers(), *self._moe_layers()]:
-            layer.register_forward_hook(self._tick)
+            layer.register_forward_hook(self._count_layer)
         length = max_model_len(model_config, hf_config)
         return WorkerLimits(
             num_blocks=self._count_blocks(length),
@@ -112,7 +112,7 @@ class Worker:
         `num_blocks` and `max_model_len` are the engine's: the least that all workers can hold.
         """
         assert self.mesh is not None, "load comes first"
-        columns.prepare(self.device.type)
+        backends.prepare(self.device.type)
         cache = self.config.cache
         layers = self.model.attention_layers()
         kv_cache.allocate(layers, num_blocks, cache.block_tokens, self._dtype, self.device)
@@ -139,11 +139,11 @@ class Worker:
         self.mesh.begin(plan.generation)
         if store is None and plan.store is not None:
             store = self._connect(plan.store)
-        meeting = self._connect(plan.expert_store) if plan.expert_store is not None else None
+        expert_store = self._connect(plan.expert_store) if plan.expert_store is not None else None
         if plan.keep_states and store is not None and self.runner is not None:
-            self.runner.settle()
+            self.runner.drain()
         moved = loaded = 0
-        self.mesh.regroup(plan, store, meeting)
+        self.mesh.regroup(plan, store, expert_store)
         if self.config.parallel.expert:
             try:
                 moved, loaded = rebalance(self.model, self.mesh, self.config.model)
@@ -183,7 +183,7 @@ class Worker:
     def _start_runner(self) -> None:
         """All slots are empty; what the KV cache holds is nobody's."""
         assert self.mesh is not None
-        self._ticks, self.runner = self.ticks, None
+        self._progress_counter, self.runner = self.progress_counter, None
         self.runner = ModelRunner(
             self.model,
             self.mesh,
@@ -197,8 +197,8 @@ class Worker:
     def _moe_layers(self) -> list[Any]:
         return self.model.moe_layers() if hasattr(self.model, "moe_layers") else []
 
-    def _tick(self, *_call: Any) -> None:
-        self._ticks += 1
+    def _count_layer(self, *_call: Any) -> None:
+        self._progress_counter += 1
 
     def _connect(self, address: tuple[str, int]) -> dist.Store:
         """A client of the store at `address`, or our own. Raises `GroupError`."""

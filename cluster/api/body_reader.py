@@ -9,7 +9,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from swell.cluster.api.http import HTTPError, read_json_parts
-from swell.cluster.text.offload import Offload
+from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.schema.decode import Decoded, read
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.unknown_fields import UnknownFields
@@ -37,7 +37,7 @@ class BodyReader:
     def __init__(
         self,
         max_body_bytes: int,
-        offload: Offload,
+        offload: OffloadPool,
         unknown: UnknownFields = "refuse",
         on_ignored: Callable[[Mapping[str, int]], None] = _no_count,
     ) -> None:
@@ -67,9 +67,9 @@ class BodyReader:
             decoded: Decoded[Body] = await self._offload.run_sized(
                 size, _decoded, parts, kind, self._unknown
             )
-            self._on_ignored(decoded.findings.ignored)
-            request.state.aliases = decoded.findings.aliases
-            request.state.warning = warning_of(decoded.findings.warnings)
+            self._on_ignored(decoded.stripped.ignored)
+            request.state.aliases = decoded.stripped.aliases
+            request.state.warning = warning_of(decoded.stripped.warnings)
             return decoded.request
         finally:
             self._readers -= 1

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Literal
 
-from swell.cluster.api.sampling_fields import TokenWishes, check_routing
+from swell.cluster.api.sampling_fields import SamplingFields, check_routing
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams, StructuredOutputs, shown
 from swell.cluster.text.schema.request_body import RequestBody
-from swell.cluster.text.truncation import WINDOW
+from swell.cluster.text.truncation import FIT_CONTEXT
 
 
 class StreamOptions(RequestBody, kw_only=True):
@@ -52,7 +52,7 @@ class ResponseFormat(RequestBody, kw_only=True):
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
-class GenerationRequest(TokenWishes, kw_only=True):
+class GenerationRequest(SamplingFields, kw_only=True):
     model: str | None = None
     """None: the one that is served."""
     max_tokens: int | None = None
@@ -117,7 +117,7 @@ class GenerationRequest(TokenWishes, kw_only=True):
         self.form()
 
     def _check_truncation(self, tokens: int) -> None:
-        if tokens != WINDOW:
+        if tokens != FIT_CONTEXT:
             raise BadRequest(
                 f"truncate_prompt_tokens={shown(tokens)} must be at least 1, or -1 for the "
                 "model's window",
@@ -159,40 +159,40 @@ class GenerationRequest(TokenWishes, kw_only=True):
         return next(iter(forms.values()), None)
 
     @property
-    def form_field(self) -> str | None:
+    def structured_outputs_field(self) -> str | None:
         """The path of the field that gives the form, if it is not `structured_outputs`."""
         path = next(iter(self.forms()), None)
         return None if path == "structured_outputs" else path
 
-    def own_wishes(self) -> Mapping[str, Any]:
+    def endpoint_sampling_params(self) -> Mapping[str, Any]:
         """Sampling parameters that this endpoint writes in a way of its own."""
         return {}
 
     def sampling_params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """The wish in our own form; to be checked with `validate`. `defaults` are the model's, for
         fields that the request leaves out."""
-        wishes: dict[str, Any] = dict(defaults or {})
-        for name, value in zip(SAME_NAME, _SAME(self), strict=True):
+        sampling: dict[str, Any] = dict(defaults or {})
+        for name, value in zip(SHARED_FIELDS, _shared_values(self), strict=True):
             if value is not None:
-                wishes[name] = value
-        if wishes.get("stop") == "":
-            del wishes["stop"]
+                sampling[name] = value
+        if sampling.get("stop") == "":
+            del sampling["stop"]
         if self.logit_bias:
-            wishes["logit_bias"] = _bias(self.logit_bias)
-        wishes.update(self.own_wishes())
+            sampling["logit_bias"] = _bias(self.logit_bias)
+        sampling.update(self.endpoint_sampling_params())
         return SamplingParams(
-            **wishes, max_tokens=self.answer_max_tokens(), structured_outputs=self.form()
+            **sampling, max_tokens=self.answer_max_tokens(), structured_outputs=self.form()
         )
 
 
-_OTHERWISE = {"max_tokens", "logit_bias", "structured_outputs", "logprobs"}
-SAME_NAME = tuple(
+_CONVERTED_FIELDS = {"max_tokens", "logit_bias", "structured_outputs", "logprobs"}
+SHARED_FIELDS = tuple(
     name
     for name in SamplingParams.__struct_fields__
-    if name in GenerationRequest.__struct_fields__ and name not in _OTHERWISE
+    if name in GenerationRequest.__struct_fields__ and name not in _CONVERTED_FIELDS
 )
 """Fields that mean the same in a request and in `SamplingParams`."""
-_SAME = attrgetter(*SAME_NAME)
+_shared_values = attrgetter(*SHARED_FIELDS)
 
 
 _SHOWN_KEYS = 8

@@ -27,14 +27,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swell.cluster.api.messages import errors as anthropic
 from swell.cluster.api.protocol_base import error_body
-from swell.cluster.api.server.content_encoding import ACCEPTED, UnknownEncoding, unpacker
+from swell.cluster.api.server.content_encoding import ACCEPTED, UnknownEncoding, body_decoder
 from swell.cluster.api.server.paths import route_path
 from swell.cluster.client.admission import TooManyWaiting
 from swell.cluster.client.deadline import Deadline, RequestTimedOut
 from swell.cluster.client.request_state import EngineGone, RequestFailed
 from swell.cluster.client.router import NoEngine
 from swell.cluster.text.sampling_params import BadRequest, shown
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 from swell.configs.schema import ConfigError
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ WARNING = "x-swell-warning"
 """What of a request was ignored (`serve.unknown_fields: ignore`)."""
 ANTHROPIC_REQUEST_ID = "request-id"
 MAX_REQUEST_ID_CHARS = 128
-EVENTS = "swell.events"
+IS_EVENT_STREAM = "swell.events"
 """Key of the request's state: its answer is a stream of events, each in a chunk of its own."""
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}\Z")
 
@@ -80,7 +80,7 @@ def json_response(
     return Response(content, status, headers=headers, media_type="application/json")
 
 
-class Failure(NamedTuple):
+class ErrorInfo(NamedTuple):
     """What an error is to a client, whatever the API."""
 
     status: int
@@ -92,35 +92,39 @@ class Failure(NamedTuple):
     headers: Mapping[str, str] = {}
 
 
-def failure_of(error: Exception) -> Failure:
+def error_info(error: Exception) -> ErrorInfo:
     match error:
         case BadRequest():
             status = 404 if error.code == "model_not_found" else 400
-            return Failure(status, error.message, param=error.param, code=error.code)
+            return ErrorInfo(status, error.message, param=error.param, code=error.code)
         case HTTPError():
-            return Failure(
+            return ErrorInfo(
                 error.status, str(error), error.kind, code=error.code, headers=error.headers
             )
         case TooManyWaiting():
             again = {"retry-after": str(error.retry_after_s)}
-            return Failure(429, str(error), "rate_limit_exceeded", code=error.code, headers=again)
+            return ErrorInfo(429, str(error), "rate_limit_exceeded", code=error.code, headers=again)
         case RequestTimedOut():
-            return Failure(408, str(error), "timeout_error", code="request_timeout")
+            return ErrorInfo(408, str(error), "timeout_error", code="request_timeout")
         case NoEngine():
-            return Failure(503, str(error), "server_error", code="no_engine", headers=_RETRY_AFTER)
+            return ErrorInfo(
+                503, str(error), "server_error", code="no_engine", headers=_RETRY_AFTER
+            )
         case EngineGone():
-            return Failure(500, str(error), "server_error", code="engine_failed")
+            return ErrorInfo(500, str(error), "server_error", code="engine_failed")
         case RequestFailed():
-            return Failure(500, str(error), "server_error", code="request_failed")
-    FactLogger("cluster.ingress").error("unexpected", error=f"{type(error).__name__}: {error}")
-    return Failure(500, "internal error", "server_error")
+            return ErrorInfo(500, str(error), "server_error", code="request_failed")
+    StructuredLogger("cluster.ingress").error(
+        "unexpected", error=f"{type(error).__name__}: {error}"
+    )
+    return ErrorInfo(500, "internal error", "server_error")
 
 
 def error_response(error: Exception, request: Request) -> Response:
     """The error as the API of the route tells it, with the status that its kind asks for."""
     if isinstance(error, BadRequest):
         error = error.as_sent(getattr(request.state, "aliases", {}))
-    status, message, kind, param, code, headers = failure_of(error)
+    status, message, kind, param, code, headers = error_info(error)
     if _is_anthropic(request):
         status = anthropic.status_of(status)
         body = anthropic.error_body(message, status, request_id(request))
@@ -154,7 +158,7 @@ def _check_request_id(request: Request) -> None:
         )
 
 
-def guarded(handler: Handler) -> Handler:
+def with_error_handling(handler: Handler) -> Handler:
     """Turn whatever a handler raises into an answer; every answer tells its request's id."""
 
     async def run(request: Request) -> Any:
@@ -176,7 +180,7 @@ def guarded(handler: Handler) -> Handler:
 
 
 def route(path: str, handler: Handler, *methods: str) -> Route:
-    return Route(path, guarded(handler), methods=list(methods))
+    return Route(path, with_error_handling(handler), methods=list(methods))
 
 
 async def no_such_route(request: Request, error: Exception) -> Any:
@@ -194,7 +198,7 @@ async def no_such_route(request: Request, error: Exception) -> Any:
             headers={"allow": ", ".join(_methods_at(request))},
         )
 
-    return await guarded(refuse)(request)
+    return await with_error_handling(refuse)(request)
 
 
 def _methods_at(request: Request) -> list[str]:
@@ -205,7 +209,7 @@ def _methods_at(request: Request) -> list[str]:
     return sorted(methods)
 
 
-class WithoutTrailingSlash:
+class StripTrailingSlash:
     """ASGI middleware: a path with a slash at its end is the one without. A redirect would be
     followed without the body, or not at all, by many clients."""
 
@@ -236,7 +240,7 @@ async def read_json_parts(
     came, or was unpacked, and BadRequest where it cannot be unpacked."""
     require_json(request)
     try:
-        unpack = unpacker(request)
+        unpack = body_decoder(request)
     except UnknownEncoding as error:
         raise HTTPError(415, str(error), headers={"accept-encoding": ACCEPTED}) from None
     too_long = HTTPError(
@@ -266,10 +270,10 @@ async def read_short_body(request: Request, limit_bytes: int) -> bytes:
     return b"".join([part async for part in parts])
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def with_cancellation(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled if the client leaves first (ClientGone)."""
     task: asyncio.Future[T] = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request.receive))
+    leaving = asyncio.ensure_future(_listen_for_disconnect(request.receive))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -283,25 +287,25 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
                     await future
 
 
-async def while_awaited(request: Request, work: Awaitable[T]) -> T:
-    """As `unless_gone`, and no longer than the client waits (RequestTimedOut)."""
+async def with_deadline(request: Request, work: Awaitable[T]) -> T:
+    """As `with_cancellation`, and no longer than the client waits (RequestTimedOut)."""
     deadline: Deadline | None = getattr(request.state, "deadline", None)
     limit = asyncio.timeout_at(None if deadline is None else deadline.at_s)
     try:
         async with limit:
-            return await unless_gone(request, work)
+            return await with_cancellation(request, work)
     except TimeoutError:
         if deadline is None or not limit.expired():
             raise
         raise RequestTimedOut(deadline.timeout_s) from None
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _listen_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class EventStream:
+class EventStreamResponse:
     """A server-sent event stream over ready-made bytes; ends when the client leaves. `on_end` is
     called once, however it ends."""
 
@@ -323,9 +327,9 @@ class EventStream:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})[EVENTS] = True
+        scope.setdefault("state", {})[IS_EVENT_STREAM] = True
         writing = asyncio.ensure_future(self._write(send))
-        leaving = asyncio.ensure_future(_disconnected(receive))
+        leaving = asyncio.ensure_future(_listen_for_disconnect(receive))
         try:
             await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
@@ -346,7 +350,7 @@ class EventStream:
         await send({"type": "http.response.body", "body": b""})
 
 
-class KeyRing:
+class ApiKeys:
     """Keys of a file, one a line, `#` starts a comment. No file: everybody may enter."""
 
     def __init__(self, path: str | None, setting: str) -> None:
@@ -366,7 +370,7 @@ class KeyRing:
         """Raises HTTPError 401 unless the request carries one of the keys."""
         if self._hashes is None:
             return
-        if not any(map(self._knows, _shown_keys(request))):
+        if not any(map(self._is_valid, _presented_keys(request))):
             raise HTTPError(
                 401,
                 "send a valid key: 'Authorization: Bearer KEY', or 'x-api-key: KEY'",
@@ -379,16 +383,16 @@ class KeyRing:
         self.check(request)
         if self._hashes is None:
             return ""
-        key = next(filter(self._knows, _shown_keys(request)))
+        key = next(filter(self._is_valid, _presented_keys(request)))
         return hashlib.sha256(key.encode()).hexdigest()
 
-    def _knows(self, key: str) -> bool:
+    def _is_valid(self, key: str) -> bool:
         shown = hashlib.sha256(key.encode()).digest()
         known = [hmac.compare_digest(shown, one) for one in self._hashes or ()]
         return any(known)
 
 
-def _shown_keys(request: Request) -> Iterator[str]:
+def _presented_keys(request: Request) -> Iterator[str]:
     """OpenAI's clients send the one, Anthropic's the other or both."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":

@@ -19,46 +19,46 @@ from swell.cluster.api.admin.protocol import Readiness
 from swell.cluster.api.admin.serving import AdminRoutes
 from swell.cluster.api.body_reader import BodyReader, body_bytes
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.chat.serving import ChatAnswer
+from swell.cluster.api.chat.serving import ChatResponseWriter
 from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.api.completions.serving import CompletionAnswer
-from swell.cluster.api.generation import Generator
+from swell.cluster.api.completions.serving import CompletionResponseWriter
 from swell.cluster.api.http import (
     HTTPError,
-    WithoutTrailingSlash,
+    StripTrailingSlash,
     json_response,
     no_such_route,
     request_id,
     route,
-    while_awaited,
+    with_deadline,
 )
 from swell.cluster.api.messages.convert import chat_request, tokenize_request
 from swell.cluster.api.messages.message import TokenCount
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
-from swell.cluster.api.messages.serving import MessagesAnswer
+from swell.cluster.api.messages.serving import MessagesResponseWriter
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.api.responses.routes import ResponseRoutes
-from swell.cluster.api.server.access import AccessRules, Users
+from swell.cluster.api.server.access import AccessRules, UserKeys
 from swell.cluster.api.server.cors import Cors, CorsRules
-from swell.cluster.api.server.pacing import ARRIVED_S, PacedStart
+from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S, RequestThrottle
 from swell.cluster.api.server_info import ServerRoutes
+from swell.cluster.api.serving_handler import ServingHandler
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import HEADER as TIMEOUT
 from swell.cluster.client.deadline import deadline_of
-from swell.cluster.client.links import Connect
+from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.router import NoEngine
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.generation_config import read_generation_config
-from swell.cluster.text.input_processor import AskMaker
-from swell.cluster.text.offload import Offloads
+from swell.cluster.text.input_processor import InputProcessor
+from swell.cluster.text.offload import OffloadPools
 from swell.cluster.text.prompts import PromptProcessor, end_token_ids, load_tokenizer, read_template
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.configs.schema import Config
 from swell.coordinator.metrics import ViewCollector
 
-_ASK_S = 5.0
+_MANAGER_TIMEOUT_S = 5.0
 """How long a probe waits for what the manager knows."""
 
 
@@ -66,18 +66,18 @@ class Ingress:
     """One ingress replica without its shell. `connect` opens its links to the engines, `manager`
     answers the admin routes."""
 
-    def __init__(self, config: Config, connect: Connect, manager: Any) -> None:
+    def __init__(self, config: Config, connect: ConnectEngines, manager: Any) -> None:
         self._config = config
         self._model = config.model.served_name
         self._manager = manager
         self._connect = connect
         self._metrics = PrometheusStats()
         self._rules = AccessRules(config.serve)
-        self._users = Users(config.serve, self._rules)
+        self._user_keys = UserKeys(config.serve, self._rules)
         self._prompts: PromptProcessor
-        self._asks: AskMaker
-        self._generator: Generator
-        self._offloads = Offloads()
+        self._input_processor: InputProcessor
+        self._serving: ServingHandler
+        self._offloads = OffloadPools()
         self._reader = BodyReader(
             config.serve.max_body_bytes,
             self._offloads.bodies,
@@ -87,12 +87,12 @@ class Ingress:
         self._responses = ResponseRoutes(
             config.serve,
             self._model,
-            self._users,
+            self._user_keys,
             manager,
             self._generation_body,
-            lambda: (self._asks, self._generator),
+            lambda: (self._input_processor, self._serving),
             self._offloads.bodies,
-            lambda: self.llm.met_engine,
+            lambda: self.llm.has_seen_engine,
         )
         self.llm: AsyncLLM
         self.app = Starlette(
@@ -100,8 +100,8 @@ class Ingress:
             exception_handlers={404: no_such_route, 405: no_such_route},
             middleware=[
                 Middleware(Cors, CorsRules.of(config.serve)),
-                Middleware(WithoutTrailingSlash),
-                Middleware(PacedStart),
+                Middleware(StripTrailingSlash),
+                Middleware(RequestThrottle),
             ],
         )
         self.app.router.redirect_slashes = False
@@ -121,7 +121,9 @@ class Ingress:
         )
         defaults = await asyncio.to_thread(read_generation_config, config.model)
         detokenizer = await asyncio.to_thread(Detokenizer, tokenizer)
-        self._asks = AskMaker(self._prompts, config, defaults, self._offloads, detokenizer)
+        self._input_processor = InputProcessor(
+            self._prompts, config, defaults, self._offloads, detokenizer
+        )
         self.llm = AsyncLLM(
             detokenizer,
             config,
@@ -129,7 +131,7 @@ class Ingress:
             self._metrics,
             self._prompts.set_limits,
         )
-        self._generator = Generator(
+        self._serving = ServingHandler(
             self.llm, end_token_ids(path, tokenizer), self._offloads.answers
         )
         self._metrics.registry.register(ViewCollector(lambda: self.llm.view))
@@ -144,7 +146,7 @@ class Ingress:
     def _routes(self) -> list[Route]:
         admin = AdminRoutes(self._config.serve, self._rules, self._manager, lambda: self.llm)
         server = ServerRoutes(
-            self._config, self._users, lambda: self.llm, lambda: self._prompts.max_model_len
+            self._config, self._user_keys, lambda: self.llm, lambda: self._prompts.max_model_len
         )
         return [
             route("/health", self._health, "GET"),
@@ -168,48 +170,59 @@ class Ingress:
 
     async def _completions(self, request: Request) -> Any:
         body = await self._generation_body(request, CompletionRequest)
-        ask = await while_awaited(request, self._asks.completion(body, body_bytes(request)))
+        request_params = await with_deadline(
+            request, self._input_processor.completion(body, body_bytes(request))
+        )
         id = f"cmpl-{request_id(request)}"
-        answer = CompletionAnswer(id, self._model, body)
-        return await self._generator.answer(request, ask, answer)
+        answer = CompletionResponseWriter(id, self._model, body)
+        return await self._serving.answer(request, request_params, answer)
 
     async def _chat(self, request: Request) -> Any:
         body = await self._generation_body(request, ChatCompletionRequest)
-        ask = await while_awaited(request, self._asks.chat(body, body_bytes(request)))
+        request_params = await with_deadline(
+            request, self._input_processor.chat(body, body_bytes(request))
+        )
         id = f"chatcmpl-{request_id(request)}"
-        answer = ChatAnswer(id, self._model, body, ask.make_parser)
-        return await self._generator.answer(request, ask, answer)
+        answer = ChatResponseWriter(id, self._model, body, request_params.make_parser)
+        return await self._serving.answer(request, request_params, answer)
 
     async def _messages(self, request: Request) -> Any:
         body = await self._generation_body(request, MessagesRequest)
         size = body_bytes(request)
         chat = await self._offloads.bodies.run_sized(size, chat_request, body)
-        ask = await while_awaited(request, self._asks.chat(chat, size))
-        ask = replace(ask, budgets=[min(left, body.max_tokens) for left in ask.budgets])
-        answer = MessagesAnswer(request_id(request), self._model, body, ask.make_parser)
-        return await self._generator.answer(request, ask, answer)
+        request_params = await with_deadline(request, self._input_processor.chat(chat, size))
+        request_params = replace(
+            request_params,
+            max_tokens_per_prompt=[
+                min(left, body.max_tokens) for left in request_params.max_tokens_per_prompt
+            ],
+        )
+        answer = MessagesResponseWriter(
+            request_id(request), self._model, body, request_params.make_parser
+        )
+        return await self._serving.answer(request, request_params, answer)
 
     async def _count_tokens(self, request: Request) -> Response:
         body = await self._body(request, CountTokensRequest)
         size = body_bytes(request)
         conversation = await self._offloads.bodies.run_sized(size, tokenize_request, body)
-        ids = await self._asks.tokens(conversation, size)
+        ids = await self._input_processor.tokens(conversation, size)
         return json_response(TokenCount(input_tokens=len(ids)))
 
     async def _generation_body(self, request: Request, kind: type[Any]) -> Any:
         """The body of a request for an answer. Raises TooManyWaiting before it is read where too
         many wait: thousands are refused as fast as they come."""
-        self._users.check(request)
-        if self.llm.met_engine:
-            self.llm.check_room()
-        came_s = request.scope[ARRIVED_S]
+        self._user_keys.check(request)
+        if self.llm.has_seen_engine:
+            self.llm.check_admission()
+        came_s = request.scope[ARRIVAL_TIME_S]
         request.state.deadline = deadline_of(request.headers.get(TIMEOUT), came_s)
         return await self._body(request, kind)
 
     async def _body(self, request: Request, kind: type[Any]) -> Any:
         """A checked body for this model. Raises BadRequest, HTTPError, and NoEngine before the
         first engine has told what it can take; while none is here any more, requests wait."""
-        self._users.check(request)
+        self._user_keys.check(request)
         body: RequestBody = await self._reader.read(request, kind)
         model = getattr(body, "model", None)
         if model is not None and model != self._model:
@@ -218,18 +231,18 @@ class Ingress:
                 "model",
                 "model_not_found",
             )
-        if not self.llm.met_engine:
+        if not self.llm.has_seen_engine:
             raise NoEngine("no engine is ready yet")
         return body
 
     # ---------------------------------------------------------------- the rest
 
     async def _models(self, request: Request) -> Response:
-        self._users.check(request)
+        self._user_keys.check(request)
         return json_response(api.ModelList(data=[self._card()]))
 
     async def _one_model(self, request: Request) -> Response:
-        self._users.check(request)
+        self._user_keys.check(request)
         model = request.path_params["model"]
         if model != self._model:
             raise BadRequest(f"the model {model!r} does not exist", "model", "model_not_found")
@@ -242,7 +255,7 @@ class Ingress:
     async def _tokenize(self, request: Request) -> Response:
         body = await self._body(request, api.TokenizeRequest)
         size = body_bytes(request)
-        ids = await self._asks.tokens(body, size)
+        ids = await self._input_processor.tokens(body, size)
         return json_response(
             await self._offloads.bodies.run_sized(size, self._tokenized, body, ids)
         )
@@ -276,8 +289,8 @@ class Ingress:
         if state.reason:
             raise HTTPError(503, state.reason, "no_progress", "server_error")
         try:
-            async with asyncio.timeout(_ASK_S):
-                reason, failed = await self._manager.waiting_for.remote()
+            async with asyncio.timeout(_MANAGER_TIMEOUT_S):
+                reason, failed = await self._manager.not_ready_reason.remote()
         except Exception as error:  # whatever keeps the manager from answering
             raise HTTPError(
                 503, f"no engine, and no word of the manager: {error!r}", "starting", "server_error"

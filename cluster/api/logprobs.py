@@ -17,13 +17,13 @@ from swell.cluster.text.token_texts import Texts
 
 NameOf = Callable[[int], str]
 """What a token is called: its text, unless something else is asked for."""
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Told instead of anything below: JSON has no infinity."""
 
 
 def finite(logprob: float) -> float:
-    """At least `LEAST`; also for NaN."""
-    return logprob if logprob > LEAST else LEAST
+    """At least `MIN_LOGPROB`; also for NaN."""
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 def name_by_id(token_id: int) -> str:

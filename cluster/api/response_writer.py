@@ -12,7 +12,7 @@ from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail, Usage, usage
 from swell.cluster.api.sse import comment, error_event
 from swell.cluster.client.deadline import RequestTimedOut
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
-from swell.cluster.client.request_state import Batch, EngineGone, RequestFailed
+from swell.cluster.client.request_state import EngineGone, OutputBatch, RequestFailed
 from swell.cluster.client.router import NoEngine
 
 ENGINES = "x-swell-engine"
@@ -24,10 +24,10 @@ _CODES: dict[type[Exception], str] = {
     RequestTimedOut: "request_timeout",
 }
 
-Batches = AsyncIterator[Batch]
+Batches = AsyncIterator[OutputBatch]
 
 
-class Answer(ABC):
+class ResponseWriter(ABC):
     """One answer over one or more prompts, each with `n` choices.
 
     Choice `prompt * n + k` is the k-th answer to a prompt. `whole` is the body of an answer that is
@@ -72,25 +72,25 @@ class Answer(ABC):
         """Server-sent events, as many together as there are at once; `outputs` are deltas with the
         number of their choice. Where `engines` are no longer those that the header `told`, a
         comment says so at the end."""
-        said = [*self.opening(choices)]
+        chunks = [*self.opening(choices)]
         last: dict[int, RequestOutput] = {}
         try:
             async for batch in outputs:
                 for choice, output in batch:
                     last[choice] = output
-                    said += self.delta(choice, output, checked(output))
-                if said:
-                    yield b"".join(said)
-                    said = []
+                    chunks += self.delta(choice, output, checked(output))
+                if chunks:
+                    yield b"".join(chunks)
+                    chunks = []
         except tuple(_CODES) as error:
-            said += self.failure(error, _CODES[type(error)])
+            chunks += self.failure(error, _CODES[type(error)])
         else:
-            said += self.closing(stream_usage(last, self.n))
+            chunks += self.closing(stream_usage(last, self.n))
         if engines() != told:
-            said.append(comment(f"{ENGINES} {engines()}"))
-        said += self.ending()
-        if said:
-            yield b"".join(said)
+            chunks.append(comment(f"{ENGINES} {engines()}"))
+        chunks += self.ending()
+        if chunks:
+            yield b"".join(chunks)
 
 
 def checked(output: RequestOutput) -> CompletionOutput:
@@ -118,5 +118,7 @@ def choice_usage(output: RequestOutput) -> Usage:
 
 def stream_usage(last: dict[int, RequestOutput], n: int) -> Usage:
     """`last`: the last output of each choice."""
-    drawn = sum(output.outputs[0].num_output_tokens for output in last.values())
-    return usage_of((output for choice, output in last.items() if choice % n == 0), drawn)
+    completion_tokens = sum(output.outputs[0].num_output_tokens for output in last.values())
+    return usage_of(
+        (output for choice, output in last.items() if choice % n == 0), completion_tokens
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs, shown
 from swell.cluster.text.schema.request_body import RequestBody
 
-FORMS = {
+STRUCTURED_OUTPUT_ALIASES = {
     "guided_json": "json",
     "guided_json_object": "json_object",
     "guided_regex": "regex",
@@ -19,11 +19,11 @@ FORMS = {
     "ebnf": "grammar",
 }
 """Earlier names of vLLM, and those of SGLang -> the same field of `structured_outputs`."""
-_FORM_VALUES = attrgetter(*FORMS)
-_NO_FORM = (None,) * len(FORMS)
+_alias_values = attrgetter(*STRUCTURED_OUTPUT_ALIASES)
+_NO_ALIAS = (None,) * len(STRUCTURED_OUTPUT_ALIASES)
 
 
-class TokenWishes(RequestBody, kw_only=True):
+class SamplingFields(RequestBody, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -67,10 +67,10 @@ class TokenWishes(RequestBody, kw_only=True):
         found: dict[str, StructuredOutputs] = {}
         if self.structured_outputs is not None:
             found["structured_outputs"] = self.structured_outputs
-        values = _FORM_VALUES(self)
-        if values == _NO_FORM:
+        values = _alias_values(self)
+        if values == _NO_ALIAS:
             return found
-        for (name, own), value in zip(FORMS.items(), values, strict=True):
+        for (name, own), value in zip(STRUCTURED_OUTPUT_ALIASES.items(), values, strict=True):
             if value is not None and (own, value) != ("json_object", False):
                 found[name] = StructuredOutputs(**{own: value})
         return found

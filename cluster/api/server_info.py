@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.api.admin.protocol import EngineLoad, Health, ServerInfo, ServerLoad, Version
-from swell.cluster.api.http import KeyRing, json_response, route
+from swell.cluster.api.http import ApiKeys, json_response, route
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.configs.schema import Config
 
@@ -25,12 +25,12 @@ class ServerRoutes:
     def __init__(
         self,
         config: Config,
-        users: KeyRing,
+        users: ApiKeys,
         llm: Callable[[], AsyncLLM],
         max_model_len: Callable[[], int],
     ) -> None:
         self._config = config
-        self._users = users
+        self._user_keys = users
         self._llm = llm
         self._max_model_len = max_model_len
 
@@ -54,7 +54,7 @@ class ServerRoutes:
         return json_response(ServerLoad(server_load=busy))
 
     async def _server_info(self, request: Request) -> Response:
-        self._users.check(request)
+        self._user_keys.check(request)
         config = self._config
         return json_response(
             ServerInfo(

@@ -19,7 +19,7 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 
 
-class Rest(msgspec.Struct, frozen=True):
+class ChunkFields(msgspec.Struct, frozen=True):
     """What a chunk has beside its text."""
 
     finish_reason: str | None = None
@@ -31,7 +31,7 @@ class Rest(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | None = None
 
 
-PLAIN = Rest()
+TEXT_ONLY = ChunkFields()
 """A chunk that is text alone."""
 
 
@@ -56,12 +56,14 @@ class _Stream:
         head = {"id": id, "object": kind, "created": created, "model": model}
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":'
         self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._plain_tail = b',"logprobs":null,"finish_reason":null,"stop_reason":null' + self._end
+        self._text_only_tail = (
+            b',"logprobs":null,"finish_reason":null,"stop_reason":null' + self._end
+        )
 
-    def _chunk(self, index: int, content: bytes, rest: Rest) -> bytes:
+    def _chunk(self, index: int, content: bytes, rest: ChunkFields) -> bytes:
         """`content` is the choice's text or delta with its key."""
-        if rest is PLAIN:
-            return b"%b%d,%b%b" % (self._head, index, content, self._plain_tail)
+        if rest is TEXT_ONLY:
+            return b"%b%d,%b%b" % (self._head, index, content, self._text_only_tail)
         ids = b"" if rest.token_ids is None else b',"token_ids":' + _encode(rest.token_ids)
         if rest.prompt_token_ids is not None:
             ids += b',"prompt_token_ids":' + _encode(rest.prompt_token_ids)
@@ -84,7 +86,7 @@ class CompletionStream(_Stream):
         super().__init__("text_completion", id, created, model, include_usage)
         self._empty = CompletionChunk(id=id, created=created, model=model, choices=[])
 
-    def chunk(self, text: str, index: int = 0, rest: Rest = PLAIN) -> bytes:
+    def chunk(self, text: str, index: int = 0, rest: ChunkFields = TEXT_ONLY) -> bytes:
         return self._chunk(index, b'"text":' + _encode(text), rest)
 
     def usage(self, usage: Usage) -> bytes:
@@ -109,7 +111,9 @@ class ChatStream(_Stream):
         """The first event of a choice: who speaks."""
         delta = ChatDelta(role="assistant", content="")
         if prompt_token_ids is None:
-            return self.delta(delta, index, PLAIN if usage is None else Rest(usage=usage))
+            return self.delta(
+                delta, index, TEXT_ONLY if usage is None else ChunkFields(usage=usage)
+            )
         chunk = msgspec.structs.replace(
             self._empty,
             choices=[ChatChunkChoice(index=index, delta=delta)],
@@ -118,10 +122,10 @@ class ChatStream(_Stream):
         )
         return event(chunk)
 
-    def chunk(self, text: str, index: int = 0, rest: Rest = PLAIN) -> bytes:
+    def chunk(self, text: str, index: int = 0, rest: ChunkFields = TEXT_ONLY) -> bytes:
         return self._chunk(index, b'"delta":{"content":' + _encode(text) + b"}", rest)
 
-    def delta(self, delta: ChatDelta, index: int = 0, rest: Rest = PLAIN) -> bytes:
+    def delta(self, delta: ChatDelta, index: int = 0, rest: ChunkFields = TEXT_ONLY) -> bytes:
         return self._chunk(index, b'"delta":' + _encode(delta), rest)
 
     def usage(self, usage: Usage) -> bytes:

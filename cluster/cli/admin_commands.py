@@ -74,7 +74,7 @@ async def _change(client: Client, path: str, request: RequestBody) -> int:
     await client.post(path, request, Accepted)
     started, told = time.monotonic(), ""
     while True:
-        state = await _look(client)
+        state = await _get_state(client)
         line = f"{_phase(state)}; {_summary(state)}"
         if line != told:
             print(f"[{time.monotonic() - started:5.1f} s] {line}", flush=True)
@@ -88,7 +88,7 @@ async def _change(client: Client, path: str, request: RequestBody) -> int:
         await asyncio.sleep(_POLL_S)
 
 
-async def _look(client: Client) -> ClusterState:
+async def _get_state(client: Client) -> ClusterState:
     """The cluster's state. The server may be away for a moment: the cluster is changing."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:

@@ -42,7 +42,7 @@ _MAX_TOKENS = 120
 _WIDTH = 60
 """Characters of a prompt or an answer in the summary."""
 
-CHORES = (
+PROMPTS = (
     ("count from 12 to 30", ", ".join(map(str, range(12, 31)))),
     ("reverse: kitten", "nettik"),
     ("sort: kitten", "eikntt"),
@@ -82,7 +82,7 @@ class Answer:
 
 
 @dataclass
-class Story:
+class DemoRecord:
     """What happened, in seconds since the first question."""
 
     started: float = field(default_factory=time.monotonic)
@@ -97,13 +97,13 @@ class Story:
     def now_s(self) -> float:
         return time.monotonic() - self.started
 
-    def by_newcomers(self) -> int:
+    def answered_by_new_engines(self) -> int:
         """Answers that an engine which was not there at first has begun."""
         known = self.old_ranks | {""}
         begun = [*self.answers, *(a for a in self.open.values() if not a.seconds)]
         return sum(bool(set(answer.engines.split(",")) - known) for answer in begun)
 
-    def while_growing(self) -> int:
+    def answered_during_scale_up(self) -> int:
         """Answers that streamed, in part at least, while the engine was being added."""
         first, last = self.started + self.asked_s, self.started + self.grown_s
         return sum(a.began < last and a.began + a.seconds > first for a in self.answers)
@@ -138,28 +138,28 @@ async def ask(client: Client, model: str, answer: Answer) -> None:
     answer.seconds = time.monotonic() - started
 
 
-async def keep_asking(
-    client: Client, model: str, place: int, story: Story, stop: asyncio.Event
+async def send_prompts(
+    client: Client, model: str, place: int, record: DemoRecord, stop: asyncio.Event
 ) -> None:
     """One asker: its own chore first, then all others in turn until `stop`."""
     turn = place
     while not stop.is_set():
-        answer = Answer(*CHORES[turn % len(CHORES)])
-        story.open[place] = answer
+        answer = Answer(*PROMPTS[turn % len(PROMPTS)])
+        record.open[place] = answer
         await ask(client, model, answer)
-        story.answers.append(answer)
+        record.answers.append(answer)
         turn += 1
         await asyncio.sleep(_PAUSE_S)
 
 
-async def grow(client: Client, story: Story, note: asyncio.Queue[str]) -> None:
+async def grow(client: Client, record: DemoRecord, note: asyncio.Queue[str]) -> None:
     """Ask for one engine more once tokens flow, and watch it come. Raises DemoFailed."""
     before = await client.get("/admin/cluster", ClusterState)
-    story.old_ranks = {str(engine.rank) for engine in before.engines}
-    while not any(answer.text for answer in story.open.values()):
-        _check_answers(story)
+    record.old_ranks = {str(engine.rank) for engine in before.engines}
+    while not any(answer.text for answer in record.open.values()):
+        _check_answers(record)
         await asyncio.sleep(0.01)
-    story.asked_s = story.now_s()
+    record.asked_s = record.now_s()
     await client.post("/admin/scale", ScaleRequest(engines=_ENGINES), Accepted)
     phase = ""
     while True:
@@ -172,66 +172,66 @@ async def grow(client: Client, story: Story, note: asyncio.Queue[str]) -> None:
             raise DemoFailed(f"the cluster did not grow: {state.rescale.error}")
         if phase == "idle" and active == _ENGINES:
             break
-        if story.now_s() - story.asked_s > _GROW_S:
+        if record.now_s() - record.asked_s > _GROW_S:
             raise DemoFailed(f"after {_GROW_S:g} s the cluster still has {active} engines")
         await asyncio.sleep(_POLL_S)
-    story.grown_s = story.now_s()
-    story.epochs = (before.epoch, state.epoch)
+    record.grown_s = record.now_s()
+    record.epochs = (before.epoch, state.epoch)
 
 
-async def perform(url: str) -> Story:
+async def run_demo(url: str) -> DemoRecord:
     """Everything between `ready` and the end."""
     client = Client(url, timeout_s=60)
     model = (await client.get("/v1/models", ModelList)).data[0].id
-    story, stop = Story(), asyncio.Event()
+    record, stop = DemoRecord(), asyncio.Event()
     notes: asyncio.Queue[str] = asyncio.Queue()
-    with open_screen(story.open, story.answers) as screen:
-        askers = [
-            asyncio.create_task(keep_asking(client, model, place, story, stop))
-            for place in range(len(CHORES))
+    with open_screen(record.open, record.answers) as screen:
+        clients = [
+            asyncio.create_task(send_prompts(client, model, place, record, stop))
+            for place in range(len(PROMPTS))
         ]
-        growing = asyncio.create_task(grow(client, story, notes))
+        growing = asyncio.create_task(grow(client, record, notes))
         try:
-            while not growing.done() or story.by_newcomers() < _ENOUGH:
+            while not growing.done() or record.answered_by_new_engines() < _ENOUGH:
                 if growing.done():
                     growing.result()
-                    if story.now_s() - story.grown_s > _SERVED_S:
+                    if record.now_s() - record.grown_s > _SERVED_S:
                         raise DemoFailed(
-                            f"the new engine served {story.by_newcomers()} of "
-                            f"{len(story.answers)} answers in {_SERVED_S:g} s"
+                            f"the new engine served {record.answered_by_new_engines()} of "
+                            f"{len(record.answers)} answers in {_SERVED_S:g} s"
                         )
-                _check_answers(story)
+                _check_answers(record)
                 while not notes.empty():
-                    screen.note(f"[{story.now_s():5.1f} s] {notes.get_nowait()}")
+                    screen.note(f"[{record.now_s():5.1f} s] {notes.get_nowait()}")
                 screen.refresh()
                 await asyncio.sleep(0.05)
         finally:
             stop.set()
             growing.cancel()
-            await asyncio.gather(*askers, growing, return_exceptions=True)
+            await asyncio.gather(*clients, growing, return_exceptions=True)
             screen.refresh()
-    _check_answers(story)
-    return story
+    _check_answers(record)
+    return record
 
 
-def _check_answers(story: Story) -> None:
-    failed = [answer for answer in story.answers if answer.error]
+def _check_answers(record: DemoRecord) -> None:
+    failed = [answer for answer in record.answers if answer.error]
     if failed:
         raise DemoFailed(f"{failed[0].prompt!r} failed: {failed[0].error}")
 
 
-def print_summary(story: Story) -> None:
+def print_summary(record: DemoRecord) -> None:
     """The first answer to every chore, then the counts."""
     rows = []
-    for prompt, _ in CHORES:
-        answer = next(answer for answer in story.answers if answer.prompt == prompt)
+    for prompt, _ in PROMPTS:
+        answer = next(answer for answer in record.answers if answer.prompt == prompt)
         cells = (prompt, answer.text, answer.engines)
         ttft = f"{1000 * answer.ttft_s:.0f}" if answer.ttft_s else "-"
         numbers = (ttft, f"{answer.rate:.0f}")
         rows.append((*(short(plain(cell), _WIDTH) for cell in cells), *numbers))
     columns = ("prompt", "answer", "engine", "TTFT ms", "tok/s")
     print_table("first answers", columns, rows, left=2)
-    answers = story.answers
+    answers = record.answers
     failed = sum(answer.error is not None for answer in answers)
     right = sum(answer.text == answer.right for answer in answers)
     tokens = sum(answer.tokens for answer in answers)
@@ -240,34 +240,34 @@ def print_summary(story: Story) -> None:
     print(f"answers      {len(answers)}, of which {failed} failed; {right} right, {tokens} tokens")
     print(f"served by    {shares}")
     print(
-        f"the cluster  grew to {_ENGINES} engines {story.grown_s:.1f} s after the first question "
-        f"(asked at {story.asked_s:.1f} s), epoch {story.epochs[0]} -> {story.epochs[1]}; "
-        f"{story.while_growing()} answers streamed meanwhile"
+        f"the cluster  grew to {_ENGINES} engines {record.grown_s:.1f} s after the first question "
+        f"(asked at {record.asked_s:.1f} s), epoch {record.epochs[0]} -> {record.epochs[1]}; "
+        f"{record.answered_during_scale_up()} answers streamed meanwhile"
     )
 
 
-async def demonstrate(config: str, port: int) -> None:
-    """Start, perform, stop, look. Raises DemoFailed; the child never outlives this."""
+async def run_with_server(config: str, port: int) -> None:
+    """Start, run_demo, stop, look. Raises DemoFailed; the child never outlives this."""
     began = time.monotonic()
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     server = ServerProcess(config, port)
-    story = None
+    record = None
     try:
         async with asyncio.timeout(_TOTAL_S):
             url = await server.start(_READY_S)
-            print(f"ready after {time.monotonic() - began:.1f} s; asking {len(CHORES)} questions")
-            story = await perform(url)
+            print(f"ready after {time.monotonic() - began:.1f} s; asking {len(PROMPTS)} questions")
+            record = await run_demo(url)
     except TimeoutError:
         raise DemoFailed(f"not done after {_TOTAL_S:g} s") from None
     except (DemoFailed, ServerError) as error:
         lines = "\n".join(f"  | {line}" for line in server.last_lines)
         raise DemoFailed(f"{error}; the server's last lines:\n{lines}") from None
     finally:
-        if story is None:
+        if record is None:
             await server.stop()
-    print_summary(story)
+    print_summary(record)
     trouble = await server.stop()
     if trouble:
         raise DemoFailed(trouble)
@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     args = parser.parse_args(argv)
     try:
-        asyncio.run(demonstrate(args.config, args.port))
+        asyncio.run(run_with_server(args.config, args.port))
     except KeyboardInterrupt:
         return 130
     except asyncio.CancelledError:

@@ -22,12 +22,12 @@ from swell.cluster.cli import ray_settings
 from swell.cluster.control import actor_names as names
 from swell.cluster.control.http_port import claim_port
 from swell.cluster.text.model_folder import check
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config
 
 _APP = "swell"
 _POLL_S = 0.25
-_QUIET_S = 0.2
+_RAY_LOG_DELAY_S = 0.2
 """How long Ray's messages about the shutdown may take to arrive."""
 _SERVE_S = 10.0
 """What Serve itself needs to end replicas."""
@@ -91,7 +91,7 @@ def _ray(address: str | None) -> Iterator[None]:
         ray_settings.end_idle_daemons()
         yield
     finally:
-        with _unheard():
+        with _silenced():
             ray.shutdown()
         if not os.environ.get("SWELL_KEEP_LOGS"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -118,14 +118,14 @@ def _application(config: Config, *, own_ray: bool) -> Iterator[str]:
         shown = f"[{shown}]" if ":" in shown else shown
         yield f"http://{shown}:{config.serve.port}"
     finally:
-        with _unheard():
+        with _silenced():
             serve.delete(_APP, _blocking=False)
             _wait_until_deleted(config)
             if own_ray:
                 serve.shutdown()
-                time.sleep(_QUIET_S)
+                time.sleep(_RAY_LOG_DELAY_S)
             else:
-                _end_remains()
+                _clean_up_leftovers()
 
 
 def _wait_until_deleted(config: Config) -> None:
@@ -139,21 +139,23 @@ def _wait_until_deleted(config: Config) -> None:
         time.sleep(_POLL_S)
 
 
-def _end_remains() -> None:
+def _clean_up_leftovers() -> None:
     """Usually nothing: the manager has ended all. One that was dead when the application was
     deleted has not, and Serve starts no other."""
     from swell.cluster.control import strays as remains
-    from swell.cluster.control.notes import Notes
+    from swell.cluster.control.checkpoint_store import CheckpointStore
 
     namespace = f"swell-{_APP}"
     ended = remains.end_all(namespace, lambda name: names.is_group(name, namespace))
     if ended:
-        FactLogger("cluster.launch").warning("left by a dead manager: ended", names=sorted(ended))
-    asyncio.run(Notes(namespace, "").clear())
+        StructuredLogger("cluster.launch").warning(
+            "left by a dead manager: ended", names=sorted(ended)
+        )
+    asyncio.run(CheckpointStore(namespace, "").clear())
 
 
 @contextlib.contextmanager
-def _unheard() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     """Ray prints that Serve's controller, which ends itself, was killed: nobody needs to know."""
     nowhere = io.StringIO()
     with contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
@@ -183,7 +185,7 @@ def _wait_until_ready(url: str, stop: threading.Event) -> bool:
     """Watch the cluster come up and say what it waits for. False: stopped meanwhile."""
     started, told = time.monotonic(), ""
     while not stop.is_set():
-        reason, failed = _look(url)
+        reason, failed = _poll_ready(url)
         if reason is None:
             return True
         if failed:
@@ -196,7 +198,7 @@ def _wait_until_ready(url: str, stop: threading.Event) -> bool:
     return False
 
 
-def _look(url: str) -> tuple[str | None, bool]:
+def _poll_ready(url: str) -> tuple[str | None, bool]:
     """What is being waited for (None: nothing), and whether the wait is in vain."""
     try:
         answer = httpx.get(f"{url}/ready", timeout=10, trust_env=False)

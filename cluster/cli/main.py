@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 1 for an error, 2 for wrong usage."""
     args = _parser().parse_args(argv)
     try:
-        return int(_imported(COMMANDS[args.command].run)(args))
+        return int(_load(COMMANDS[args.command].run)(args))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has left, as `head` does
@@ -150,7 +150,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _imported(place: str) -> Any:
+def _load(place: str) -> Any:
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 

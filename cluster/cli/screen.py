@@ -18,7 +18,7 @@ _SHOWN_ANSWERS = 12
 _WIDTH = 100
 
 
-class Shown(Protocol):
+class StreamRow(Protocol):
     """What is shown of an answer."""
 
     prompt: str
@@ -29,7 +29,7 @@ class Shown(Protocol):
 class LineScreen:
     """Prints finished answers in their order."""
 
-    def __init__(self, open: Mapping[int, Shown], answers: Sequence[Shown]) -> None:
+    def __init__(self, open: Mapping[int, StreamRow], answers: Sequence[StreamRow]) -> None:
         self._answers = answers
         self._printed = 0
 
@@ -47,7 +47,9 @@ class LineScreen:
 class LiveScreen:
     """Redraws the answers that are under way."""
 
-    def __init__(self, live: Live, open: Mapping[int, Shown], answers: Sequence[Shown]) -> None:
+    def __init__(
+        self, live: Live, open: Mapping[int, StreamRow], answers: Sequence[StreamRow]
+    ) -> None:
         self._live = live
         self._open = open
         self._answers = answers
@@ -69,7 +71,7 @@ class LiveScreen:
 
 @contextlib.contextmanager
 def open_screen(
-    open: Mapping[int, Shown], answers: Sequence[Shown]
+    open: Mapping[int, StreamRow], answers: Sequence[StreamRow]
 ) -> Iterator[LineScreen | LiveScreen]:
     """The screen that fits standard output; it reads `open` and `answers` at every refresh."""
     if not sys.stdout.isatty():

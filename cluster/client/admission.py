@@ -37,7 +37,7 @@ MIN_SPAN_S = 1.0
 """A rate over less says little."""
 MAX_RETRY_S = 60
 """Nobody is sent away for longer: engines may come."""
-UNKNOWN_RETRY_S = 5
+DEFAULT_RETRY_S = 5
 """Where nothing was started in the last seconds: the burst has only begun, or nothing moves."""
 
 
@@ -148,7 +148,7 @@ class Admission:
     def _retry_s(self, over_requests: int, over_tokens: int, now: float) -> int:
         rate = self._rate.of(now)
         if not rate.requests or (over_tokens and not rate.tokens):
-            return UNKNOWN_RETRY_S
+            return DEFAULT_RETRY_S
         room_s = over_requests / rate.requests
         if over_tokens:
             room_s = max(room_s, over_tokens / rate.tokens)

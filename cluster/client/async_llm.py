@@ -13,16 +13,16 @@ import msgspec
 
 from swell.cluster.client.admission import Admission, Backlog, TooManyWaiting
 from swell.cluster.client.deadline import RequestTimedOut
-from swell.cluster.client.links import Connect, EngineId
+from swell.cluster.client.engine_core_client import ConnectEngines, EngineId
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.outputs import RequestOutputKind
-from swell.cluster.client.readiness import Readiness
-from swell.cluster.client.request_state import EngineGone, Move, Ticket
+from swell.cluster.client.readiness import ReadinessTracker
+from swell.cluster.client.request_state import EngineGone, MigrationReason, Ticket
 from swell.cluster.client.router import NoEngine, Router
-from swell.cluster.text.detokenizer import Detokenizer, Opening
+from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.sampling_params import SamplingParams
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.channel import CallTable, ChannelTimeout
 from swell.coordinator.roster import MemberState, Roster
@@ -37,10 +37,10 @@ from swell.engine.wire import (
     UtilityOutput,
 )
 
-_FIRST_VIEW_BEATS = 5
+_FIRST_VIEW_HEARTBEATS = 5
 """Heartbeats for which an ingress that starts waits to hear who is here."""
 
-_OLD_VIEW_BEATS = 5
+_STALE_VIEW_HEARTBEATS = 5
 """Heartbeats without a view, after which its reports say nothing about who waits."""
 
 
@@ -64,15 +64,15 @@ class AsyncLLM:
         self,
         detokenizer: Detokenizer,
         config: Config,
-        connect: Connect,
+        connect: ConnectEngines,
         metrics: PrometheusStats,
         on_limits: Callable[[int, int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.view = ClusterView(Roster())
         self.client_index = secrets.randbits(31)
-        self.readiness = Readiness(config.cluster.stall_timeout_s)
-        self.met_engine = False
+        self.readiness = ReadinessTracker(config.cluster.stall_timeout_s)
+        self.has_seen_engine = False
         """There was an engine at some time, so its limits are known."""
         self._config = config
         self._admission = Admission(
@@ -86,23 +86,23 @@ class AsyncLLM:
         self._processor = OutputProcessor(detokenizer, stats=metrics, clock=clock)
         self._router = Router(config.cache.block_tokens)
         self._tickets: dict[str, Ticket] = {}
-        self._runs: dict[str, Ticket] = {}
+        self._attempts: dict[str, Ticket] = {}
         """By the name under which its engine has it."""
         self._calls: CallTable[UtilityOutput] = CallTable()
-        self._homeless: dict[str, asyncio.TimerHandle] = {}
+        self._awaiting_placement: dict[str, asyncio.TimerHandle] = {}
         """Requests that wait for an engine to come, and when they give up."""
-        self._homeless_tokens = 0
+        self._awaiting_placement_tokens = 0
         """Of their prompts."""
         self._first_view = asyncio.Event()
         self._view_at_s = clock()
         """When the newest view came."""
-        self._log = FactLogger("cluster.ingress", client=self.client_index)
-        self._links = connect(
+        self._log = StructuredLogger("cluster.ingress", client=self.client_index)
+        self._client = connect(
             self.client_index,
             heartbeat_s=config.cluster.heartbeat_s,
             on_view=self._on_view,
             on_outputs=self._on_outputs,
-            on_gap=lambda engine: self._move_all(engine, Move.UNHEARD),
+            on_gap=lambda engine: self._migrate_all(engine, MigrationReason.MESSAGES_LOST),
             counted=metrics,
         )
 
@@ -113,12 +113,12 @@ class AsyncLLM:
     async def wait_for_view(self) -> None:
         """Until it is known who is here; a coordinator that is away is not waited for long."""
         try:
-            async with asyncio.timeout(_FIRST_VIEW_BEATS * self._config.cluster.heartbeat_s):
+            async with asyncio.timeout(_FIRST_VIEW_HEARTBEATS * self._config.cluster.heartbeat_s):
                 await self._first_view.wait()
         except TimeoutError:
             self._log.warning("the coordinator is silent")
 
-    def check_room(self) -> None:
+    def check_admission(self) -> None:
         """Raises TooManyWaiting if another request may not wait (see `admission.py`). Those that
         have an engine already, or had one, may."""
         try:
@@ -131,12 +131,14 @@ class AsyncLLM:
         """By reports; while the coordinator is away, by what this ingress has sent itself: engines
         go on meanwhile, and the last report would refuse everybody until it is back."""
         config, router = self._config, self._router
-        is_old = self._clock() - self._view_at_s > _OLD_VIEW_BEATS * config.cluster.heartbeat_s
-        tell = router.backlog_unreported if is_old else router.backlog
+        is_old = (
+            self._clock() - self._view_at_s > _STALE_VIEW_HEARTBEATS * config.cluster.heartbeat_s
+        )
+        tell = router.own_backlog if is_old else router.backlog
         placed = tell(config.scheduler.max_rows)
         return placed._replace(
-            own_requests=placed.own_requests + len(self._homeless),
-            own_tokens=placed.own_tokens + self._homeless_tokens,
+            own_requests=placed.own_requests + len(self._awaiting_placement),
+            own_tokens=placed.own_tokens + self._awaiting_placement_tokens,
         )
 
     def submit(
@@ -147,12 +149,12 @@ class AsyncLLM:
         index: int = 0,
         *,
         prompt: str | None = None,
-        opening: Opening = Opening.BEGINNING,
+        text_start: TextStart = TextStart.NEW_TEXT,
     ) -> Ticket:
         """Send a request, which gives answer number `index` to its prompt, to an engine, or keep
         it until there is one. Raises NoEngine if there never was one; whatever it raises, nothing
         is left behind."""
-        if not self.met_engine:
+        if not self.has_seen_engine:
             raise NoEngine("no engine is ready yet")
         ticket = Ticket(request, kind)
         self._processor.add_request(
@@ -162,7 +164,7 @@ class AsyncLLM:
             queue=ticket.collector,
             prompt=prompt,
             index=index,
-            opening=opening,
+            text_start=text_start,
         )
         self._tickets[request.request_id] = ticket
         try:
@@ -189,7 +191,7 @@ class AsyncLLM:
             raise EngineCallFailed(f"engine {rank} has left")
         future: asyncio.Future[UtilityOutput] = asyncio.get_running_loop().create_future()
         call_id = self._calls.open(future, timeout_s)
-        self._links.send(EngineId.of(member), UtilityCall(call_id, method, list(args)))
+        self._client.send(EngineId.of(member), UtilityCall(call_id, method, list(args)))
         try:
             # An answer that is there counts, also if the loop was late and its time is over.
             if not (await asyncio.wait({future}, timeout=timeout_s))[0]:
@@ -208,7 +210,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         self._fail(list(self._tickets), EngineGone("the ingress is shutting down"))
-        self._links.close()
+        self._client.close()
 
     # ---------------------------------------------------------------- what comes in
 
@@ -226,16 +228,16 @@ class AsyncLLM:
             self._on_limits(
                 min(m.max_model_len for m in members), min(m.vocab_size for m in members)
             )
-            self.met_engine = True
+            self.has_seen_engine = True
         for engine in lost:
             was = before.find(*engine)
             left = was is not None and was.state is MemberState.LEAVING
-            self._move_all(engine, Move.LEFT if left else Move.DIED)
+            self._migrate_all(engine, MigrationReason.LEFT if left else MigrationReason.DIED)
         if self._router.active_ranks:
             for member in members:
                 if member.state is MemberState.REPAIRING:
-                    self._move_all(EngineId.of(member), Move.REPAIRING)
-            for request_id in list(self._homeless):
+                    self._migrate_all(EngineId.of(member), MigrationReason.REPAIRING)
+            for request_id in list(self._awaiting_placement):
                 self._place(self._tickets[request_id])
 
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
@@ -243,19 +245,19 @@ class AsyncLLM:
             self._calls.answer(message.utility_output.call_id, message.utility_output)
         outputs: list[EngineCoreOutput] = []
         dropped: list[Ticket] = []
-        for run_id in message.started:
-            if run_id in self._runs:
-                self._runs[run_id].started = True
+        for attempt_id in message.started:
+            if attempt_id in self._attempts:
+                self._attempts[attempt_id].started = True
         for output in message.outputs:
-            ticket = self._runs.get(output.request_id)
+            ticket = self._attempts.get(output.request_id)
             if ticket is None:
                 continue  # of an earlier run
             if output.finish_reason is FinishReason.ABORT:
                 # An end that nobody here asked for: an aborted request has no run any more.
                 dropped.append(ticket)
             else:
-                outputs.append(_under(ticket.request.request_id, output))
-        self._move(dropped, Move.DROPPED)
+                outputs.append(_with_request_id(ticket.request.request_id, output))
+        self._migrate(dropped, MigrationReason.DROPPED)
         result = self._processor.process_outputs(outputs)
         self._abort_in_engines(result.reqs_to_abort)
         for output in outputs:
@@ -281,60 +283,62 @@ class AsyncLLM:
                 rank=request.data_parallel_rank,
             )
         except NoEngine as error:
-            self._wait(ticket, str(error))
+            self._await_placement(ticket, str(error))
             return
-        self._house(request_id)
+        self._stop_waiting(request_id)
         member = self.view.roster.find(rank)
         assert member is not None, f"the router chose engine {rank}, which is not here"
         ticket.place(EngineId.of(member), len(request.output_token_ids))
-        self._runs[ticket.run_id] = ticket
+        self._attempts[ticket.attempt_id] = ticket
         self._processor.sent(request_id)
-        self._links.send(
+        self._client.send(
             EngineId.of(member),
             msgspec.structs.replace(
-                request, request_id=ticket.run_id, failed_attempts=ticket.failed_attempts
+                request, request_id=ticket.attempt_id, failed_attempts=ticket.failed_attempts
             ),
         )
         if begun:
             self._metrics.resubmitted()
 
-    def _wait(self, ticket: Ticket, reason: str) -> None:
+    def _await_placement(self, ticket: Ticket, reason: str) -> None:
         """Keep a request until an engine comes, but not for ever."""
         request_id = ticket.request.request_id
-        if request_id in self._homeless:
+        if request_id in self._awaiting_placement:
             return
         config = self._config
         begun = bool(ticket.ranks)
         limit_s = config.cluster.start_timeout_s if begun else config.serve.no_engine_timeout_s
         error = NoEngine(f"{reason}; waited {limit_s:g} s for one")
-        self._homeless_tokens += len(ticket.request.prompt_token_ids)
-        self._give_up_in(limit_s, request_id, error)
+        self._awaiting_placement_tokens += len(ticket.request.prompt_token_ids)
+        self._fail_after(limit_s, request_id, error)
 
-    def _give_up_in(self, limit_s: float, request_id: str, error: Exception) -> None:
+    def _fail_after(self, limit_s: float, request_id: str, error: Exception) -> None:
         """A loop that is late for it was stopped: it takes in first what came meanwhile."""
         loop, beat_s = asyncio.get_running_loop(), self._config.cluster.heartbeat_s
         due_s = loop.time() + limit_s
 
         def give_up() -> None:
             if loop.time() - due_s > beat_s:
-                self._give_up_in(beat_s, request_id, error)
+                self._fail_after(beat_s, request_id, error)
             else:
                 self._fail([request_id], error)
 
-        self._homeless[request_id] = loop.call_later(limit_s, give_up)
+        self._awaiting_placement[request_id] = loop.call_later(limit_s, give_up)
 
-    def _house(self, request_id: str) -> None:
+    def _stop_waiting(self, request_id: str) -> None:
         """The request waits no longer."""
-        timer = self._homeless.pop(request_id, None)
+        timer = self._awaiting_placement.pop(request_id, None)
         if timer is not None:
             timer.cancel()
-            self._homeless_tokens -= len(self._tickets[request_id].request.prompt_token_ids)
+            self._awaiting_placement_tokens -= len(
+                self._tickets[request_id].request.prompt_token_ids
+            )
 
-    def _move_all(self, engine: EngineId, reason: Move) -> None:
+    def _migrate_all(self, engine: EngineId, reason: MigrationReason) -> None:
         """Continue elsewhere what an engine holds."""
-        self._move([t for t in self._tickets.values() if t.engine == engine], reason)
+        self._migrate([t for t in self._tickets.values() if t.engine == engine], reason)
 
-    def _move(self, tickets: Iterable[Ticket], reason: Move) -> None:
+    def _migrate(self, tickets: Iterable[Ticket], reason: MigrationReason) -> None:
         """Take requests from their engine, if it is still there, and place them anew."""
         moved = list(tickets)
         if not moved:
@@ -349,11 +353,11 @@ class AsyncLLM:
         self._abort_in_engines([ticket.request.request_id for ticket in moved])
         for ticket in moved:
             request_id = ticket.request.request_id
-            del self._runs[ticket.run_id]
+            del self._attempts[ticket.attempt_id]
             self._router.done(request_id)
             given = len(self._processor.request_states[request_id].output_token_ids)
             try:
-                ticket.displace(reason, given)
+                ticket.unassign(reason, given)
             except EngineGone as error:
                 self._fail([request_id], error)
             else:
@@ -376,19 +380,19 @@ class AsyncLLM:
         for request_id in request_ids:
             ticket = self._tickets[request_id]
             if ticket.engine is not None:
-                by_engine.setdefault(ticket.engine, []).append(ticket.run_id)
+                by_engine.setdefault(ticket.engine, []).append(ticket.attempt_id)
         for engine, run_ids in by_engine.items():
-            self._links.send(engine, AbortRequests(run_ids))
+            self._client.send(engine, AbortRequests(run_ids))
 
     def _forget(self, request_id: str) -> None:
-        self._house(request_id)
+        self._stop_waiting(request_id)
         self._router.done(request_id)
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
-            self._runs.pop(ticket.run_id, None)
+            self._attempts.pop(ticket.attempt_id, None)
 
 
-def _under(request_id: str, output: EngineCoreOutput) -> EngineCoreOutput:
+def _with_request_id(request_id: str, output: EngineCoreOutput) -> EngineCoreOutput:
     """The output under the name that its request has here."""
     if output.request_id == request_id:
         return output

@@ -8,7 +8,7 @@ from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
 
 
-class ToldLogprobs:
+class LogprobsProcessor:
     """What engines have told, and what of it was not given to the asker yet.
 
     What was told once stays, whatever becomes of the engine: a later run tells only of the outputs
@@ -30,13 +30,13 @@ class ToldLogprobs:
         self._texts = texts
         self._outputs: LogprobTable | None = None
         self._prompt: LogprobTable | None = None
-        self._unknown = 0
+        self._num_prompt_missing = 0
         """Prompt positions of which nothing was told."""
         if request.sampler.logprobs is not None:
             self._outputs, self.cumulative = LogprobTable(texts), 0.0
         if request.sampler.prompt_logprobs is not None:
             ids = request.prompt_token_ids
-            self._unknown = len(ids) - 1
+            self._num_prompt_missing = len(ids) - 1
             places = texts.places(ids, skip_special_tokens, prompt)
             self._prompt = LogprobTable(
                 texts, [[i] for i in ids], [[] for _ in ids], [0] * len(ids), *places
@@ -44,7 +44,7 @@ class ToldLogprobs:
 
     @property
     def prompt_complete(self) -> bool:
-        return self._unknown == 0
+        return self._num_prompt_missing == 0
 
     def sort(self, extras: list[Extra], num_tokens: int) -> list[TokenLogprobs]:
         """Take in what is told of the prompt. Gives back what is told of `num_tokens` outputs,
@@ -69,20 +69,20 @@ class ToldLogprobs:
         )
         self.cumulative += told.logprobs[0]
 
-    def take(self, *, forget: bool) -> LogprobTable | None:
-        """Of all outputs; with `forget`, of those since the last time."""
+    def take(self, *, delta_only: bool) -> LogprobTable | None:
+        """Of all outputs; with `delta_only`, of those since the last time."""
         outputs = self._outputs
         if outputs is None:
             return None
-        if not forget:
+        if not delta_only:
             return outputs[:]
         self._outputs = LogprobTable(self._texts)
         return outputs
 
-    def take_prompt(self, *, forget: bool) -> LogprobTable | None:
-        """Of the prompt; with `forget`, the first time only."""
+    def pop_prompt_logprobs(self, *, delta_only: bool) -> LogprobTable | None:
+        """Of the prompt; with `delta_only`, the first time only."""
         prompt = self._prompt
-        if forget:
+        if delta_only:
             self._prompt = None
         return prompt
 
@@ -96,4 +96,4 @@ class ToldLogprobs:
                 table.token_ids[position] = token_ids
                 table.logprobs[position] = logprobs
                 table.ranks[position] = rank
-                self._unknown -= 1
+                self._num_prompt_missing -= 1

@@ -13,7 +13,7 @@ from prometheus_client.utils import floatToGoString
 
 from swell.cluster.client.stats import IterationStats
 from swell.cluster.text.schema.known_fields import IGNORED_FIELDS
-from swell.coordinator.ledger import add
+from swell.coordinator.metrics_aggregator import add
 from swell.coordinator.wire import Counts
 from swell.engine.wire import FinishReason
 
@@ -85,7 +85,7 @@ class PrometheusStats(Collector):
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._parts: list[Histogram | Counter] = []
-        self._others: Counts = {}
+        self._other_counts: Counts = {}
 
         histogram, counter = self._histogram, self._counter
         self._first_token = histogram(
@@ -188,12 +188,12 @@ class PrometheusStats(Collector):
         """What this ingress has counted."""
         return {part.name: part.numbers for part in self._parts}
 
-    def take_others(self, counts: Counts) -> None:
+    def set_other_counts(self, counts: Counts) -> None:
         """What all other ingresses have counted."""
-        self._others = counts
+        self._other_counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        total = add(self.counts(), self._others)
+        total = add(self.counts(), self._other_counts)
         for part in self._parts:
             yield part.shown(total[part.name])
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.client.logprobs_processor import ToldLogprobs
+from swell.cluster.client.logprobs_processor import LogprobsProcessor
 from swell.cluster.client.outputs import (
     CompletionOutput,
     RequestOutput,
@@ -21,7 +21,7 @@ from swell.cluster.client.outputs import (
     RequestOutputKind,
 )
 from swell.cluster.client.stats import IterationStats, NoStats, RequestTimes, StatsSink
-from swell.cluster.text.detokenizer import Detokenizer, Opening
+from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.cluster.text.stop_strings import stop_checker
 from swell.cluster.text.token_texts import TokenTexts
@@ -65,7 +65,7 @@ class RequestState:
         index: int,
         stream_interval: int,
         arrival_s: float,
-        opening: Opening,
+        text_start: TextStart,
     ) -> None:
         self.request = request
         self.request_id = request.request_id
@@ -81,8 +81,8 @@ class RequestState:
         self._index = index
         self._stream_interval = stream_interval
         skip = params.skip_special_tokens
-        self._machine = detokenizer.start(skip, opening, request.prompt_token_ids)
-        self._writer = texts.writer(self._machine, skip)
+        self._machine = detokenizer.start(skip, text_start, request.prompt_token_ids)
+        self._writer = texts.text_writer(self._machine, skip)
         """Of the machine's text, where places are asked for too."""
         self._include_stop = params.include_stop_str_in_output
         self._stops = stop_checker(
@@ -95,7 +95,7 @@ class RequestState:
         """Pieces; of a stream of deltas only those that have not been sent."""
         self._num_chars = 0
         """Of all text so far, also of what is held back or behind a stop string."""
-        self._logprobs = ToldLogprobs(request, texts, skip_special_tokens=skip, prompt=prompt)
+        self._logprobs = LogprobsProcessor(request, texts, skip_special_tokens=skip, prompt=prompt)
         self._sent_tokens = 0
         self._answered = False
         """An engine has answered: later runs do not change `num_cached_tokens`."""
@@ -129,10 +129,10 @@ class RequestState:
         for position, token_id in enumerate(token_ids):
             self.output_token_ids.append(token_id)
             if told:
-                text = self._tell(token_id, told[position], is_text=position < visible)
+                text = self._add_logprobs(token_id, told[position], is_text=position < visible)
             else:
                 text = self._machine.push(token_id) if position < visible else ""
-            if self._show(text):
+            if self._append_text(text):
                 return
         if output.finish_reason is FinishReason.ERROR:
             # What was held back is no end of the answer, even where it holds a stop string.
@@ -142,7 +142,7 @@ class RequestState:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """The engine has ended it: what was held back is text after all, or its last stop."""
-        if self._show(self._machine.flush()):
+        if self._append_text(self._machine.flush()):
             return
         self._text.append(self._stops.flush())
         self.finish_reason, self.stop_reason = reason, stop_reason
@@ -169,7 +169,7 @@ class RequestState:
             text=text,
             token_ids=token_ids,
             num_output_tokens=count,
-            logprobs=self._logprobs.take(forget=is_delta),
+            logprobs=self._logprobs.take(delta_only=is_delta),
             cumulative_logprob=self._logprobs.cumulative,
             finish_reason=None if self.finish_reason is None else str(self.finish_reason),
             stop_reason=self.stop_reason,
@@ -181,10 +181,10 @@ class RequestState:
             finished=finished,
             prompt=self._prompt,
             num_cached_tokens=self.num_cached_tokens,
-            prompt_logprobs=self._logprobs.take_prompt(forget=is_delta),
+            prompt_logprobs=self._logprobs.pop_prompt_logprobs(delta_only=is_delta),
         )
 
-    def _tell(self, token_id: int, told: TokenLogprobs, *, is_text: bool) -> str:
+    def _add_logprobs(self, token_id: int, told: TokenLogprobs, *, is_text: bool) -> str:
         """Keep the log probability of the next token with its place. Gives back its text; an end
         token is none."""
         if is_text:
@@ -194,7 +194,7 @@ class RequestState:
         self._logprobs.add(told, self._num_chars + place, at_beginning=at_beginning)
         return text
 
-    def _show(self, text: str) -> bool:
+    def _append_text(self, text: str) -> bool:
         """Pass text by the stop strings; True if one of them ended the answer."""
         if not text:
             return False
@@ -250,7 +250,7 @@ class OutputProcessor:
         prompt: str | None = None,
         index: int = 0,
         arrival_s: float | None = None,
-        opening: Opening = Opening.BEGINNING,
+        text_start: TextStart = TextStart.NEW_TEXT,
     ) -> RequestState:
         """Expect outputs of `request`. `prompt` is the text that was sent, if it was one;
         `arrival_s` is a reading of this processor's clock, where the request came earlier than
@@ -268,7 +268,7 @@ class OutputProcessor:
             index=index,
             stream_interval=self._stream_interval,
             arrival_s=self._clock() if arrival_s is None else arrival_s,
-            opening=opening,
+            text_start=text_start,
         )
         self.request_states[request.request_id] = state
         self._internal_ids.setdefault(state.external_req_id, []).append(request.request_id)

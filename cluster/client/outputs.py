@@ -173,7 +173,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
                 self.outputs.append(completion)
 
 
-class Bell:
+class Event:
     """Wakes the one task that waits for it; a ring that nobody waits for is forgotten."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class RequestOutputCollector:
 
     def __init__(self, kind: RequestOutputKind, request_id: str = "") -> None:
         self.request_id = request_id
-        self.bell = Bell()
+        self.ready = Event()
         """Rung when there is something; collectors that one task reads may share it."""
         self._aggregate = kind == RequestOutputKind.DELTA
         self._output: RequestOutput | None = None
@@ -215,14 +215,14 @@ class RequestOutputCollector:
             self._output = output
         else:
             self._output.add(output, aggregate=self._aggregate)
-        self.bell.ring()
+        self.ready.ring()
 
     async def get(self) -> RequestOutput:
         """Wait for the next output. Raises a delivered exception."""
         while (output := self.get_nowait()) is None:
             if self._finished:
                 raise RuntimeError(f"request {self.request_id!r} has given its last output")
-            await self.bell.wait()
+            await self.ready.wait()
         return output
 
     def get_nowait(self) -> RequestOutput | None:

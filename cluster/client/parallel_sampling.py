@@ -15,7 +15,7 @@ from swell.cluster.client.outputs import CompletionOutput, RequestOutput, Reques
 from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, SamplingParams, shown
 
 
-def check_children(prompts: int, params: SamplingParams, limit: int) -> None:
+def check_num_children(prompts: int, params: SamplingParams, limit: int) -> None:
     """Refuse a request for more answers than one may draw: each is a request of its own to the
     engines, and all begin at once. Raises `BadRequest`."""
     each, field = (params.n, "n") if params.best_of is None else (params.best_of, "best_of")
@@ -45,7 +45,7 @@ def children(params: SamplingParams) -> list[SamplingParams]:
     ]
 
 
-def fold(outputs: Sequence[RequestOutput]) -> RequestOutput:
+def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
     """What children of one prompt gave, in any order, as one output: their answers by index. The
     prompt's cached tokens are those that no child had to compute."""
     parts = [part for output in outputs for part in output.outputs]
@@ -85,7 +85,7 @@ class ParentRequest:
     def __init__(self, params: SamplingParams, kind: RequestOutputKind) -> None:
         self._params = params
         self._kind = kind
-        self._ranks = _num_children(params) > params.n
+        self._is_best_of = _num_children(params) > params.n
         self._unfinished = _num_children(params)
         self._outputs: dict[int, RequestOutput] = {}
         """All that each child gave; of deltas that were passed on, the last."""
@@ -106,17 +106,17 @@ class ParentRequest:
             return output
         self._unfinished -= output.finished
         finished = not self._unfinished
-        if self._kind == RequestOutputKind.DELTA and not self._ranks:
+        if self._kind == RequestOutputKind.DELTA and not self._is_best_of:
             self._outputs[part.index] = output
             return msgspec.structs.replace(output, finished=finished)
-        self._keep(part.index, output)
-        if not finished and (self._ranks or self._kind == RequestOutputKind.FINAL_ONLY):
+        self._merge(part.index, output)
+        if not finished and (self._is_best_of or self._kind == RequestOutputKind.FINAL_ONLY):
             return None
-        whole = fold(list(self._outputs.values()))
+        whole = merge_outputs(list(self._outputs.values()))
         whole.finished = finished
-        return best(whole, self._params) if self._ranks else whole
+        return best(whole, self._params) if self._is_best_of else whole
 
-    def _keep(self, index: int, output: RequestOutput) -> None:
+    def _merge(self, index: int, output: RequestOutput) -> None:
         if index in self._outputs and self._kind == RequestOutputKind.DELTA:
             self._outputs[index].add(output, aggregate=True)
         else:

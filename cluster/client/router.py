@@ -5,7 +5,7 @@
                   + TOKENS_PER_ROW for each request that is there
                   + tokens of the blocks that it lacks, which running rows would have to give up
 
-The prompt tokens to compute are guessed from the names of the blocks that this ingress sent
+The prompt tokens to compute are guessed from the block_hashes of the blocks that this ingress sent
 there before. Scores that differ by at most SLACK_TOKENS are equal. Among equals the longest
 cached prefix wins, so a conversation keeps its engine; then a hash of the conversation and the
 rank (rendezvous hashing), so that ingresses agree without talking, and an engine that comes or
@@ -38,13 +38,13 @@ SLACK_TOKENS = 256
 """Less than this is no reason to leave a cached prefix, or the engine where other ingresses would
 look for one."""
 
-SHARED_DIVISOR = 4
+SHARED_PREFIX_DIVISOR = 4
 """A prefix that other conversations continue is worth this part of its tokens."""
 
-REMEMBERED_BLOCKS = 65_536
-"""Block names kept for an engine that does not tell the size of its cache."""
+DEFAULT_TRACKED_BLOCKS = 65_536
+"""Block block_hashes kept for an engine that does not tell the size of its cache."""
 
-_UNHEARD_REPORTS = 2
+_REPORT_LAG = 2
 """A report may have been written before what was sent ahead of it arrived; the next was not."""
 
 
@@ -72,7 +72,7 @@ class _Load:
 
 
 @dataclass(slots=True)
-class _Placed:
+class _RoutedRequest:
     """A request on its engine: the engine itself beside its rank, since another one may take the
     rank of one that died."""
 
@@ -91,13 +91,13 @@ class _Engine:
         self.incarnation = member.incarnation
         self.num_blocks = member.num_blocks
         self.report = EngineReport(member.rank)
-        self.reports_heard = 0
+        self.num_reports = 0
         self.blocks: OrderedDict[bytes, bool] = OrderedDict()
         """Whether another block was sent behind it. The least recently used first, and a block
         never before those that continue it: so whoever is here, its prefix is."""
         self.sent = _Load()
         """Everything that we sent and that has not finished."""
-        self.unheard: dict[int, _Load] = {0: _Load()}
+        self.unreported: dict[int, _Load] = {0: _Load()}
         """The part of it that the report does not count, by the reports heard at its sending."""
 
     def hear(self, report: EngineReport) -> None:
@@ -105,46 +105,46 @@ class _Engine:
         does one that an engine inside a long step repeats with fresh progress."""
         if self.incarnation not in (0, report.incarnation):
             return
-        if replace(report, ticks=self.report.ticks) == self.report:
+        if replace(report, progress_counter=self.report.progress_counter) == self.report:
             return
         self.report = report
-        self.reports_heard += 1
-        self.unheard[self.reports_heard] = _Load()
-        self.unheard.pop(self.reports_heard - _UNHEARD_REPORTS, None)
+        self.num_reports += 1
+        self.unreported[self.num_reports] = _Load()
+        self.unreported.pop(self.num_reports - _REPORT_LAG, None)
         self._forget()
 
-    def cached_blocks(self, names: Sequence[bytes]) -> int:
+    def cached_blocks(self, block_hashes: Sequence[bytes]) -> int:
         """How many blocks of this chain it is believed to have."""
-        if not names or names[0] not in self.blocks:
+        if not block_hashes or block_hashes[0] not in self.blocks:
             return 0
-        known, unknown = 1, len(names) + 1
+        known, unknown = 1, len(block_hashes) + 1
         while known + 1 < unknown:
             middle = (known + unknown) // 2
-            if names[middle - 1] in self.blocks:
+            if block_hashes[middle - 1] in self.blocks:
                 known = middle
             else:
                 unknown = middle
         return known
 
-    def remember(self, names: Sequence[bytes], known: int) -> None:
+    def record_prefix(self, block_hashes: Sequence[bytes], known: int) -> None:
         """Take in a chain of which `known` blocks are known."""
-        fresh = names[known:]
+        fresh = block_hashes[known:]
         if fresh:
             self.blocks.update(dict.fromkeys(reversed(fresh), True))
             self.blocks[fresh[-1]] = False
-        for name in reversed(names[:known]):
+        for name in reversed(block_hashes[:known]):
             self.blocks.move_to_end(name)
         if fresh and known:
-            self.blocks[names[known - 1]] = True
+            self.blocks[block_hashes[known - 1]] = True
         self._forget()
 
-    def branches(self, names: Sequence[bytes], known: int) -> bool:
+    def diverges(self, block_hashes: Sequence[bytes], known: int) -> bool:
         """Whether a chain of which `known` blocks are known leaves one that went on here."""
-        return 0 < known < len(names) and self.blocks.get(names[known - 1], False)
+        return 0 < known < len(block_hashes) and self.blocks.get(block_hashes[known - 1], False)
 
     def _forget(self) -> None:
         """Keep what fits into the cache beside the blocks that others' requests hold."""
-        limit = REMEMBERED_BLOCKS
+        limit = DEFAULT_TRACKED_BLOCKS
         if self.num_blocks:
             held = int(self.report.kv_usage * self.num_blocks)
             limit = self.num_blocks - max(0, held - self.sent.blocks)
@@ -152,25 +152,25 @@ class _Engine:
             self.blocks.popitem(last=False)
 
     def weigh(
-        self, placed: _Placed, tokens: int, requests: int, blocks: int, unanswered: int = 0
+        self, placed: _RoutedRequest, tokens: int, requests: int, blocks: int, unanswered: int = 0
     ) -> None:
         """Count a part of a request, or with negative numbers no longer."""
         self.sent.add(tokens, requests, blocks, unanswered)
-        unheard = self.unheard.get(placed.after_report)
-        if unheard is not None:
-            unheard.add(tokens, requests, blocks, unanswered)
+        unreported = self.unreported.get(placed.after_report)
+        if unreported is not None:
+            unreported.add(tokens, requests, blocks, unanswered)
 
     def waiting(self, max_rows: int) -> Backlog:
         """What waits here, of which this ingress has sent what no report tells of yet."""
-        unheard = self.unheard.values()
+        unreported = self.unreported.values()
         return waiting_here(
             self.report,
-            sum(load.unanswered for load in unheard),
-            sum(load.uncomputed_tokens for load in unheard),
+            sum(load.unanswered for load in unreported),
+            sum(load.uncomputed_tokens for load in unreported),
             max_rows,
         )
 
-    def waiting_unreported(self, max_rows: int) -> Backlog:
+    def own_waiting(self, max_rows: int) -> Backlog:
         """What waits here of what this ingress has sent, by its answers alone."""
         sent = self.sent
         waiting = min(sent.unanswered, max(0, sent.requests - max_rows))
@@ -181,7 +181,7 @@ class _Engine:
         report, sent = self.report, self.sent
         waiting, requests = report.waiting_tokens, report.running + report.waiting
         held = int(report.kv_usage * self.num_blocks)
-        for load in self.unheard.values():
+        for load in self.unreported.values():
             waiting += load.uncomputed_tokens
             requests += load.requests
             held += load.blocks
@@ -201,7 +201,7 @@ class Router:
         self._block_tokens = block_tokens
         self._engines: dict[int, _Engine] = {}
         self._active: list[int] = []
-        self._placed: dict[str, _Placed] = {}
+        self._placed: dict[str, _RoutedRequest] = {}
 
     @property
     def active_ranks(self) -> list[int]:
@@ -237,19 +237,19 @@ class Router:
             raise NoEngine(f"engine {rank} takes no requests; active: {self._active}")
         if not self._active:
             raise NoEngine("no engine takes requests now")
-        names: list[bytes] = []
-        extend_block_hashes(names, pack_tokens(token_ids), self._block_tokens, salt)
+        block_hashes: list[bytes] = []
+        extend_block_hashes(block_hashes, pack_tokens(token_ids), self._block_tokens, salt)
         if rank is None:
-            rank = self._pick(request_id, len(token_ids), names)
+            rank = self._pick(request_id, len(token_ids), block_hashes)
         engine = self._engines[rank]
-        known = engine.cached_blocks(names)
+        known = engine.cached_blocks(block_hashes)
         cached = known * self._block_tokens
-        placed = _Placed(
-            rank, engine, max(1, len(token_ids) - cached), len(names), engine.reports_heard
+        placed = _RoutedRequest(
+            rank, engine, max(1, len(token_ids) - cached), len(block_hashes), engine.num_reports
         )
         self._placed[request_id] = placed
         engine.weigh(placed, placed.uncomputed_tokens, 1, placed.blocks, 1)
-        engine.remember(names, known)
+        engine.record_prefix(block_hashes, known)
         return rank
 
     def answered(self, request_id: str) -> None:
@@ -270,9 +270,9 @@ class Router:
         """What waits at all engines, each of which computes `max_rows` requests at once."""
         return _sum(engine.waiting(max_rows) for engine in self._engines.values())
 
-    def backlog_unreported(self, max_rows: int) -> Backlog:
+    def own_backlog(self, max_rows: int) -> Backlog:
         """Likewise, where reports are too old to tell: what others have sent is not known."""
-        return _sum(engine.waiting_unreported(max_rows) for engine in self._engines.values())
+        return _sum(engine.own_waiting(max_rows) for engine in self._engines.values())
 
     def rank_of(self, request_id: str) -> int | None:
         placed = self._placed.get(request_id)
@@ -281,17 +281,18 @@ class Router:
     def placed_on(self, rank: int) -> list[str]:
         return [request_id for request_id, placed in self._placed.items() if placed.rank == rank]
 
-    def _pick(self, request_id: str, tokens: int, names: Sequence[bytes]) -> int:
-        """The best engine for a prompt of so many tokens, whose full blocks are `names`."""
+    def _pick(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> int:
+        """The best engine for a prompt of so many tokens, whose full blocks are `block_hashes`."""
         engines = {rank: self._engines[rank] for rank in self._active}
-        found = {rank: engine.cached_blocks(names) for rank, engine in engines.items()}
+        found = {rank: engine.cached_blocks(block_hashes) for rank, engine in engines.items()}
         longest = max(found.values())
-        branches = any(
-            blocks == longest and engines[rank].branches(names, blocks)
+        diverges = any(
+            blocks == longest and engines[rank].diverges(block_hashes, blocks)
             for rank, blocks in found.items()
         )
         worth = {
-            rank: blocks // SHARED_DIVISOR if branches else blocks for rank, blocks in found.items()
+            rank: blocks // SHARED_PREFIX_DIVISOR if diverges else blocks
+            for rank, blocks in found.items()
         }
         scores = {
             rank: engine.cost(tokens - worth[rank] * self._block_tokens, self._block_tokens)
@@ -299,12 +300,15 @@ class Router:
         }
         limit = min(scores.values()) + SLACK_TOKENS
         equals = [rank for rank, score in scores.items() if score <= limit]
-        conversation = names[longest] if longest < len(names) else request_id.encode()
+        conversation = block_hashes[longest] if longest < len(block_hashes) else request_id.encode()
         if len(equals) == 1:
             return equals[0]
         return min(
             equals,
-            key=lambda rank: (0 if branches else -found[rank], _draw(conversation, rank)),
+            key=lambda rank: (
+                0 if diverges else -found[rank],
+                _rendezvous_hash(conversation, rank),
+            ),
         )
 
 
@@ -313,5 +317,5 @@ def _sum(backlogs: Iterable[Backlog]) -> Backlog:
     return Backlog(*map(sum, columns))
 
 
-def _draw(key: bytes, rank: int) -> bytes:
+def _rendezvous_hash(key: bytes, rank: int) -> bytes:
     return hashlib.blake2b(key + rank.to_bytes(4, "little"), digest_size=8).digest()

@@ -17,30 +17,30 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from swell.cluster.control.notes import Notes
-from swell.configs.log import FactLogger
+from swell.cluster.control.checkpoint_store import CheckpointStore
+from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.channel import make_keys
 from swell.coordinator.coordinator import Coordinator, CoordinatorContact
 from swell.coordinator.ports import free_port
 from swell.coordinator.roster import Member
-from swell.coordinator.service import ManagerNote, Membership, Seat
+from swell.coordinator.service import CoordinatorEndpoint, ManagerState, Membership
 from swell.coordinator.wire import ClusterView
 
 
 class CoordinatorHandle:
     """The coordinator of one cluster. Its methods are the coordinator's own."""
 
-    def __init__(self, config: Config, namespace: str, notes: Notes) -> None:
+    def __init__(self, config: Config, namespace: str, notes: CheckpointStore) -> None:
         self.name = f"coordinator-{notes.identity}"
         """Of its actor: engines of another configuration have another one."""
         self._config = config
         self._namespace = namespace
         self._notes = notes
         self._actor: Any = None
-        self._suspected = asyncio.Lock()
+        self._probe_lock = asyncio.Lock()
         self._restarts = 0
-        self._log = FactLogger("cluster.coordinator")
+        self._log = StructuredLogger("cluster.coordinator")
         self.contact: CoordinatorContact | None = None
 
     @property
@@ -51,8 +51,8 @@ class CoordinatorHandle:
         """Find the coordinator, or make it; one that was ended takes its predecessor's place."""
         kind: Any = Coordinator
         host = ray.util.get_node_ip_address()
-        fresh = Seat(make_keys(), secrets.token_hex(8), free_port(host))
-        seat = await self._notes.seat(lambda: fresh)
+        fresh = CoordinatorEndpoint(make_keys(), secrets.token_hex(8), free_port(host))
+        endpoint = await self._notes.endpoint(lambda: fresh)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         self._actor = kind.options(
             name=self.name,
@@ -60,84 +60,85 @@ class CoordinatorHandle:
             lifetime="detached",
             get_if_exists=True,
             scheduling_strategy=here,
-        ).remote(self._config.cluster, self._config.parallel.expert, seat, seat != fresh)
-        await self._meet()
+        ).remote(self._config.cluster, self._config.parallel.expert, endpoint, endpoint != fresh)
+        await self._refresh_contact()
 
     async def close(self) -> None:
         if self._actor is not None:
             ray.kill(self._actor)
 
     async def view(self) -> ClusterView:
-        view: ClusterView = await self._ask(self._actor.view.remote())
+        view: ClusterView = await self._call(self._actor.view.remote())
         return view
 
     async def wait(self, epoch: int, timeout_s: float) -> Membership:
         """The cluster, when it is no longer of `epoch`, or after the time."""
-        result: Membership = await self._ask(self._actor.wait.remote(epoch, timeout_s), timeout_s)
-        await self._meet()
+        result: Membership = await self._call(self._actor.wait.remote(epoch, timeout_s), timeout_s)
+        await self._refresh_contact()
         return result
 
     async def join(self, members: list[Member]) -> None:
         """Raises RuntimeError if their group does not form; everybody is as before then."""
         limit_s = self._config.cluster.start_timeout_s
-        roster = await self._ask(self._actor.join.remote(members, limit_s), limit_s)
+        roster = await self._call(self._actor.join.remote(members, limit_s), limit_s)
         self._log.info("joined", epoch=roster.epoch, ranks=[member.rank for member in members])
 
     async def leave(self, ranks: list[int]) -> None:
-        roster = await self._ask(self._actor.leave.remote(ranks))
+        roster = await self._call(self._actor.leave.remote(ranks))
         self._log.info("leaving", epoch=roster.epoch, ranks=ranks)
 
-    async def stay(self, ranks: list[int]) -> None:
-        roster = await self._ask(self._actor.stay.remote(ranks))
+    async def cancel_leave(self, ranks: list[int]) -> None:
+        roster = await self._call(self._actor.cancel_leave.remote(ranks))
         self._log.info("staying", epoch=roster.epoch, ranks=ranks)
 
-    async def part(self, ranks: list[int]) -> None:
+    async def detach(self, ranks: list[int]) -> None:
         limit_s = self._config.cluster.start_timeout_s
-        roster = await self._ask(self._actor.part.remote(ranks, limit_s), limit_s)
+        roster = await self._call(self._actor.detach.remote(ranks, limit_s), limit_s)
         self._log.info("parted", epoch=roster.epoch, ranks=ranks)
 
-    async def lose(self, ranks: list[int]) -> None:
-        roster = await self._ask(self._actor.lose.remote(ranks))
+    async def remove_failed(self, ranks: list[int]) -> None:
+        roster = await self._call(self._actor.remove_failed.remote(ranks))
         self._log.info("lost", epoch=roster.epoch, ranks=ranks)
 
-    async def hold(self) -> None:
-        await self._ask(self._actor.hold.remote())
+    async def pause(self) -> None:
+        await self._call(self._actor.pause.remote())
 
-    async def release(self) -> None:
-        await self._ask(self._actor.release.remote())
+    async def resume(self) -> None:
+        await self._call(self._actor.resume.remote())
 
-    async def take_over(self, owner: str) -> ManagerNote:
-        note: ManagerNote = await self._ask(self._actor.take_over.remote(owner))
+    async def take_over(self, owner: str) -> ManagerState:
+        note: ManagerState = await self._call(self._actor.take_over.remote(owner))
         return note
 
-    def note(self, note: ManagerNote) -> None:
+    def note(self, note: ManagerState) -> None:
         """Send it; whether it was kept is seen in the next `Membership`."""
         self._actor.note.remote(note)
 
-    async def _meet(self) -> None:
-        contact = await self._ask(self._actor.contact.remote())
+    async def _refresh_contact(self) -> None:
+        contact = await self._call(self._actor.contact.remote())
         if self.contact is not None and contact.pid != self.contact.pid:
             self._restarts += 1
             self._log.warning("coordinator restarted", pid=contact.pid, restarts=self._restarts)
         self.contact = contact
 
-    async def _ask(self, reference: Awaitable[Any], patience_s: float = 0.0) -> Any:
-        """The answer of a call that may take `patience_s`, however often it must be restarted."""
+    async def _call(self, reference: Awaitable[Any], call_timeout_s: float = 0.0) -> Any:
+        """The answer of a call that may take `call_timeout_s`, however often it must be
+        restarted."""
         answer = asyncio.ensure_future(reference)
         try:
             while True:
-                limit_s = patience_s + self._config.cluster.stall_timeout_s
+                limit_s = call_timeout_s + self._config.cluster.stall_timeout_s
                 done, _ = await asyncio.wait({answer}, timeout=limit_s)
                 if done:
                     return answer.result()
-                await self._end_if_silent()
+                await self._kill_if_unresponsive()
         finally:
             answer.cancel()
 
-    async def _end_if_silent(self) -> None:
+    async def _kill_if_unresponsive(self) -> None:
         """It is asked once more: the one who had to wait may have been stopped itself. Its
         successor has as long as anybody to answer: it may be stopped, too."""
-        async with self._suspected:
+        async with self._probe_lock:
             try:
                 await asyncio.wait_for(
                     self._actor.view.remote(), 1.0 + 2 * self._config.cluster.heartbeat_s

@@ -12,7 +12,7 @@ from typing import Any
 
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.placement import EngineHandle, Placement
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.roster import MemberState
 from swell.coordinator.service import Membership
@@ -20,7 +20,7 @@ from swell.coordinator.wire import EngineReport
 
 _PAUSE_S = 1.0
 """After a drain failed, before it begins again."""
-_QUIET_LOOKS = 2
+_IDLE_POLLS = 2
 """A request may be on its way when the first is taken."""
 
 OnDeath = Callable[[int, float, str], None]
@@ -42,7 +42,7 @@ class Fleet:
         self.engines: dict[int, EngineHandle] = {}
         self.starting: dict[int, EngineHandle] = {}
         self.ending: dict[int, EngineHandle] = {}
-        self.commits = asyncio.Lock()
+        self.group_change_lock = asyncio.Lock()
         """Held while the engines' group changes: one change at a time."""
         self.draining = False
         """Engines are being let go."""
@@ -52,7 +52,7 @@ class Fleet:
         self._on_death, self._on_change = on_death, on_change
         self._verdicts_seen = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._log = FactLogger("cluster.fleet")
+        self._log = StructuredLogger("cluster.fleet")
 
     @property
     def staying(self) -> list[EngineHandle]:
@@ -98,7 +98,7 @@ class Fleet:
         load or to join: they are in `starting`, for `grow`."""
         serving, newcomers = await self._placement.adopt()
         for handle in serving:
-            self._enter(handle)
+            self._add_engine(handle)
             self._watch(handle)
             if handle.leaving:
                 self.leave(handle, self._config.drain_timeout_s)
@@ -130,7 +130,7 @@ class Fleet:
                 del self.starting[handle.rank]
         for handle in ready:
             if handle.rank not in failures:
-                self._enter(handle)
+                self._add_engine(handle)
         self._on_change()
         return failures
 
@@ -145,7 +145,7 @@ class Fleet:
             if not handle.leaving:
                 raise
 
-    def call_off(self, handle: EngineHandle) -> None:
+    def cancel_start(self, handle: EngineHandle) -> None:
         """A newcomer that does not join yet is not wanted any more: it is ended."""
         handle.leaving = True
         if handle.starting is not None:
@@ -164,44 +164,44 @@ class Fleet:
         them dies meanwhile: it is lost, and its group does not form."""
         for handle in handles:
             self._watch(handle)
-        async with self.commits:
+        async with self.group_change_lock:
             handles = [handle for handle in handles if not handle.leaving]
             if not handles:
                 return []
             for handle in handles:
-                handle.moving = True
+                handle.in_transition = True
             self._on_change()
             try:
                 await self._coordinator.join([handle.member for handle in handles])
             finally:
                 for handle in handles:
-                    handle.moving = False
+                    handle.in_transition = False
         return handles
 
-    def _enter(self, handle: EngineHandle) -> None:
+    def _add_engine(self, handle: EngineHandle) -> None:
         handle.joined_at = asyncio.get_running_loop().time()
         self.engines[handle.rank] = handle
         if handle.ended is not None:
-            self.spawn(self._gone(handle, handle.ended))
+            self.spawn(self._on_engine_dead(handle, handle.ended))
 
     # ---------------------------------------------------------------- going
 
     def leave(self, handle: EngineHandle, timeout_s: float) -> None:
         """It may finish what it has, for so long: see `_drain`."""
-        handle.leaving, handle.idle_looks = True, 0
-        handle.leave_by = asyncio.get_running_loop().time() + timeout_s
+        handle.leaving, handle.idle_polls = True, 0
+        handle.leave_deadline_s = asyncio.get_running_loop().time() + timeout_s
 
-    def hurry(self, timeout_s: float) -> None:
+    def shorten_drain(self, timeout_s: float) -> None:
         """Whoever is leaving has no longer than this from now on, unless it was named."""
         latest = asyncio.get_running_loop().time() + timeout_s
         for handle in self.leaving:
             if not handle.drained:
-                handle.leave_by = min(handle.leave_by, latest)
+                handle.leave_deadline_s = min(handle.leave_deadline_s, latest)
 
     def keep(self, handle: EngineHandle) -> None:
         """It was leaving, and is wanted again."""
         handle.leaving = False
-        self.spawn(self._coordinator.stay([handle.rank]))
+        self.spawn(self._coordinator.cancel_leave([handle.rank]))
 
     def drain(self) -> None:
         """Begin to let go whoever is leaving, if that is not under way."""
@@ -224,35 +224,35 @@ class Fleet:
         is over. Who is paused cannot finish, and goes then."""
         told: set[str] = set()
         while self.leaving:
-            going = [handle for handle in self.leaving if not handle.moving]
+            going = [handle for handle in self.leaving if not handle.in_transition]
             told &= {handle.name for handle in going}
             if fresh := [handle for handle in going if handle.name not in told]:
                 told |= {handle.name for handle in fresh}
                 await self._coordinator.leave([handle.rank for handle in fresh])
             now = asyncio.get_running_loop().time()
-            due = [h for h in going if h.idle_looks >= _QUIET_LOOKS or now >= h.leave_by]
+            due = [h for h in going if h.idle_polls >= _IDLE_POLLS or now >= h.leave_deadline_s]
             if due:
-                await self._part(due)
+                await self._detach(due)
                 continue
             await asyncio.sleep(2 * self._config.load_report_s)
             view = await self._coordinator.view()
             busy = {r.rank for r in view.reports if r.running + r.waiting}
             for handle in going:
-                handle.idle_looks = 0 if handle.rank in busy else handle.idle_looks + 1
+                handle.idle_polls = 0 if handle.rank in busy else handle.idle_polls + 1
 
-    async def _part(self, going: list[EngineHandle]) -> None:
+    async def _detach(self, going: list[EngineHandle]) -> None:
         """Take engines out and end them; those that died or are kept meanwhile aside."""
-        async with self.commits:
+        async with self.group_change_lock:
             going = [h for h in going if h.leaving and self.engines.get(h.rank) is h]
             for handle in going:
-                handle.moving = True
+                handle.in_transition = True
             self._on_change()
             try:
                 if going:
-                    await self._coordinator.part([handle.rank for handle in going])
+                    await self._coordinator.detach([handle.rank for handle in going])
             finally:
                 for handle in going:
-                    handle.moving = False
+                    handle.in_transition = False
         going = [handle for handle in going if self.engines.get(handle.rank) is handle]
         for handle in going:
             self.ending[handle.rank] = self.engines.pop(handle.rank)
@@ -284,56 +284,60 @@ class Fleet:
     async def compare(self, now: Membership) -> None:
         """Engines that the roster misses or lists otherwise, and members that are no engines of
         ours."""
-        seen, self._verdicts_seen = self._verdicts_seen, len(now.verdicts)
-        fresh = now.verdicts[seen:] if seen <= len(now.verdicts) else now.verdicts
-        reasons = {verdict.rank: verdict.reason for verdict in fresh}
+        seen, self._verdicts_seen = self._verdicts_seen, len(now.stalled_engines)
+        fresh = (
+            now.stalled_engines[seen:] if seen <= len(now.stalled_engines) else now.stalled_engines
+        )
+        reasons = {stalled.rank: stalled.reason for stalled in fresh}
         for rank, handle in list(self.engines.items()):
             assert handle.ready is not None
             member = now.view.roster.find(rank, handle.ready.incarnation)
-            if handle.moving:
+            if handle.in_transition:
                 continue
             if member is None:
                 self.spawn(self.missed(handle, reasons.get(rank)))
             elif handle.leaving and member.state is MemberState.ACTIVE:
                 await self._coordinator.leave([rank])
             elif not handle.leaving and member.state is MemberState.LEAVING:
-                await self._coordinator.stay([rank])
+                await self._coordinator.cancel_leave([rank])
         ours = {*self.engines, *self.starting, *self.ending}
-        strangers = [rank for rank in now.view.roster.ranks if rank not in ours]
-        if strangers:
-            await self._coordinator.lose(strangers)
+        unknown_ranks = [rank for rank in now.view.roster.ranks if rank not in ours]
+        if unknown_ranks:
+            await self._coordinator.remove_failed(unknown_ranks)
 
     # ---------------------------------------------------------------- dying
 
     def _watch(self, handle: EngineHandle) -> None:
         async def watch() -> None:
             handle.ended = await self._placement.ended(handle)
-            await self._gone(handle, handle.ended)
+            await self._on_engine_dead(handle, handle.ended)
 
-        handle.watcher = self.spawn(watch())
+        handle.exit_watcher = self.spawn(watch())
 
     async def missed(self, handle: EngineHandle, reason: str | None) -> None:
         """The roster is without it. `reason`: it was found to have stopped. Else the coordinator
         does not know it, and if it answers, it joins again."""
         if reason is None:
-            handle.moving = True
+            handle.in_transition = True
             try:
                 await self._placement.refresh(handle)
-                async with self.commits:
+                async with self.group_change_lock:
                     await self._coordinator.join([handle.member])
                 return
             except Exception as error:
                 reason = f"it is not in the roster, and cannot be: {type(error).__name__}: {error}"
             finally:
-                handle.moving = False
-        await self._gone(handle, reason, stopped_s=self._config.stall_timeout_s)
+                handle.in_transition = False
+        await self._on_engine_dead(handle, reason, stopped_s=self._config.stall_timeout_s)
 
-    async def _gone(self, handle: EngineHandle, reason: str, stopped_s: float = 0.0) -> None:
+    async def _on_engine_dead(
+        self, handle: EngineHandle, reason: str, stopped_s: float = 0.0
+    ) -> None:
         """An engine is dead, or as good as dead for `stopped_s`: it leaves the roster, and what
         is left of it is ended."""
         rank = handle.rank
         if self.starting.get(rank) is handle:
-            await self._coordinator.lose([rank])
+            await self._coordinator.remove_failed([rank])
         if self.engines.get(rank) is not handle:
             return
         self.ending[rank] = self.engines.pop(rank)
@@ -342,7 +346,7 @@ class Fleet:
         if not handle.leaving:
             self._on_death(rank, lived_s, reason)
         try:
-            await self._coordinator.lose([rank])
+            await self._coordinator.remove_failed([rank])
         finally:
             try:
                 await (self._placement.kill(handle) if stopped_s else self._placement.end(handle))

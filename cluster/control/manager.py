@@ -23,19 +23,19 @@ import asyncio
 import contextlib
 from typing import Any
 
-from swell.cluster.api.responses.stored import StoredResponses, StoreReply, StoreWish
+from swell.cluster.api.responses.response_store import ResponseStore, StoreReply, StoreRequest
 from swell.cluster.control.backoff import Backoff, Trouble
+from swell.cluster.control.checkpoint_store import CheckpointStore, ClusterCheckpoint
+from swell.cluster.control.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.cluster_status import describe
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.fleet import Fleet
-from swell.cluster.control.note_keeper import NoteKeeper
-from swell.cluster.control.notes import ClusterNote, Notes
 from swell.cluster.control.placement import EngineHandle, Placement, StartFailed
-from swell.configs.log import FactLogger
-from swell.configs.process import vital_task
+from swell.configs.log import StructuredLogger
+from swell.configs.process import exit_on_error_async
 from swell.configs.schema import Config
 from swell.coordinator.roster import Roster
-from swell.coordinator.service import ManagerNote, Membership
+from swell.coordinator.service import ManagerState, Membership
 from swell.coordinator.wire import ClusterView
 
 _LOOK_S = 2.0
@@ -52,17 +52,21 @@ class ClusterManager:
     """The lives of a cluster's engines. All methods run in one event loop."""
 
     def __init__(
-        self, config: Config, coordinator: CoordinatorHandle, placement: Placement, notes: Notes
+        self,
+        config: Config,
+        coordinator: CoordinatorHandle,
+        placement: Placement,
+        notes: CheckpointStore,
     ) -> None:
         self.config = config
         self.target = config.parallel.data
-        self.held = False
+        self.pause_requested = False
         """An operator wants a pause."""
-        self._rules = False
+        self._is_leader = False
         self._coordinator = coordinator
         self._placement = placement
-        self._notes = NoteKeeper(notes, config.parallel.data)
-        self._life = asyncio.Lock()
+        self._notes = CheckpointWriter(notes, config.parallel.data)
+        self._lifecycle_lock = asyncio.Lock()
         """Held while it starts, and while it stops."""
         self._wake = asyncio.Event()
         self._fleet = Fleet(
@@ -77,31 +81,35 @@ class ClusterManager:
         """Why the last change that was asked for failed; the target is then what it was before."""
         self._served = False
         """The cluster was up once: what fails from then on is tried for ever."""
-        self._before = self.target
+        self._previous_target = self.target
         """What the target was before the change that was asked for."""
         self._drain_timeout_s = config.cluster.drain_timeout_s
-        self._asked = False
+        self._scale_requested = False
         """The next start was asked for; else it replaces what died, or is the first."""
         self._view = ClusterView(Roster())
-        self._stored = StoredResponses(
+        self._stored = ResponseStore(
             config.serve.stored_responses,
             config.serve.stored_response_bytes,
             config.serve.stored_response_age_s,
         )
-        self._log = FactLogger("cluster.manager")
+        self._log = StructuredLogger("cluster.manager")
 
     async def start(self) -> None:
         """Take over what an earlier manager left, and begin to reconcile."""
-        async with self._life:
+        async with self._lifecycle_lock:
             await self._coordinator.open()
             kept = await self._notes.before()
             note = await self._coordinator.take_over(self._notes.owner)
-            self._rules = True
+            self._is_leader = True
             self._view = await self._coordinator.view()
-            self.held = kept.held if kept.target else note.held or self._view.state == "paused"
+            self.pause_requested = (
+                kept.pause_requested
+                if kept.target
+                else note.pause_requested or self._view.state == "paused"
+            )
             low, high = self.config.cluster.min_engines, self.config.cluster.max_engines
             self.target = min(max(low, kept.target or note.target or self.target), high)
-            self._before = self.target
+            self._previous_target = self.target
             self._served = kept.served
             await self.save()
             newcomers = await self._fleet.adopt()
@@ -109,8 +117,10 @@ class ClusterManager:
                 self.target = min(max(self.target, len(self._fleet.staying)), high)
             if newcomers:
                 self._fleet.spawn(self._grow(newcomers, asked=False))
-            self._fleet.spawn(vital_task(self._reconcile_forever, "manager: reconcile"))
-            self._fleet.spawn(vital_task(self._follow_forever, "manager: follow"))
+            self._fleet.spawn(exit_on_error_async(self._reconcile_forever, "manager: reconcile"))
+            self._fleet.spawn(
+                exit_on_error_async(self._watch_membership_forever, "manager: follow")
+            )
 
     async def leave(self) -> None:
         """Do nothing more: a successor takes over."""
@@ -122,9 +132,9 @@ class ClusterManager:
 
         Serve stops the ingresses at the same time: they take nothing new and finish their streams.
         """
-        async with self._life:
+        async with self._lifecycle_lock:
             await self._fleet.rest()
-            if not (self._rules and await self._notes.rules()):
+            if not (self._is_leader and await self._notes.rules()):
                 return
             try:
                 await self._fleet.wait_idle(
@@ -143,7 +153,7 @@ class ClusterManager:
         """Of the change of engines: idle, prepare, commit, drain or failed. It is failed while
         nothing happens before the next attempt, too."""
         fleet = self._fleet
-        if fleet.commits.locked():
+        if fleet.group_change_lock.locked():
             return "commit"
         if fleet.coming:
             return "prepare"
@@ -185,14 +195,14 @@ class ClusterManager:
         if grows and (reason := self._placement.refusal(engines)) is not None:
             raise ScaleRefused(reason)
         changing = self.phase not in ("idle", "failed")
-        self._before = min(self._before, engines) if changing else self.target
+        self._previous_target = min(self._previous_target, engines) if changing else self.target
         self.target = engines
-        self._asked, self._failure = True, None
+        self._scale_requested, self._failure = True, None
         self._backoff.forget()
         self._drain_timeout_s = (
             self.config.cluster.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
         )
-        self._fleet.hurry(self._drain_timeout_s)
+        self._fleet.shorten_drain(self._drain_timeout_s)
         self._adjust()
         self._wake.set()
 
@@ -213,23 +223,23 @@ class ClusterManager:
     async def pause(self) -> None:
         """Let all engines keep their requests and compute nothing. A change that is under way goes
         on: newcomers are paused as they join, and who leaves hands over what it has."""
-        self.held = True
+        self.pause_requested = True
         self._wake.set()
-        await self._coordinator.hold()
+        await self._coordinator.pause()
 
     async def resume(self) -> None:
-        self.held = False
+        self.pause_requested = False
         self._wake.set()
-        await self._coordinator.release()
+        await self._coordinator.resume()
 
     async def save(self) -> None:
         """Returns when what was asked last outlives this manager. Raises ScaleRefused if another
         one has taken over: it will not happen."""
-        if not await self._notes.save(self._wanted()):
+        if not await self._notes.save(self._checkpoint()):
             raise ScaleRefused("another manager has taken over meanwhile: ask again")
 
-    def _wanted(self) -> ClusterNote:
-        return self._notes.note(self.target, self.held, self._served)
+    def _checkpoint(self) -> ClusterCheckpoint:
+        return self._notes.note(self.target, self.pause_requested, self._served)
 
     async def describe(self) -> dict[str, Any]:
         """The body of `GET /admin/cluster`."""
@@ -248,7 +258,7 @@ class ClusterManager:
             trouble=self.trouble,
         )
 
-    async def waiting_for(self) -> tuple[str, bool]:
+    async def not_ready_reason(self) -> tuple[str, bool]:
         """One line for people who wait for the cluster, and whether the first start was in vain:
         it is tried again all the same, for those who have patience."""
         trouble = self.trouble
@@ -261,14 +271,14 @@ class ClusterManager:
             lines.append(self.error)
         return "; ".join(lines) or "the first engine", False
 
-    def stored(self, wish: StoreWish) -> StoreReply:
+    def stored(self, wish: StoreRequest) -> StoreReply:
         """What ingresses keep here for each other, as long as this manager lives."""
         return self._stored.handle(wish, asyncio.get_running_loop().time())
 
     # ---------------------------------------------------------------- what is wanted, what is
 
     async def _reconcile_forever(self) -> None:
-        while self._rules:
+        while self._is_leader:
             self._wake.clear()
             try:
                 wait_s = self._reconcile()
@@ -276,7 +286,7 @@ class ClusterManager:
                 self._log.error("cannot reconcile", error=f"{type(error).__name__}: {error}")
                 wait_s = _PAUSE_S
             self._coordinator.note(self._note)
-            self._fleet.spawn(self._notes.keep(self._wanted))
+            self._fleet.spawn(self._notes.keep(self._checkpoint))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):  # `wait_for` may swallow `stop`
                     await self._wake.wait()
@@ -288,7 +298,7 @@ class ClusterManager:
         if missing > 0:
             wait_s = self._start(missing)
         else:
-            self._asked = False
+            self._scale_requested = False
         self._adjust()
         fleet.drain()
         return wait_s
@@ -297,13 +307,15 @@ class ClusterManager:
         """Take back what is not wanted any more: a drain, a start that has not come to joining, and
         only then engines that serve."""
         fleet = self._fleet
-        back = [h for h in fleet.leaving if self._asked and not (h.drained or h.moving)]
+        back = [
+            h for h in fleet.leaving if self._scale_requested and not (h.drained or h.in_transition)
+        ]
         for handle in back[: max(0, self.target - fleet.present)]:
             fleet.keep(handle)
         surplus = len(fleet.staying) + len(fleet.coming) - self.target
-        for handle in reversed([h for h in fleet.coming if not h.moving]):
+        for handle in reversed([h for h in fleet.coming if not h.in_transition]):
             if surplus > 0:
-                fleet.call_off(handle)
+                fleet.cancel_start(handle)
                 surplus -= 1
         if surplus > 0 and not fleet.coming:
             for handle in fleet.staying[-surplus:]:
@@ -318,15 +330,15 @@ class ClusterManager:
         due = [self._placement.plan(rank) for rank in ranks if not waits[rank]]
         if due:
             self._fleet.starting.update({handle.rank: handle for handle in due})
-            self._fleet.spawn(self._grow(due, asked=self._asked))
-            self._asked = False
+            self._fleet.spawn(self._grow(due, asked=self._scale_requested))
+            self._scale_requested = False
         return min((wait_s for wait_s in waits.values() if wait_s), default=None)
 
     async def _grow(self, handles: list[EngineHandle], *, asked: bool) -> None:
         """What was asked for is over once it failed, and the old epoch goes on. What replaces is
         tried again, ever more slowly."""
         if not await self._notes.rules():
-            await self._abdicate()
+            await self._step_down()
             return
         failures = await self._fleet.grow(handles)
         for handle in handles:
@@ -338,7 +350,7 @@ class ClusterManager:
             self._log.error("engine did not start", rank=rank, error=str(failure))
             permanent = isinstance(failure, StartFailed) and failure.permanent
             self._backoff.failed(rank, now, str(failure), permanent=permanent)
-        back = max(self._fleet.present, self._before)
+        back = max(self._fleet.present, self._previous_target)
         if asked and failures and back < self.target:
             reason = next(reversed(failures.values()))
             told = f"{self.target} engines were not reached, the target is {back}: {reason}"
@@ -355,46 +367,46 @@ class ClusterManager:
     # ---------------------------------------------------------------- what the coordinator says
 
     @property
-    def _note(self) -> ManagerNote:
-        return ManagerNote(self._notes.owner, self.target, self.held, self.phase)
+    def _note(self) -> ManagerState:
+        return ManagerState(self._notes.owner, self.target, self.pause_requested, self.phase)
 
-    async def _follow_forever(self) -> None:
+    async def _watch_membership_forever(self) -> None:
         epoch = -1
-        while self._rules:
+        while self._is_leader:
             try:
                 now = await self._coordinator.wait(epoch, 2 * self.config.cluster.heartbeat_s)
                 epoch, self._view = now.view.roster.epoch, now.view
-                await self._heed(now)
+                await self._on_membership(now)
             except Exception as error:
                 self._log.error("cannot follow", error=f"{type(error).__name__}: {error}")
                 await asyncio.sleep(_PAUSE_S)
-                await self._meet_again()
+                await self._reopen_coordinator()
 
-    async def _meet_again(self) -> None:
+    async def _reopen_coordinator(self) -> None:
         """The coordinator was lost for good, if no other manager has taken over: one that does so
         with another configuration ends it."""
         if not await self._notes.rules():
-            await self._abdicate()
+            await self._step_down()
             return
         try:
             await self._coordinator.open()
         except Exception as error:
             self._log.error("no coordinator", error=f"{type(error).__name__}: {error}")
 
-    async def _abdicate(self) -> None:
+    async def _step_down(self) -> None:
         self._log.warning("another manager rules: this one does nothing more")
-        self._rules = False
+        self._is_leader = False
         await self._fleet.rest()
 
-    async def _heed(self, now: Membership) -> None:
+    async def _on_membership(self, now: Membership) -> None:
         """A coordinator that was restarted knows only what engines have told it."""
         if now.note.owner not in ("", self._notes.owner):
-            await self._abdicate()
+            await self._step_down()
             return
         if now.note != self._note:
             self._coordinator.note(self._note)
-        if self.held and now.view.state == "serving":
-            await self._coordinator.hold()
-        if not self.held and now.view.state == "paused":
-            await self._coordinator.release()
+        if self.pause_requested and now.view.state == "serving":
+            await self._coordinator.pause()
+        if not self.pause_requested and now.view.state == "paused":
+            await self._coordinator.resume()
         await self._fleet.compare(now)

@@ -19,7 +19,7 @@ from swell.cluster.control import actor_names as names
 from swell.cluster.control import strays as remains
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.roster import Member, MemberState
 from swell.engine.actor import EngineActor, EngineReady
@@ -30,9 +30,9 @@ _STOP_S = 5.0
 """How long an engine may take to end by itself before it is killed."""
 _ANSWER_S = 10.0
 """How long an engine may take to say how it is: it does so beside its work."""
-_ROOM_S = 10.0
+_RESERVE_TIMEOUT_S = 10.0
 """How long resources may take to become free: what was killed holds them for some seconds."""
-_GONE_S = 15.0
+_STRAYS_TIMEOUT_S = 15.0
 """How long strays that were ended may take to be gone."""
 _POLL_S = 0.1
 
@@ -61,11 +61,11 @@ class EngineHandle:
     """It takes no new requests, and goes; one that is starting is not wanted any more."""
     drained: bool = False
     """It leaves because an operator has named it."""
-    leave_by: float = 0.0
+    leave_deadline_s: float = 0.0
     """When it goes even if it has requests, by the clock of the manager's event loop."""
-    idle_looks: int = 0
+    idle_polls: int = 0
     """How often in a row it was seen without requests since it is leaving."""
-    moving: bool = False
+    in_transition: bool = False
     """The manager is changing its place in the roster."""
     joined_at: float = 0.0
     """By the clock of the manager's event loop."""
@@ -73,7 +73,7 @@ class EngineHandle:
     """Workers that had been replaced when `ready` was told."""
     ended: str | None = None
     """Why it has ended."""
-    watcher: asyncio.Task[None] | None = None
+    exit_watcher: asyncio.Task[None] | None = None
 
     @property
     def member(self) -> Member:
@@ -113,7 +113,7 @@ class Placement:
         self._coordinator = coordinator
         self._known: set[str] = set()
         """Names of engines that were placed or adopted here, and not ended."""
-        self._log = FactLogger("cluster.placement")
+        self._log = StructuredLogger("cluster.placement")
 
     def refusal(self, engines: int) -> str | None:
         """Why the Ray cluster can never hold so many, or None: it could if nobody else were
@@ -146,7 +146,7 @@ class Placement:
             )
             for name in found
         }
-        said = await asyncio.gather(*(self._greet(handle) for handle in handles.values()))
+        said = await asyncio.gather(*(self._probe(handle) for handle in handles.values()))
         answers = {
             name: handle.ready.incarnation if handle.ready else None
             for (name, handle), lives in zip(handles.items(), said, strict=True)
@@ -164,10 +164,10 @@ class Placement:
             (newcomers if member is None else serving).append(handle)
         gone = set(roster.ranks) - {handle.rank for handle in serving}
         if gone:
-            await self._coordinator.lose(sorted(gone))
+            await self._coordinator.remove_failed(sorted(gone))
         return serving, newcomers
 
-    async def _greet(self, handle: EngineHandle) -> bool:
+    async def _probe(self, handle: EngineHandle) -> bool:
         """Whether the engine lives; `ready` is set if it has loaded."""
         try:
             if handle.actor is not None:
@@ -184,7 +184,7 @@ class Placement:
         are dead. Waits until they are gone, for some seconds. Returns whether there were any."""
         ended: set[str] = set()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GONE_S):
+            async with asyncio.timeout(_STRAYS_TIMEOUT_S):
                 while self._end_strays(ended):
                     await asyncio.sleep(_POLL_S)
         return bool(ended)
@@ -240,7 +240,7 @@ class Placement:
         handle.group = placement_group(
             [bundle] * count, strategy="PACK", name=handle.name, lifetime="detached"
         )
-        if await asyncio.to_thread(handle.group.wait, _ROOM_S):
+        if await asyncio.to_thread(handle.group.wait, _RESERVE_TIMEOUT_S):
             return
         free = ray.available_resources()
         raise StartFailed(
@@ -279,7 +279,7 @@ class Placement:
 
     async def end(self, handle: EngineHandle) -> None:
         """Stop an engine, kill what does not stop, and give its resources back."""
-        _unwatch(handle)
+        _cancel_watcher(handle)
         try:
             if handle.actor is not None:
                 await asyncio.wait_for(handle.actor.stop.remote(), _STOP_S)
@@ -290,7 +290,7 @@ class Placement:
 
     async def kill(self, handle: EngineHandle) -> None:
         """End an engine that may not hear any more. Ray asks first, and waits for seconds."""
-        _unwatch(handle)
+        _cancel_watcher(handle)
         here = ray.get_runtime_context().get_node_id()
         if handle.ready is not None and handle.ready.node == here and handle.ended is None:
             with contextlib.suppress(ProcessLookupError):
@@ -321,9 +321,9 @@ class Placement:
         return {"CPU": self._config.cluster.cpus_per_worker}
 
 
-def _unwatch(handle: EngineHandle) -> None:
-    if handle.watcher is not None and handle.watcher is not asyncio.current_task():
-        handle.watcher.cancel()
+def _cancel_watcher(handle: EngineHandle) -> None:
+    if handle.exit_watcher is not None and handle.exit_watcher is not asyncio.current_task():
+        handle.exit_watcher.cancel()
 
 
 def resolve_device(config: Config) -> Config:

@@ -27,11 +27,11 @@ def actor_names(namespace: str) -> set[str]:
     return {actor["name"] for actor in found if actor["namespace"] == namespace}
 
 
-def group_ids(is_ours: Callable[[str], bool]) -> dict[str, list[str]]:
+def group_ids(name_filter: Callable[[str], bool]) -> dict[str, list[str]]:
     """Placement groups of such names, in whatever state they are."""
     found: dict[str, list[str]] = {}
     for group_id, row in placement_group_table().items():
-        if is_ours(row["name"]) and row["state"] != _REMOVED:
+        if name_filter(row["name"]) and row["state"] != _REMOVED:
             found.setdefault(row["name"], []).append(group_id)
     return found
 
@@ -55,9 +55,9 @@ def destroy(actor: Any, group: Any) -> None:
         remove_placement_group(group)
 
 
-def end_all(namespace: str, is_ours: Callable[[str], bool]) -> set[str]:
+def end_all(namespace: str, name_filter: Callable[[str], bool]) -> set[str]:
     """End every actor of the namespace and every such placement group. Returns their names."""
-    actors, groups = actor_names(namespace), group_ids(is_ours)
+    actors, groups = actor_names(namespace), group_ids(name_filter)
     for name in actors:
         destroy(find_actor(name, namespace), None)
     for ids in groups.values():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from swell.cluster.text.sampling_params import BadRequest, shown
-from swell.engine.validate import MAX_BAD_WORD_TOKENS
+from swell.engine.request_validation import MAX_BAD_WORD_TOKENS
 
 
-def bad_word_tokens(tokenizer: Any, words: list[str], *, vocab_size: int) -> list[list[int]]:
+def bad_words_token_ids(tokenizer: Any, words: list[str], *, vocab_size: int) -> list[list[int]]:
     """The sequences that write the words, each once; `tokenizer` is transformers'.
 
     A sequence with a token that is none of the model's `vocab_size` is never completed: it is left
@@ -36,7 +36,7 @@ def bad_word_tokens(tokenizer: Any, words: list[str], *, vocab_size: int) -> lis
         spaced = _encode(tokenizer, " " + word.lstrip(), index)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             forms.append(spaced)
-        bare = _behind_line_end(tokenizer, word.lstrip(), index)
+        bare = _after_line_end(tokenizer, word.lstrip(), index)
         if bare:  # what ends with it is banned with it
             forms = [form for form in forms if form[-len(bare) :] != bare]
             forms.append(bare)
@@ -52,7 +52,7 @@ def bad_word_tokens(tokenizer: Any, words: list[str], *, vocab_size: int) -> lis
     return sequences
 
 
-def _behind_line_end(tokenizer: Any, word: str, index: int) -> list[int]:
+def _after_line_end(tokenizer: Any, word: str, index: int) -> list[int]:
     """None where the two share a token."""
     before = _encode(tokenizer, "\n", index)
     whole = _encode(tokenizer, "\n" + word, index)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.text.object_text import read_object
+from swell.cluster.text.object_text import read_partial_object
 from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.chat_messages import (
     ROLES,
@@ -18,7 +18,7 @@ from swell.cluster.text.schema.chat_messages import (
     ToolDefinition,
 )
 
-_OURS = {
+_RESERVED_VARIABLES = {
     "add_generation_prompt",
     "chat_template",
     "continue_final_message",
@@ -81,7 +81,7 @@ class ChatTemplate:
                 "messages",
                 "no_chat_template",
             )
-        taken = sorted(_OURS & options.variables.keys())
+        taken = sorted(_RESERVED_VARIABLES & options.variables.keys())
         if taken:
             raise BadRequest(
                 f"chat_template_kwargs may not set {shown(taken[0])}; send it as a field of the "
@@ -89,7 +89,7 @@ class ChatTemplate:
                 "chat_template_kwargs",
             )
         self._check_documents(options)
-        text = self._rendered(messages, options)
+        text = self._render_or_refuse(messages, options)
         for role in dict.fromkeys(message.role for message in messages):
             if role not in ROLES:
                 self._check_role(role, messages, options, text)
@@ -115,7 +115,7 @@ class ChatTemplate:
             for message in messages
         ]
         try:
-            leaves_out = self._rendered(others, options) == text
+            leaves_out = self._render_or_refuse(others, options) == text
         except BadRequest:  # it looks at what they say
             return
         if leaves_out:
@@ -127,14 +127,14 @@ class ChatTemplate:
                 "unsupported_value",
             )
 
-    def _rendered(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
+    def _render_or_refuse(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
         try:
-            return self._written(messages, options)
+            return self._render_with_defaults(messages, options)
         except Exception as error:  # a template may raise anything: it is a program
-            alone = _calls_alone(messages)
+            alone = _one_call_per_message(messages)
             if alone is not None:
                 with suppress(Exception):
-                    return self._written(alone, options)
+                    return self._render_with_defaults(alone, options)
             reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
             whose = "this request's" if options.template else "the model's"
             raise BadRequest(
@@ -143,17 +143,19 @@ class ChatTemplate:
                 "chat_template_error",
             ) from None
 
-    def _written(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
+    def _render_with_defaults(
+        self, messages: Sequence[ChatMessage], options: TemplateOptions
+    ) -> str:
         sent = [tool.as_sent for tool in options.tools]
         filled = [_filled(tool) for tool in sent]
         try:
-            return self._applied(messages, options, sent)
+            return self._apply(messages, options, sent)
         except Exception:
             if filled == sent:
                 raise
-            return self._applied(messages, options, filled)
+            return self._apply(messages, options, filled)
 
-    def _applied(
+    def _apply(
         self,
         messages: Sequence[ChatMessage],
         options: TemplateOptions,
@@ -161,7 +163,7 @@ class ChatTemplate:
     ) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                self._plain(messages, options),
+                self._message_dicts(messages, options),
                 tools=tools or None,
                 documents=list(options.documents) or None,
                 chat_template=options.template or self._own,
@@ -172,7 +174,7 @@ class ChatTemplate:
             )
         )
 
-    def _plain(
+    def _message_dicts(
         self, messages: Sequence[ChatMessage], options: TemplateOptions
     ) -> list[dict[str, Any]]:
         """Most templates know `system` and not its newer name `developer`."""
@@ -188,12 +190,12 @@ class ChatTemplate:
             if message.thoughts is not None:
                 one["reasoning_content"] = message.thoughts
             if message.tool_calls:
-                one["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+                one["tool_calls"] = [_call_dict(call) for call in message.tool_calls]
             plain.append(one)
         return plain
 
 
-def _calls_alone(messages: Sequence[ChatMessage]) -> list[ChatMessage] | None:
+def _one_call_per_message(messages: Sequence[ChatMessage]) -> list[ChatMessage] | None:
     """Calls that were made at once as messages of one call each, every one followed by its result:
     some templates take no more. None: no message has two."""
     if all(len(message.tool_calls or ()) < 2 for message in messages):
@@ -219,7 +221,7 @@ def _calls_alone(messages: Sequence[ChatMessage]) -> list[ChatMessage] | None:
     return alone
 
 
-def _plain_call(call: MessageToolCall) -> dict[str, Any]:
+def _call_dict(call: MessageToolCall) -> dict[str, Any]:
     """Templates write the arguments as an object, and a model may have written something else, or
     not finished: then it is the longest beginning that is one."""
     try:
@@ -227,7 +229,7 @@ def _plain_call(call: MessageToolCall) -> dict[str, Any]:
     except msgspec.DecodeError:
         arguments = None
     if not isinstance(arguments, dict):
-        arguments = read_object(call.function.arguments)
+        arguments = read_partial_object(call.function.arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 

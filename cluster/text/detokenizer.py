@@ -3,22 +3,22 @@
 The law: all pieces together, the last from `flush`, are
 `tokenizer.decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=False)`, however the
 ids were grouped, at a cost per token that does not grow with the answer. Of an answer that goes on
-with its prompt (`Opening.CONTINUATION`), `prompt_text` and all pieces are the decoding of prompt
+with its prompt (`TextStart.CONTINUATION`), `prompt_text` and all pieces are the decoding of prompt
 and answer together, at a cost that does not grow with the prompt either.
 
 Decoding the last few ids again, as is common, cannot keep that law: a decoder may treat the first
 token apart, drop a leading space, or judge bytes by what follows them. So the tokenizer's decoder
 is read, and one of three machines (`text_machines.py`) runs:
 
-    ByteLevelText   every token is bytes, the text is UTF-8 with errors replaced   (gpt2, llama 3)
-    PieceText       every token is a piece of text; the first may differ; runs of byte tokens
+    ByteLevelDetokenizer   every token is bytes, the text is UTF-8 with errors replaced   (gpt2, llama 3)
+    PieceDetokenizer       every token is a piece of text; the first may differ; runs of byte tokens
                     are judged as a whole                                 (llama 2, t5, bert)
-    WindowText      nothing is known: a window is decoded again, whatever is uncertain is held
+    WindowDetokenizer      nothing is known: a window is decoded again, whatever is uncertain is held
 
 A machine is taken only if it agrees with the tokenizer on a few hundred random answers. Limits of
 the law: a run of byte tokens that later turns out not to be UTF-8 has its valid characters shown
-already where it has more than `MAX_RUN_TOKENS`, or begins in the prompt (`PieceText`);
-`WindowText` shows text after at most `MAX_PENDING_TOKENS`, which a decoder without any locality can
+already where it has more than `MAX_RUN_TOKENS`, or begins in the prompt (`PieceDetokenizer`);
+`WindowDetokenizer` shows text after at most `MAX_PENDING_TOKENS`, which a decoder without any locality can
 contradict.
 Cleaning of spaces (" ." to ".") is never applied: it would rewrite text that the model meant.
 """
@@ -33,23 +33,23 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from swell.cluster.text.incremental_decoders import (
-    ByteLevelText,
+from swell.cluster.text.incremental_detokenizers import (
+    ByteLevelDetokenizer,
     ByteTable,
     Decode,
     DecoderShape,
+    IncrementalDetokenizer,
+    PieceDetokenizer,
     PieceTable,
-    PieceText,
-    TextMachine,
-    WindowText,
+    WindowDetokenizer,
     byte_of_token,
 )
 
 
-class Opening(enum.Enum):
+class TextStart(enum.Enum):
     """How the text of an answer begins."""
 
-    BEGINNING = enum.auto()
+    NEW_TEXT = enum.auto()
     """As a text of its own: a space that the tokenizer puts in front of every text is dropped."""
     CONTINUATION = enum.auto()
     """As what follows the prompt's text."""
@@ -72,7 +72,7 @@ def _stages(backend: Tokenizer) -> list[dict[str, Any]]:
     return found
 
 
-def _special_ids(backend: Tokenizer | None) -> frozenset[int]:
+def _special_token_ids(backend: Tokenizer | None) -> frozenset[int]:
     added = {} if backend is None else backend.get_added_tokens_decoder()
     return frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -87,21 +87,21 @@ class Detokenizer:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._backend = backend if isinstance(backend, Tokenizer) else None
-        self._special = _special_ids(self._backend)
-        self._start = {skip: self._choose(skip) for skip in (False, True)}
+        self._special = _special_token_ids(self._backend)
+        self._start = {skip: self._choose_detokenizer(skip) for skip in (False, True)}
 
     def start(
         self,
         skip_special_tokens: bool = True,
-        opening: Opening = Opening.BEGINNING,
+        text_start: TextStart = TextStart.NEW_TEXT,
         prompt_token_ids: Sequence[int] = (),
-    ) -> TextMachine:
+    ) -> IncrementalDetokenizer:
         """The text machine of a new answer to a prompt. Behind special tokens alone every answer is
         a beginning."""
         machine = self._start[skip_special_tokens]()
-        if opening is Opening.VERBATIM:
-            machine.go_on()
-        elif opening is Opening.CONTINUATION and self._has_text(prompt_token_ids):
+        if text_start is TextStart.VERBATIM:
+            machine.skip_beginning()
+        elif text_start is TextStart.CONTINUATION and self._has_text(prompt_token_ids):
             machine.follow(prompt_token_ids)
         return machine
 
@@ -109,7 +109,7 @@ class Detokenizer:
         """The text of a prompt that an answer goes on with: all but an unfinished character at its
         end, which is the answer's. Takes as long as the decoding of so many ids."""
         machine = self._start[skip_special_tokens]()
-        return "".join(map(machine.push, token_ids)) + machine.settle()
+        return "".join(map(machine.push, token_ids)) + machine.finish_prompt()
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -131,22 +131,24 @@ class Detokenizer:
             )
         )
 
-    def _choose(self, skip: bool) -> Callable[[], TextMachine]:
+    def _choose_detokenizer(self, skip: bool) -> Callable[[], IncrementalDetokenizer]:
         if self._tokenizer is None:
-            return TextMachine
+            return IncrementalDetokenizer
 
         def decode(token_ids: list[int]) -> str:
             return self.decode(token_ids, skip)
 
         try:
-            machine = self._exact_machine(decode, skip)
+            machine = self._exact_detokenizer(decode, skip)
             if machine is not None and self._agrees(machine, decode):
                 return machine
         except ValueError:
             pass  # a decoder that only looked like one of ours
-        return lambda: WindowText(decode)
+        return lambda: WindowDetokenizer(decode)
 
-    def _exact_machine(self, decode: Decode, skip: bool) -> Callable[[], TextMachine] | None:
+    def _exact_detokenizer(
+        self, decode: Decode, skip: bool
+    ) -> Callable[[], IncrementalDetokenizer] | None:
         if self._backend is None:
             return None
         added = self._backend.get_added_tokens_decoder().values()
@@ -154,14 +156,14 @@ class Detokenizer:
         stages = _stages(self._backend)
         if [stage["type"] for stage in stages] in (["ByteLevel"], ["ByteLevel", "Fuse"]):
             bytes_of = ByteTable(self._backend, special)
-            return lambda: ByteLevelText(bytes_of)
+            return lambda: ByteLevelDetokenizer(bytes_of)
         shape = DecoderShape.parse(stages)
         if shape is None:
             return None
         pieces = PieceTable(decode, self._backend, special, shape)
-        return lambda: PieceText(pieces)
+        return lambda: PieceDetokenizer(pieces)
 
-    def _agrees(self, machine: Callable[[], TextMachine], decode: Decode) -> bool:
+    def _agrees(self, machine: Callable[[], IncrementalDetokenizer], decode: Decode) -> bool:
         """Random answers, half of them rich in added tokens, single bytes and blanks."""
         assert self._backend is not None
         vocab = self._backend.get_vocab()

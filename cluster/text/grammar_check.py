@@ -53,7 +53,7 @@ class GrammarChecker:
             if self._process is not None and self._process.poll() is not None:
                 self._end(self._process)  # something else ended it: no verdict on this grammar
             process = self._process or self._start()
-            reason = self._ask(process, json.dumps(lark).encode() + b"\n")
+            reason = self._request(process, json.dumps(lark).encode() + b"\n")
             if reason is not None:
                 return reason
             status = self._end(process)
@@ -79,7 +79,7 @@ class GrammarChecker:
         )
         return self._process
 
-    def _ask(self, process: subprocess.Popen[bytes], line: bytes) -> str | None:
+    def _request(self, process: subprocess.Popen[bytes], line: bytes) -> str | None:
         """The process's answer to a line; None if it gives none."""
         assert process.stdin is not None and process.stdout is not None
         try:

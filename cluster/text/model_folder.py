@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swell.cluster.text.generation_config import read_generation_config
-from swell.cluster.text.prompts import model_end_token_ids
+from swell.cluster.text.prompts import load_model_eos_token_ids
 from swell.configs.schema import Config, ConfigError
 
 _WEIGHTS = "model.safetensors"
@@ -34,7 +34,7 @@ def check(config: Config) -> None:
         _check_weights(folder)
     _check_split(config, model)
     read_generation_config(config.model)
-    model_end_token_ids(str(folder))
+    load_model_eos_token_ids(str(folder))
 
 
 def _looks_like_a_path(path: str) -> bool:

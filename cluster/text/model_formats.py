@@ -18,12 +18,16 @@ from swell.cluster.text.parsers import (
     tool_format,
 )
 from swell.cluster.text.parsers.base import Parser
-from swell.cluster.text.parsers.formed import CallsOnly, FormOrCalls, HeldCalls
-from swell.cluster.text.parsers.grammar import Messages, ReasoningGrammar, answer, unpadded
-from swell.cluster.text.parsers.parts import Tool
+from swell.cluster.text.parsers.constrained import (
+    ConstrainedCallsParser,
+    RequiredCallsParser,
+    StructuredOrCallsParser,
+)
+from swell.cluster.text.parsers.deltas import Tool
+from swell.cluster.text.parsers.grammar import MessageGrammar, ReasoningGrammar, answer, unpadded
 from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
 from swell.cluster.text.schema.chat_messages import CallRules, ToolDefinition, call_rules
-from swell.cluster.text.structured_output import compile_grammar, compile_lark, form_of
+from swell.cluster.text.structured_output import compile_grammar, compile_lark, grammar_fragment
 from swell.configs.schema import ConfigError, ServeConfig
 from swell.worker.sample.wire import Grammar
 
@@ -52,9 +56,9 @@ class ModelFormats:
     template lets guess. Raises ConfigError for a name that is unknown."""
 
     def __init__(self, tokenizer: Any, chat_template: str, config: ServeConfig) -> None:
-        self._tools = _chosen(config.tool_parser, detect_tools(chat_template))
+        self._tools = _configured_or_detected(config.tool_parser, detect_tools(chat_template))
         guessed = detect_reasoning(chat_template)
-        self._reasoning = _chosen(config.reasoning_parser, guessed)
+        self._reasoning = _configured_or_detected(config.reasoning_parser, guessed)
         if self._reasoning == guessed == "think-open":
             # This template says in each prompt whether the answer begins inside.
             self._reasoning = "think"
@@ -62,7 +66,7 @@ class ModelFormats:
         self._special = special_tokens(tokenizer)
         try:
             make_parser(self._tools, self._reasoning)
-            self._in_messages = message_format(self._tools, self._reasoning)
+            self._message_format = message_format(self._tools, self._reasoning)
         except ValueError as error:
             raise ConfigError(f"serve.tool_parser or serve.reasoning_parser: {error}") from None
 
@@ -86,41 +90,41 @@ class ModelFormats:
     def _answer(
         self, body: ChatCompletionRequest, tools: list[ToolDefinition], prompt: str
     ) -> AnswerFormat:
-        calls = _rules(body, tools)
+        calls = _call_rules(body, tools)
         form = None if calls and calls.required else body.form()
-        reasoning = self._before(body, form, prompt)
+        reasoning = self._reasoning_grammar(body, form, prompt)
         held = calls is not None or form is not None
         name = self._tools if tools else None
         kind = self._reasoning
-        written = self._in_messages
+        written = self._message_format
         if held and reasoning is None and written is None:
             kind = None
-        within = FormOrCalls if calls and form else None
+        within = StructuredOrCallsParser if calls and form else None
         shown = [_tool(tool) for tool in tools]
-        openers: tuple[str, ...] = ()
+        start_markers: tuple[str, ...] = ()
         if name and calls and not (form and form.grammar):
-            openers = tool_format(name).openers
+            start_markers = tool_format(name).start_markers
 
         def make() -> Parser:
             parser = make_parser(name, kind, shown=shown, prompt=prompt, within=within, held=held)
             if calls and calls.required:
-                return CallsOnly(parser)
-            return HeldCalls(parser, openers) if openers else parser
+                return RequiredCallsParser(parser)
+            return ConstrainedCallsParser(parser, start_markers) if start_markers else parser
 
         limited = reasoning is not None and reasoning.budget is not None
         messages = written.messages(prompt, self._added) if written else None
         grammar = partial(self._compile, body, shown, calls, form, reasoning, messages)
         return AnswerFormat(make_parser=make, grammar=grammar if held or limited else None)
 
-    def _before(
+    def _reasoning_grammar(
         self, body: ChatCompletionRequest, form: StructuredOutputs | None, prompt: str
     ) -> ReasoningGrammar | None:
         """The reasoning that may stand before the answer; None: none is read as such."""
         if self._reasoning is None:
             return None
         kind = reasoning_format(self._reasoning)
-        begun = kind.begun_by(prompt)
-        if not begun and (body.continue_final_message or kind.closed_by(prompt)):
+        begun = kind.opened_by_prompt(prompt)
+        if not begun and (body.continue_final_message or kind.closed_by_prompt(prompt)):
             return None
         own = form.grammar if form else None
         if not begun and own is not None and kind.open in own:
@@ -140,15 +144,17 @@ class ModelFormats:
         rules: CallRules | None,
         form: StructuredOutputs | None,
         reasoning: ReasoningGrammar | None,
-        messages: Messages | None,
+        messages: MessageGrammar | None,
     ) -> Grammar:
         """`tools`: those that the model is shown."""
         if form is not None:
-            alone = compile_grammar(form, body.form_field)  # so that an error is about the form
+            alone = compile_grammar(
+                form, body.structured_outputs_field
+            )  # so that an error is about the form
             if rules is None and reasoning is None and messages is None:
                 return alone
             if reasoning is not None:
-                _check_behind(reasoning, form, body.form_field)
+                _check_after_reasoning(reasoning, form, body.structured_outputs_field)
         kind = tool_format(self._tools) if tools and self._tools else None
         calls = None
         if kind is not None and rules is not None:
@@ -166,20 +172,24 @@ class ModelFormats:
                 calls,
                 special=self._added,
                 required=rules is not None and rules.required,
-                form=form_of(form, body.form_field) if form else None,
+                form=grammar_fragment(form, body.structured_outputs_field) if form else None,
                 reasoning=reasoning,
-                openers=[opener.strip() for opener in kind.openers] if kind else (),
+                start_markers=[opener.strip() for opener in kind.start_markers] if kind else (),
                 messages=messages,
             )
         except ValueError as error:
             param = "thinking_token_budget"
             raise BadRequest(f"{param}: {error}", param, "unsupported_value") from None
-        return compile_lark(lark, "tools" if calls else body.form_field or "structured_outputs")
+        return compile_lark(
+            lark, "tools" if calls else body.structured_outputs_field or "structured_outputs"
+        )
 
 
-def _check_behind(reasoning: ReasoningGrammar, form: StructuredOutputs, param: str | None) -> None:
+def _check_after_reasoning(
+    reasoning: ReasoningGrammar, form: StructuredOutputs, param: str | None
+) -> None:
     """Raises BadRequest for a form of which nothing can stand behind reasoning."""
-    behind = unpadded(form_of(form, param), reasoning.padding)
+    behind = unpadded(grammar_fragment(form, param), reasoning.padding)
     if not behind.terminal:
         return
     param = param or "structured_outputs"
@@ -193,7 +203,7 @@ def _check_behind(reasoning: ReasoningGrammar, form: StructuredOutputs, param: s
         ) from None
 
 
-def _rules(body: ChatCompletionRequest, tools: list[ToolDefinition]) -> CallRules | None:
+def _call_rules(body: ChatCompletionRequest, tools: list[ToolDefinition]) -> CallRules | None:
     """Of the calls that the answer may have; None: there are no tools, or the model is free to call
     as it likes, and its text too."""
     if not tools:
@@ -232,7 +242,7 @@ def _tool(tool: ToolDefinition) -> Tool:
     return Tool(function.name, function.description or "", function.parameters or {})
 
 
-def _chosen(wanted: str, guessed: str | None) -> str | None:
+def _configured_or_detected(wanted: str, guessed: str | None) -> str | None:
     if wanted == "auto":
         return guessed
     return None if wanted == "none" else wanted

@@ -37,7 +37,7 @@ class _Nesting(NamedTuple):
     outer: _Nesting | None
 
 
-class ObjectText:
+class PartialObject:
     """Reads what a model wrote, piece by piece. What `push` gave, joined, is the text of the law;
     a number, a word and an escape are held until they are whole."""
 
@@ -120,7 +120,7 @@ class ObjectText:
         char, at = self._next(text, at)
         return self._begin(char, at)
 
-    def _behind_value(self, text: str, at: int) -> int:
+    def _after_value(self, text: str, at: int) -> int:
         char, at = self._next(text, at)
         assert self._nesting is not None, "behind the outermost value nothing is read"
         if char == self._nesting.closer:
@@ -169,7 +169,7 @@ class ObjectText:
 
     def _value_is_whole(self) -> None:
         self._mark()
-        self._state = self._stop if self._nesting is None else self._behind_value
+        self._state = self._stop if self._nesting is None else self._after_value
 
     def _in_string(self, text: str, at: int) -> int:
         at = self._string.push(text, at)
@@ -193,9 +193,9 @@ class ObjectText:
         return at
 
 
-def read_object(text: str) -> dict[str, Any]:
+def read_partial_object(text: str) -> dict[str, Any]:
     """The input of a call whose arguments were written as `text`."""
-    reader = ObjectText()
+    reader = PartialObject()
     value: dict[str, Any] = msgspec.json.decode(reader.close(reader.push(text)))
     return value
 

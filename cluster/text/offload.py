@@ -20,17 +20,17 @@ T = TypeVar("T")
 
 INLINE_BYTES = 8 * 1024
 """To read, check and tokenize so much takes some milliseconds at most."""
-SWITCH_S = 0.001
+SWITCH_INTERVAL_S = 0.001
 """How long a thread may compute before the loop gets its turn; Python's default is five times
 that, and the loop needs a turn for every batch of tokens."""
 
 
-class Offload:
+class OffloadPool:
     """`threads` at most are busy; what finds none free waits, in order."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
         loop = asyncio.get_running_loop()
@@ -47,14 +47,14 @@ class Offload:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Offloads:
+class OffloadPools:
     """Grammars wait for the one process that checks them, and bodies for their tokenizer: nothing
     else must wait behind these."""
 
     def __init__(self) -> None:
-        self.bodies = Offload("bodies", 3)
-        self.grammars = Offload("grammars", 2)
-        self.answers = Offload("answers", 2)
+        self.bodies = OffloadPool("bodies", 3)
+        self.grammars = OffloadPool("grammars", 2)
+        self.answers = OffloadPool("answers", 2)
 
     def close(self) -> None:
         self.bodies.close()

@@ -25,14 +25,14 @@ from swell.cluster.text.truncation import (
     MAX_TRUNCATED_BYTES,
     PLAIN_TEXT,
     TEMPLATE_TEXT,
-    Keep,
-    TextOptions,
+    TokenizeOptions,
+    Truncation,
     kept,
 )
 from swell.cluster.text.validate_params import check_token_ids
 from swell.configs.schema import ConfigError
 
-PIECE_CHARS = 64 * 1024
+CHUNK_CHARS = 64 * 1024
 """Of a text that is very probably too long, so much is tokenized at once to find out."""
 MAX_PROMPTS = 1024
 """Prompts of one completions request."""
@@ -51,7 +51,7 @@ Prompt = str | list[int]
 PLAIN_CHAT = TemplateOptions()
 
 
-def encode_fast(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> Any:
+def encode_without_offsets(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> Any:
     """The encoding of one text without its offsets. Of the ways to ask for it only those of batches
     let other threads go on meanwhile: `encode` holds the interpreter for seconds a megabyte."""
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -82,13 +82,13 @@ def load_tokenizer(path: str) -> Any:
 def end_token_ids(path: str, tokenizer: Any) -> list[int]:
     """Ids that end an answer: the model's (generation_config.json, else config.json) and the
     tokenizer's own. Raises ConfigError for what is no id."""
-    found = model_end_token_ids(path)
+    found = load_model_eos_token_ids(path)
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     return sorted(set(found))
 
 
-def model_end_token_ids(path: str) -> list[int]:
+def load_model_eos_token_ids(path: str) -> list[int]:
     """Of the model's own files. Raises ConfigError for what is no id."""
     for name in ("generation_config.json", "config.json"):
         value = read_json(path, name).get("eos_token_id")
@@ -158,13 +158,13 @@ class PromptProcessor:
             self._backend.no_truncation()
             self._backend.no_padding()
         decode = getattr(type(tokenizer), "_decode", None)
-        self._decodes_alone = getattr(decode, "__module__", "").startswith("transformers.")
+        self._backend_decodes = getattr(decode, "__module__", "").startswith("transformers.")
         """Its texts are the backend's own: no model's code stands between."""
-        self._longest_token = self._longest_token_bytes()
+        self._max_token_bytes = self._find_max_token_bytes()
 
     @property
     def max_prompt_bytes(self) -> int:
-        return self.max_model_len * self._longest_token
+        return self.max_model_len * self._max_token_bytes
 
     def set_limits(self, max_model_len: int, vocab_size: int) -> None:
         """What the engines can take, once they have told it."""
@@ -172,7 +172,7 @@ class PromptProcessor:
         self.vocab_size = vocab_size
 
     def completion_prompts(
-        self, prompt: str | Sequence[Any], options: TextOptions = PLAIN_TEXT
+        self, prompt: str | Sequence[Any], options: TokenizeOptions = PLAIN_TEXT
     ) -> list[list[int]]:
         """The ids of each prompt: of a text, texts, token ids, or lists of token ids."""
         prompts = self.split(prompt)
@@ -185,11 +185,13 @@ class PromptProcessor:
                         one,
                         add_special_tokens=options.add_special_tokens,
                         field=field,
-                        keep=options.keep,
+                        truncation=options.truncation,
                     )
                 )
             else:
-                ids.append(self.check_ids(kept(one, options.keep, self.max_model_len), field=field))
+                ids.append(
+                    self.check_ids(kept(one, options.truncation, self.max_model_len), field=field)
+                )
         return ids
 
     def split(self, prompt: str | Sequence[Any]) -> list[Prompt]:
@@ -228,43 +230,50 @@ class PromptProcessor:
         *,
         add_special_tokens: bool = True,
         field: str = "prompt",
-        keep: Keep | None = None,
+        truncation: Truncation | None = None,
     ) -> list[int]:
-        """The ids of one text, or those of them to `keep`. May take long: call from a thread."""
+        """The ids of one text, or those of them to `truncation`. May take long: call from a
+        thread."""
         if not text:
             raise BadRequest(f"{field}='' is empty; a prompt needs at least one token", field)
-        if keep is not None:
-            return self._truncated(text, add_special_tokens, field, keep)
+        if truncation is not None:
+            return self._truncated(text, add_special_tokens, field, truncation)
         self._check_bytes(text, field)
         if self._backend is None:
             token_ids: list[int] = self.tokenizer.encode(
                 text, add_special_tokens=add_special_tokens
             )
             return self.check_ids(token_ids, field=field)
-        self._check_pieces(self._backend, text, field)
-        encoding = encode_fast(self._backend, text, add_special_tokens=add_special_tokens)
+        self._check_chunks(self._backend, text, field)
+        encoding = encode_without_offsets(
+            self._backend, text, add_special_tokens=add_special_tokens
+        )
         if len(encoding) >= self.max_model_len:
             raise self._too_long(len(encoding), field)
         return self.check_ids(encoding.ids, field=field)
 
-    def _truncated(self, text: str, add_special_tokens: bool, field: str, keep: Keep) -> list[int]:
+    def _truncated(
+        self, text: str, add_special_tokens: bool, field: str, truncation: Truncation
+    ) -> list[int]:
         """All of the text is tokenized: where tokens begin depends on what stands before them."""
         self._check_bytes(text, field, max(self.max_prompt_bytes, MAX_TRUNCATED_BYTES))
         if self._backend is None:
             ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
-            ids = encode_fast(self._backend, text, add_special_tokens=add_special_tokens).ids
-        return self.check_ids(kept(ids, keep, self.max_model_len), field=field)
+            ids = encode_without_offsets(
+                self._backend, text, add_special_tokens=add_special_tokens
+            ).ids
+        return self.check_ids(kept(ids, truncation, self.max_model_len), field=field)
 
-    def _check_pieces(self, backend: Tokenizer, text: str, field: str) -> None:
+    def _check_chunks(self, backend: Tokenizer, text: str, field: str) -> None:
         """Refuse a text that is far too long before all of it is tokenized. A text has fewer tokens
         than its pieces, if not by much: so twice as many as fit are too many."""
-        if len(text) <= max(PIECE_CHARS, 4 * self.max_model_len):
+        if len(text) <= max(CHUNK_CHARS, 4 * self.max_model_len):
             return
         count = 0
-        for start in range(0, len(text), PIECE_CHARS):
-            piece = text[start : start + PIECE_CHARS]
-            count += len(encode_fast(backend, piece, add_special_tokens=False))
+        for start in range(0, len(text), CHUNK_CHARS):
+            piece = text[start : start + CHUNK_CHARS]
+            count += len(encode_without_offsets(backend, piece, add_special_tokens=False))
             if count > 2 * self.max_model_len:
                 raise self._too_long(count, field)
 
@@ -282,15 +291,18 @@ class PromptProcessor:
         self,
         messages: Sequence[ChatMessage],
         options: TemplateOptions = PLAIN_CHAT,
-        own: TextOptions = TEMPLATE_TEXT,
+        own: TokenizeOptions = TEMPLATE_TEXT,
     ) -> list[int]:
         """The ids of a conversation, as the chat template writes it."""
-        if own.keep is None:
+        if own.truncation is None:
             for index, message in enumerate(messages):
                 self._check_bytes(message.text, f"messages[{index}].content")
         text = self.template.render(messages, options)
         return self.encode(
-            text, add_special_tokens=own.add_special_tokens, field="messages", keep=own.keep
+            text,
+            add_special_tokens=own.add_special_tokens,
+            field="messages",
+            truncation=own.truncation,
         )
 
     def decode(self, token_ids: list[int]) -> str:
@@ -307,7 +319,7 @@ class PromptProcessor:
 
     def text(self, token_ids: list[int]) -> str:
         """The text of ids that were checked."""
-        if self._backend is not None and self._decodes_alone:
+        if self._backend is not None and self._backend_decodes:
             (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=False)
             return str(text)
         return str(self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
@@ -372,7 +384,7 @@ class PromptProcessor:
             )
         return BadRequest(head + what, field, "context_length_exceeded")
 
-    def _longest_token_bytes(self) -> int:
+    def _find_max_token_bytes(self) -> int:
         """In a byte-level alphabet each character of a token is one byte."""
         vocab = self.tokenizer.get_vocab()
         byte_level = self._backend is not None and "ByteLevel" in repr(self._backend.decoder)

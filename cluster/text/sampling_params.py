@@ -18,7 +18,7 @@ import msgspec
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import Grammar, SamplerParams
 
-GREEDY_BELOW = 1e-5
+SAMPLING_EPS = 1e-5
 """Dividing logits by less overflows float32, and the answer would be the greedy one anyway."""
 SEED_BITS = 63
 SHOWN_CHARS = 80
@@ -120,12 +120,12 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, list | tuple | dict):
-        return _shown_container(value)
+        return _short_container_repr(value)
     text = repr(value)
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
 
 
-def _shown_container(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> str:
+def _short_container_repr(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> str:
     """At most three elements of the outermost level, so that no value is too large to show."""
     kind = "object" if isinstance(value, dict) else "array"
     if any(isinstance(part, list | tuple | dict) for part in list(value)[:3]) or len(value) > 3:
@@ -164,7 +164,7 @@ def to_core_request(
     """
     drawn = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
     sampler = SamplerParams(
-        temperature=0.0 if params.temperature < GREEDY_BELOW else float(params.temperature),
+        temperature=0.0 if params.temperature < SAMPLING_EPS else float(params.temperature),
         top_k=max(params.top_k, 0) if params.top_p else 1,
         top_p=float(params.top_p) or 1.0,
         min_p=float(params.min_p),

@@ -78,9 +78,9 @@ class AutomatonCache:
         self._alive: weakref.WeakValueDictionary[tuple[str, ...], StopAutomaton] = (
             weakref.WeakValueDictionary()
         )
-        self._kept: OrderedDict[tuple[str, ...], StopAutomaton] = OrderedDict()
+        self._recent: OrderedDict[tuple[str, ...], StopAutomaton] = OrderedDict()
         self._lock = threading.Lock()
-        self.kept_nodes = 0
+        self.cached_nodes = 0
 
     def get(self, stops: tuple[str, ...]) -> StopAutomaton:
         with self._lock:
@@ -91,14 +91,14 @@ class AutomatonCache:
             return automaton
 
     def _keep(self, stops: tuple[str, ...], automaton: StopAutomaton) -> None:
-        if stops in self._kept:
-            self._kept.move_to_end(stops)
+        if stops in self._recent:
+            self._recent.move_to_end(stops)
             return
-        self._kept[stops] = automaton
-        self.kept_nodes += len(automaton.children)
-        while self.kept_nodes > self._max_nodes:
-            _, dropped = self._kept.popitem(last=False)
-            self.kept_nodes -= len(dropped.children)
+        self._recent[stops] = automaton
+        self.cached_nodes += len(automaton.children)
+        while self.cached_nodes > self._max_nodes:
+            _, dropped = self._recent.popitem(last=False)
+            self.cached_nodes -= len(dropped.children)
 
 
 _automata = AutomatonCache()

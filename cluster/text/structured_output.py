@@ -59,7 +59,7 @@ _checker = GrammarChecker(GRAMMAR_LIMITS)
 atexit.register(_checker.close)
 
 
-class Form(msgspec.Struct, frozen=True):
+class GrammarFragment(msgspec.Struct, frozen=True):
     """The form of an answer, or of a part of one: exactly one of these, in Lark's notation."""
 
     rule: str = ""
@@ -86,16 +86,18 @@ def compile_grammar(form: StructuredOutputs, param: str | None = None) -> Gramma
     `param`: the path of the field that gave it, if it is not `structured_outputs.<kind>`.
     """
     kind, _ = _given(form, param)
-    return compile_lark(form_of(form, param).alone(), param or f"structured_outputs.{kind}")
+    return compile_lark(
+        grammar_fragment(form, param).alone(), param or f"structured_outputs.{kind}"
+    )
 
 
-def form_of(form: StructuredOutputs, param: str | None = None) -> Form:
+def grammar_fragment(form: StructuredOutputs, param: str | None = None) -> GrammarFragment:
     """A wish as a part of a grammar, not compiled yet; as `compile_grammar` otherwise."""
     kind, value = _given(form, param)
     param = param or f"structured_outputs.{kind}"
     if isinstance(value, str):
         _check_bytes(value, param)
-    return _FORMS[kind](value, param)
+    return _FRAGMENTS[kind](value, param)
 
 
 def _given(form: StructuredOutputs, param: str | None) -> tuple[str, Any]:
@@ -118,7 +120,7 @@ def compile_lark(text: str, param: str) -> Grammar:
     `param` is the path of the field that it was made from. Raises `BadRequest`.
     """
     _check_bytes(text, param)
-    reason = _verdicts.of(text)
+    reason = _compile_errors.of(text)
     if reason:
         raise BadRequest(f"{param} is refused: {reason}", param, "invalid_grammar")
     return Grammar(text)
@@ -138,7 +140,7 @@ def inline_json(schema: dict[str, Any]) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
-class _Verdicts:
+class _CompileErrorCache:
     """What was found of the last texts, by their digests: the texts themselves may be long."""
 
     def __init__(self, limit: int) -> None:
@@ -161,7 +163,7 @@ class _Verdicts:
         return reason
 
 
-_verdicts = _Verdicts(limit=128)
+_compile_errors = _CompileErrorCache(limit=128)
 
 
 def _reason(lark: str) -> str:
@@ -178,7 +180,7 @@ def _reason(lark: str) -> str:
     return " ".join(reason.split())[:MAX_REASON_CHARS]
 
 
-def _json(value: dict[str, Any] | bool | str, param: str) -> Form:
+def _json(value: dict[str, Any] | bool | str, param: str) -> GrammarFragment:
     schema = _parsed(value, param) if isinstance(value, str) else value
     if not isinstance(schema, dict | bool):
         raise BadRequest(f"{param}={shown(schema)} is no JSON schema: an object or true", param)
@@ -196,7 +198,7 @@ def _json(value: dict[str, Any] | bool | str, param: str) -> Form:
                 param,
             )
     try:
-        return Form(rule=inline_json(schema))
+        return GrammarFragment(rule=inline_json(schema))
     except SchemaTooLong as error:
         raise BadRequest(f"{param} {error}", param) from None
     except (TypeError, ValueError) as error:
@@ -236,8 +238,8 @@ def _references(schema: dict[str, Any], param: str) -> Iterator[str]:
     )
 
 
-def _json_object(_value: bool, _param: str) -> Form:
-    return Form(rule=inline_json({"type": "object"}))
+def _json_object(_value: bool, _param: str) -> GrammarFragment:
+    return GrammarFragment(rule=inline_json({"type": "object"}))
 
 
 def lark_expression(pattern: str) -> str:
@@ -247,13 +249,13 @@ def lark_expression(pattern: str) -> str:
     return expression
 
 
-def _regex(value: str, param: str) -> Form:
+def _regex(value: str, param: str) -> GrammarFragment:
     if not value:
         raise BadRequest(f"{param}='' is empty; an answer has at least one character", param)
-    return Form(terminal=f"/{lark_expression(value)}/")
+    return GrammarFragment(terminal=f"/{lark_expression(value)}/")
 
 
-def _choice(value: list[str], param: str) -> Form:
+def _choice(value: list[str], param: str) -> GrammarFragment:
     if not value:
         raise BadRequest(f"{param}=[] has nothing to choose from", param)
     if len(value) > MAX_CHOICES:
@@ -264,7 +266,7 @@ def _choice(value: list[str], param: str) -> Form:
             raise BadRequest(f"{path}='' is empty; an answer has at least one character", path)
     _check_bytes("".join(value), param)
     # One terminal: a lexer's automaton holds thousands of texts, a parser's rule does not.
-    return Form(terminal=" | ".join(map(_quoted, dict.fromkeys(value))))
+    return GrammarFragment(terminal=" | ".join(map(_quoted, dict.fromkeys(value))))
 
 
 def _quoted(text: str) -> str:
@@ -272,10 +274,10 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\x7f")
 
 
-def _grammar(value: str, param: str) -> Form:
+def _grammar(value: str, param: str) -> GrammarFragment:
     """Lark as it is, and llama.cpp's GBNF, whose rules have `::=`, converted."""
     if not _GBNF_RULE.search(value):
-        return _own_grammar(value, param)
+        return _lark_fragment(value, param)
     if len(value.encode()) > MAX_GBNF_BYTES:
         raise BadRequest(
             f"{param} has {len(value.encode())} bytes; a grammar in GBNF may have "
@@ -288,7 +290,7 @@ def _grammar(value: str, param: str) -> Form:
         raise BadRequest(f"{param} nests its parentheses too deeply", param) from None
     except Exception as error:  # the converter raises plain ones
         raise BadRequest(f"{param} is no GBNF: {error}", param, "invalid_grammar") from None
-    return _own_grammar(lark, param)
+    return _lark_fragment(lark, param)
 
 
 def _plain_escape(match: re.Match[str]) -> str:
@@ -301,7 +303,7 @@ def _plain_escape(match: re.Match[str]) -> str:
     return char if char.isprintable() and char not in '"\\[]^-/' and char else match[0]
 
 
-def _own_grammar(lark: str, param: str) -> Form:
+def _lark_fragment(lark: str, param: str) -> GrammarFragment:
     """A user's grammar is about text: which token ids a model has is not known here."""
     if lark.lstrip().startswith("{"):
         raise BadRequest(
@@ -311,7 +313,7 @@ def _own_grammar(lark: str, param: str) -> Form:
         raise BadRequest(
             f"{param} names the token {shown(token)}; only text can be asked for", param
         )
-    return Form(grammar=lark)
+    return GrammarFragment(grammar=lark)
 
 
 def _lark_tokens(lark: str) -> Iterator[str]:
@@ -349,7 +351,7 @@ def _check_bytes(text: str, param: str) -> None:
         raise BadRequest(f"{param} has {size} bytes; at most {MAX_BYTES} are allowed", param)
 
 
-_FORMS: dict[str, Callable[[Any, str], Form]] = {
+_FRAGMENTS: dict[str, Callable[[Any, str], GrammarFragment]] = {
     "json": _json,
     "json_object": _json_object,
     "regex": _regex,

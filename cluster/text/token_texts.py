@@ -8,15 +8,15 @@ from operator import add
 from typing import NamedTuple
 
 from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.incremental_decoders import (
-    ByteLevelText,
+from swell.cluster.text.incremental_detokenizers import (
+    ByteLevelDetokenizer,
+    IncrementalDetokenizer,
+    PieceDetokenizer,
     PieceTable,
-    PieceText,
-    TextMachine,
 )
 
 
-class Written(NamedTuple):
+class TokenText(NamedTuple):
     """What one token adds to a text."""
 
     text: str
@@ -27,7 +27,7 @@ class Written(NamedTuple):
     """The tokens that could have stood there have the texts of a beginning."""
 
 
-class Places(NamedTuple):
+class TextOffsets(NamedTuple):
     """Where tokens stand in their text."""
 
     offsets: list[int]
@@ -61,11 +61,11 @@ class TokenTexts(Texts):
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         super().__init__()
-        self.at_beginning: Texts = FirstTexts(self)
+        self.at_beginning: Texts = BeginningTexts(self)
         """The same of a token that no text stands before."""
         self._detokenizer = detokenizer
         self._machine = detokenizer.start(skip_special_tokens=False)
-        self._whole = {skip: WholeTexts(detokenizer.start(skip)) for skip in (False, True)}
+        self._whole = {skip: StandaloneTexts(detokenizer.start(skip)) for skip in (False, True)}
 
     def __missing__(self, token_id: int) -> bytes:
         self[token_id] = data = self._bytes(token_id)
@@ -74,31 +74,31 @@ class TokenTexts(Texts):
     @property
     def pieces(self) -> PieceTable | None:
         """Where tokens may have another text at a beginning."""
-        return self._machine.table if isinstance(self._machine, PieceText) else None
+        return self._machine.table if isinstance(self._machine, PieceDetokenizer) else None
 
-    def writer(self, machine: TextMachine, skip_special_tokens: bool) -> Writer:
+    def text_writer(self, machine: IncrementalDetokenizer, skip_special_tokens: bool) -> TextWriter:
         """Of the text that `machine` makes."""
-        return Writer(self, machine, self._whole[skip_special_tokens])
+        return TextWriter(self, machine, self._whole[skip_special_tokens])
 
     def places(
         self,
         token_ids: Sequence[int],
         skip_special_tokens: bool = True,
         sent: str | None = None,
-    ) -> Places:
+    ) -> TextOffsets:
         """Of the tokens of a text. `sent`: the text that they were made from, which may spell
         special tokens that are skipped, and lack a space that the tokenizer puts behind those."""
         machine = self._detokenizer.start(skip_special_tokens)
-        written = list(map(self.writer(machine, skip_special_tokens).write, token_ids))
+        written = list(map(self.text_writer(machine, skip_special_tokens).write, token_ids))
         if sent is not None and "".join([one.text for one in written]) != sent:
             written = self._as_sent(token_ids, written, sent)
         starts = accumulate([len(one.text) for one in written], initial=0)
         offsets = list(map(add, starts, [one.place for one in written]))
-        return Places(offsets, sum([one.at_beginning for one in written]))
+        return TextOffsets(offsets, sum([one.at_beginning for one in written]))
 
     def _as_sent(
-        self, token_ids: Sequence[int], written: list[Written], sent: str
-    ) -> list[Written]:
+        self, token_ids: Sequence[int], written: list[TokenText], sent: str
+    ) -> list[TokenText]:
         """The same with the texts of `sent`, where that differs from what was written."""
         found, chars = [], 0
         for token_id, (text, place, at_beginning) in zip(token_ids, written, strict=True):
@@ -109,20 +109,20 @@ class TokenTexts(Texts):
                     text, place = text[1:], max(0, place - 1)
             elif not text and self._detokenizer.is_special(token_id):
                 text = self.text(token_id)
-            found.append(Written(text, place, at_beginning))
+            found.append(TokenText(text, place, at_beginning))
             chars += len(text)
         return found
 
     def _bytes(self, token_id: int) -> bytes:
         machine, pieces = self._machine, self.pieces
-        if isinstance(machine, ByteLevelText):
+        if isinstance(machine, ByteLevelDetokenizer):
             return machine.table[token_id]
         if pieces is None:
             return self._detokenizer.decode([token_id], skip_special_tokens=False).encode()
         return _as_bytes(pieces.behind(token_id))
 
 
-class FirstTexts(Texts):
+class BeginningTexts(Texts):
     """id -> the bytes that the token adds at the beginning of a text."""
 
     def __init__(self, texts: TokenTexts) -> None:
@@ -138,24 +138,24 @@ class FirstTexts(Texts):
         return data
 
 
-class WholeTexts(dict[int, Written | None]):
+class StandaloneTexts(dict[int, TokenText | None]):
     """id -> what the token writes behind a finished character; None: that depends on others."""
 
-    def __init__(self, machine: TextMachine) -> None:
+    def __init__(self, machine: IncrementalDetokenizer) -> None:
         super().__init__()
         self._machine = machine
 
-    def __missing__(self, token_id: int) -> Written | None:
+    def __missing__(self, token_id: int) -> TokenText | None:
         text = self._text(token_id)
-        self[token_id] = written = Written(text, 0, False) if text else None
+        self[token_id] = written = TokenText(text, 0, False) if text else None
         return written
 
     def _text(self, token_id: int) -> str:
         machine = self._machine
-        if isinstance(machine, PieceText):
+        if isinstance(machine, PieceDetokenizer):
             piece = machine.table.behind(token_id)
             return piece if isinstance(piece, str) else ""
-        if not isinstance(machine, ByteLevelText):
+        if not isinstance(machine, ByteLevelDetokenizer):
             return ""
         try:
             return machine.table[token_id].decode()
@@ -163,20 +163,22 @@ class WholeTexts(dict[int, Written | None]):
             return ""
 
 
-class Writer:
+class TextWriter:
     """One text, written token by token.
 
     Behind a token with a whole text nothing is open: the next such token is not pushed, for the
     machine would give its text and remember nothing.
     """
 
-    def __init__(self, texts: TokenTexts, machine: TextMachine, whole: WholeTexts) -> None:
+    def __init__(
+        self, texts: TokenTexts, machine: IncrementalDetokenizer, whole: StandaloneTexts
+    ) -> None:
         self._texts = texts
         self._machine = machine
         self._whole = whole
         self._is_closed = False
 
-    def write(self, token_id: int) -> Written:
+    def write(self, token_id: int) -> TokenText:
         """Push a token, and see where its own text stands."""
         whole = self._whole[token_id]
         if whole is not None and self._is_closed:
@@ -189,7 +191,7 @@ class Writer:
             own = (texts.at_beginning if at_beginning else texts).text(token_id)
             if own and text.endswith(own):
                 place = max(place, len(text) - len(own))
-        return Written(text, place, at_beginning)
+        return TokenText(text, place, at_beginning)
 
 
 def _as_bytes(piece: str | int | None) -> bytes:

@@ -8,11 +8,11 @@ from swell.cluster.text.sampling_params import BadRequest, SamplingParams, shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-MAX_STOP_CHARS_TOGETHER = 4096
+MAX_STOP_CHARS_TOTAL = 4096
 """All stop strings of a request: each character is a node of the automaton that finds them."""
 MAX_STOP_TOKEN_IDS = 256
 MAX_BAD_WORDS = 256
-MAX_BAD_WORD_CHARS_TOGETHER = 16_384
+MAX_BAD_WORD_CHARS_TOTAL = 16_384
 """All bad words of a request: the engine looks for their tokens at every step."""
 MAX_TEMPERATURE = 100.0
 MAX_TOP_K = 2**31 - 1
@@ -36,8 +36,8 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
     """Check every field; raises `BadRequest` naming field, value and limit."""
     check_filters(params)
     check_length(params)
-    _check_strings("stop", params.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS_TOGETHER)
-    _check_strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS_TOGETHER)
+    _check_strings("stop", params.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS_TOTAL)
+    _check_strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS_TOTAL)
     _check_tokens("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS, vocab_size)
     _check_allowed(params.allowed_token_ids, vocab_size)
     _check_bias(params.logit_bias, vocab_size)
@@ -51,7 +51,7 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
             raise BadRequest(f"{name}={shown(getattr(params, name))} must be true or false", name)
 
 
-def with_vocabulary(
+def resolve_prompt_logprobs(
     params: SamplingParams, num_prompt_tokens: int, vocab_size: int
 ) -> SamplingParams:
     """`prompt_logprobs=-1` as a number of tokens. `num_prompt_tokens`: of all prompts together.
@@ -142,7 +142,7 @@ def _integer(name: str, value: object, low: int, high: int | None) -> None:
         raise BadRequest(f"{name}={shown(value)} must be {limit}", name)
 
 
-def check_together(name: str, texts: list[str], limit: int) -> None:
+def check_total_chars(name: str, texts: list[str], limit: int) -> None:
     """Refuse strings that have more characters together than `limit`."""
     chars = sum(map(len, texts))
     if chars > limit:
@@ -168,7 +168,7 @@ def _check_strings(name: str, value: object, limit: int, limit_chars: int) -> No
                 f"at most {MAX_STOP_CHARS} are allowed",
                 path,
             )
-    check_together(name, strings, limit_chars)
+    check_total_chars(name, strings, limit_chars)
 
 
 def _check_tokens(name: str, token_ids: object, limit: int, vocab_size: int) -> None:

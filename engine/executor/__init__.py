@@ -106,7 +106,7 @@ class Executor(ABC):
         return None
 
     @property
-    def ticks(self) -> int:
+    def progress_counter(self) -> int:
         """Layers computed by the workers since the start: progress. From any thread."""
         return 0
 

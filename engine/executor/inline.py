@@ -40,7 +40,7 @@ class InlineOutput(AsyncModelRunnerOutput):
 
 
 class InlineExecutor(Executor):
-    """Calls its worker. Not thread-safe, but for `abort` and `ticks`."""
+    """Calls its worker. Not thread-safe, but for `abort` and `progress_counter`."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class InlineExecutor(Executor):
 
         self._group_error = GroupError
 
-        def told(done_bytes: int, total_bytes: int) -> None:
+        def report_progress(done_bytes: int, total_bytes: int) -> None:
             progress(loading(done_bytes, total_bytes))
 
         progress("loading weights")
         try:
-            self._worker = Worker(self._config, 0, self._local_workers, 0, told)
+            self._worker = Worker(self._config, 0, self._local_workers, 0, report_progress)
             limits = agree_limits(self._config, [self._worker.load()])
             progress("allocating the KV cache")
             self._worker.init_cache(limits.num_blocks, limits.max_model_len)
@@ -129,8 +129,8 @@ class InlineExecutor(Executor):
         return self._store
 
     @property
-    def ticks(self) -> int:
-        return self._worker.ticks if self._worker is not None else 0
+    def progress_counter(self) -> int:
+        return self._worker.progress_counter if self._worker is not None else 0
 
     def workers(self) -> list[WorkerInfo]:
         return [WorkerInfo(0, 0, 0, os.getpid())]

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import Config, ConfigError
 from swell.engine.executor import (
@@ -32,7 +32,7 @@ from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, ModelRunnerOutp
 
 _JOIN_S = 10.0
 """How long a worker thread may take to end."""
-_CULPRIT_S = 1.0
+_FAILURE_GRACE_S = 1.0
 """When one worker fails, its peers notice within this time."""
 _POLL_S = 0.1
 """How often a wait for groups looks whether they were given up."""
@@ -41,7 +41,7 @@ LoadProgress = Callable[[int, int], None]
 """Takes bytes done and bytes in all."""
 
 
-def _silent(done_bytes: int, total_bytes: int) -> None:
+def _no_progress(done_bytes: int, total_bytes: int) -> None:
     """One worker's progress stands for all: their shards are alike."""
 
 
@@ -67,7 +67,7 @@ class WorkerThread:
         self._calls.put((method, args, future))
         return future
 
-    def ask_stop(self) -> None:
+    def request_stop(self) -> None:
         self._calls.put(None)
 
     def join(self) -> None:
@@ -80,8 +80,8 @@ class WorkerThread:
             self._worker.abort(generation)
 
     @property
-    def ticks(self) -> int:
-        return self._worker.ticks if self._worker is not None else 0
+    def progress_counter(self) -> int:
+        return self._worker.progress_counter if self._worker is not None else 0
 
     def _run(self, config: Config, rank: int, local_workers: int, progress: LoadProgress) -> None:
         """Every call is answered, whatever is raised: the engine's loop waits for the answer."""
@@ -125,7 +125,7 @@ def _failure(leave: Callable[[], None]) -> Exception | None:
     try:
         leave()
     except Exception as error:
-        FactLogger("engine.worker").exception("a worker could not leave its groups", error)
+        StructuredLogger("engine.worker").exception("a worker could not leave its groups", error)
         return error
     return None
 
@@ -148,7 +148,7 @@ def raise_first(futures: list[Future[Any]]) -> None:
     """Raise what has failed: rather a worker's own fault than that its peers noticed."""
     if not any(future.done() and future.exception() for future in futures):
         return
-    wait(futures, timeout=_CULPRIT_S)
+    wait(futures, timeout=_FAILURE_GRACE_S)
     errors = [error for future in futures if future.done() and (error := future.exception())]
     raise min(errors, key=lambda error: isinstance(error, GroupBroken))
 
@@ -168,7 +168,7 @@ class InprocExecutor(Executor):
         self._config = config
         self._host = host
         self._store: tuple[str, int] | None = None
-        self._meeting: Any = None
+        self._rendezvous_store: Any = None
         """The store in which the threads find each other."""
         self._generation = 0
         self._aborted = -1
@@ -183,16 +183,18 @@ class InprocExecutor(Executor):
         import swell.worker.worker  # noqa: F401
 
         parallel = self._config.parallel
-        self._meeting = dist.HashStore()  # type: ignore[attr-defined]
+        self._rendezvous_store = dist.HashStore()  # type: ignore[attr-defined]
         progress("loading weights")
 
-        def told(done_bytes: int, total_bytes: int) -> None:
+        def report_progress(done_bytes: int, total_bytes: int) -> None:
             progress(loading(done_bytes, total_bytes))
 
         try:
             for rank in range(parallel.world):
-                tell = told if rank == 0 else _silent
-                self._threads.append(WorkerThread(self._config, rank, self._local_workers, tell))
+                load_progress = report_progress if rank == 0 else _no_progress
+                self._threads.append(
+                    WorkerThread(self._config, rank, self._local_workers, load_progress)
+                )
             limits = agree_limits(self._config, self._call_all("load"))
             progress("allocating the KV cache")
             self._call_all("init_cache", limits.num_blocks, limits.max_model_len)
@@ -214,7 +216,7 @@ class InprocExecutor(Executor):
     def regroup(self, groups: GroupPlan) -> None:
         self._generation += 1
         plan = msgspec.structs.replace(groups, generation=self._generation)
-        futures = [thread.call("regroup", plan, self._meeting) for thread in self._threads]
+        futures = [thread.call("regroup", plan, self._rendezvous_store) for thread in self._threads]
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
         while wait(futures, timeout=_POLL_S)[1] and time.monotonic() < deadline + _JOIN_S:
             late = time.monotonic() > deadline
@@ -236,8 +238,8 @@ class InprocExecutor(Executor):
         return self._store
 
     @property
-    def ticks(self) -> int:
-        return sum(thread.ticks for thread in self._threads)
+    def progress_counter(self) -> int:
+        return sum(thread.progress_counter for thread in self._threads)
 
     def workers(self) -> list[WorkerInfo]:
         tensor = self._config.parallel.tensor
@@ -249,7 +251,7 @@ class InprocExecutor(Executor):
     def shutdown(self) -> None:
         threads, self._threads = self._threads, []
         for thread in threads:
-            thread.ask_stop()
+            thread.request_stop()
         for thread in threads:
             thread.join()
 

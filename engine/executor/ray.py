@@ -33,7 +33,7 @@ from swell.engine.executor import (
     agree_limits,
     loading,
 )
-from swell.engine.executor.beats import BeatListener
+from swell.engine.executor.heartbeat_listener import HeartbeatListener
 from swell.worker.actor import WorkerActor
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
@@ -52,7 +52,7 @@ from swell.worker.wire import (
 
 _DEATH_POLL_S = 0.1
 """How often a wait looks whether the workers live."""
-_CULPRIT_S = 1.0
+_FAILURE_GRACE_S = 1.0
 """When a group fails because a worker of ours died, Ray says so within this time."""
 _END_S = 5.0
 """How long workers may take to end when they are asked to."""
@@ -71,12 +71,12 @@ class RayOutput(AsyncModelRunnerOutput):
 
 
 @dataclass(eq=False, slots=True)
-class _Member:
+class _WorkerHandle:
     """One worker process; its successor is another."""
 
     rank: int
     actor: Any
-    is_near: bool
+    is_local: bool
     """It lives on the node of the engine."""
     pid: int = 0
     run: Any = None
@@ -100,8 +100,8 @@ class RayExecutor(Executor):
         self._keys = keys
         self._local_workers = workers_per_machine or config.parallel.world
         self._inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys, host)
-        self._beats = BeatListener(keys, host, config.cluster.stall_timeout_s)
-        self._members: dict[int, _Member] = {}
+        self._heartbeats = HeartbeatListener(keys, host, config.cluster.stall_timeout_s)
+        self._workers: dict[int, _WorkerHandle] = {}
         self._limits: ExecutorLimits | None = None
         self._store: tuple[str, int] | None = None
         self._generation = 0
@@ -117,7 +117,7 @@ class RayExecutor(Executor):
         world = self._config.parallel.world
         try:
             progress(f"starting {world} workers")
-            self._bring_up(range(world), progress)
+            self._start_workers(range(world), progress)
             if not self._config.parallel.expert:
                 progress("forming groups")
                 self.regroup(GroupPlan(generation=0))
@@ -133,53 +133,55 @@ class RayExecutor(Executor):
         return self._limits
 
     def shutdown(self) -> None:
-        members, self._members = list(self._members.values()), {}
-        for member in members:
-            if member.peer is not None:
-                self._inbox.send(member.peer, Shutdown())
-        runs = [member.run for member in members if member.run is not None]
+        workers, self._workers = list(self._workers.values()), {}
+        for worker in workers:
+            if worker.peer is not None:
+                self._inbox.send(worker.peer, Shutdown())
+        runs = [worker.run for worker in workers if worker.run is not None]
         if runs:
             ray.wait(runs, num_returns=len(runs), timeout=_END_S)
-        for member in members:
-            ray.kill(member.actor)
-        self._beats.close()
+        for worker in workers:
+            ray.kill(worker.actor)
+        self._heartbeats.close()
         self._inbox.close()
 
-    def _bring_up(self, ranks: Iterable[int], progress: Progress) -> None:
+    def _start_workers(self, ranks: Iterable[int], progress: Progress) -> None:
         """Create workers, let them load and allocate, and hear them on both channels."""
         limit_s = self._config.cluster.start_timeout_s
         nodes = placement_group_table(self._placement_group)["bundles_to_node_id"]
         order = rank_order(nodes)
         here = ray.get_runtime_context().get_node_id()
-        news = []
+        new_workers = []
         for rank in ranks:
             bundle = order[rank]
-            news.append(_Member(rank, self._create(rank, bundle), nodes[bundle] == here))
-            self._members[rank] = news[-1]
-        progress(f"loading weights on {len(news)} workers")
-        loaded = self._load(news, progress)
-        for member, limits in zip(news, loaded, strict=True):
-            member.pid = limits.pid
-            if member.rank == 0:
-                self._store = ray.get(member.actor.open_store.remote(), timeout=limit_s)
+            new_workers.append(
+                _WorkerHandle(rank, self._create(rank, bundle), nodes[bundle] == here)
+            )
+            self._workers[rank] = new_workers[-1]
+        progress(f"loading weights on {len(new_workers)} workers")
+        loaded = self._load(new_workers, progress)
+        for worker, limits in zip(new_workers, loaded, strict=True):
+            worker.pid = limits.pid
+            if worker.rank == 0:
+                self._store = ray.get(worker.actor.open_store.remote(), timeout=limit_s)
         if self._limits is None:
             self._limits = agree_limits(self._config, loaded)
         progress("allocating the KV cache")
         size = (self._limits.num_blocks, self._limits.max_model_len)
-        ray.get([member.actor.init_cache.remote(*size) for member in news], timeout=limit_s)
-        for member in news:
-            member.run = member.actor.run.remote()
+        ray.get([worker.actor.init_cache.remote(*size) for worker in new_workers], timeout=limit_s)
+        for worker in new_workers:
+            worker.run = worker.actor.run.remote()
         progress("connecting the workers")
-        while any(m.peer is None or m.rank not in self._beats.ranks for m in news):
+        while any(m.peer is None or m.rank not in self._heartbeats.ranks for m in new_workers):
             self._receive()
-            for member in news:
-                if ended := _ended(member):
-                    raise ExecutorError(f"worker {member.rank} {ended} while it connected")
+            for worker in new_workers:
+                if ended := _exit_reason(worker):
+                    raise ExecutorError(f"worker {worker.rank} {ended} while it connected")
 
     def _create(self, rank: int, bundle: int) -> Any:
         bundles = self._placement_group.bundle_specs[bundle]
         kind: Any = WorkerActor
-        addresses = (self._inbox.address, self._beats.address)
+        addresses = (self._inbox.address, self._heartbeats.address)
         return kind.options(
             num_cpus=bundles.get("CPU", 0),
             num_gpus=bundles.get("GPU", 0),
@@ -188,19 +190,19 @@ class RayExecutor(Executor):
             ),
         ).remote(self._config, rank, self._local_workers, self._keys, *addresses)
 
-    def _load(self, members: list[_Member], progress: Progress) -> list[WorkerLimits]:
+    def _load(self, workers: list[_WorkerHandle], progress: Progress) -> list[WorkerLimits]:
         """Load on these workers, telling how far the first one is."""
-        loads = [member.actor.load.remote() for member in members]
+        loads = [worker.actor.load.remote() for worker in workers]
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
         while len(ray.wait(loads, num_returns=len(loads), timeout=0)[0]) < len(loads):
             for message in self._receive():
-                if isinstance(message, WorkerProgress) and message.rank == members[0].rank:
+                if isinstance(message, WorkerProgress) and message.rank == workers[0].rank:
                     progress(loading(message.done_bytes, message.total_bytes))
             failed, _running = ray.wait(loads, num_returns=1, timeout=0)
             ray.get(failed)
             if time.monotonic() > deadline:
                 raise ExecutorError(
-                    f"workers {[m.rank for m in members]} did not load within "
+                    f"workers {[m.rank for m in workers]} did not load within "
                     f"cluster.start_timeout_s={self._config.cluster.start_timeout_s:g}"
                 )
         limits: list[WorkerLimits] = ray.get(loads)
@@ -214,45 +216,45 @@ class RayExecutor(Executor):
 
     def wait_for(self, step: int) -> ModelRunnerOutput:
         """The result of a step. Raises GroupBroken and WorkerLost."""
-        with self._beats.step_out():
+        with self._heartbeats.awaiting_step():
             while step not in self._results:
-                said = self._receive()
-                for message in said:
-                    self._judge(message)
-                if not said:
+                messages = self._receive()
+                for message in messages:
+                    self._raise_if_failed(message)
+                if not messages:
                     self.check()
         return self._results.pop(step)
 
     def check(self) -> None:
         """Raise WorkerLost if workers have died or stopped."""
-        for rank, member in self._members.items():
-            if ended := _ended(member):
-                self._lost[rank] = f"(pid {member.pid}) {ended}"
-        for rank, why in self._beats.stopped().items():
-            self._lost.setdefault(rank, f"(pid {self._members[rank].pid}) {why}")
+        for rank, worker in self._workers.items():
+            if ended := _exit_reason(worker):
+                self._lost[rank] = f"(pid {worker.pid}) {ended}"
+        for rank, why in self._heartbeats.stopped().items():
+            self._lost.setdefault(rank, f"(pid {self._workers[rank].pid}) {why}")
         if self._lost:
             lost = sorted(self._lost.items())
             raise WorkerLost("; ".join(f"worker {rank} {why}" for rank, why in lost))
 
-    def _judge(self, message: WorkerMessage) -> None:
+    def _raise_if_failed(self, message: WorkerMessage) -> None:
         """Raise if a worker told that its groups or itself have failed."""
         if not isinstance(message, WorkerFailure) or message.generation != self._generation:
             return
-        self._blame(message)
-        deadline = time.monotonic() + _CULPRIT_S
+        self._record_failure(message)
+        deadline = time.monotonic() + _FAILURE_GRACE_S
         while not self._lost and self._aborted < self._generation and time.monotonic() < deadline:
             for other in self._receive():
                 if isinstance(other, WorkerFailure) and other.generation == self._generation:
-                    self._blame(other)
+                    self._record_failure(other)
             with suppress(WorkerLost):
                 self.check()
         self.check()
         self.abort()
         raise GroupBroken(f"worker {message.rank}: {message.message}")
 
-    def _blame(self, failure: WorkerFailure) -> None:
+    def _record_failure(self, failure: WorkerFailure) -> None:
         if not failure.group:
-            pid = self._members[failure.rank].pid
+            pid = self._workers[failure.rank].pid
             self._lost[failure.rank] = f"(pid {pid}) failed: {failure.message}"
 
     # ---------------------------------------------------------------- groups and repair
@@ -264,26 +266,26 @@ class RayExecutor(Executor):
         self._send_all(
             Regroup(msgspec.structs.replace(groups, generation=self._generation, store=store))
         )
-        self._beats.forming(self._generation)
-        absent = set(self._members)
+        self._heartbeats.forming(self._generation)
+        absent = set(self._workers)
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
         while absent:
-            said = self._receive()
-            for message in said:
+            messages = self._receive()
+            for message in messages:
                 if isinstance(message, Regrouped) and message.generation == self._generation:
                     absent.discard(message.rank)
-                self._judge(message)
-            if not said:
+                self._raise_if_failed(message)
+            if not messages:
                 self.check()
             if absent and time.monotonic() > deadline:
                 self.abort()
                 raise GroupBroken(f"workers {sorted(absent)} did not form their groups in time")
         self._results.clear()
-        self._beats.grouped()
+        self._heartbeats.groups_formed()
 
     def abort(self) -> None:
         self._aborted = self._generation
-        self._beats.abort(self._generation)
+        self._heartbeats.abort(self._generation)
 
     def repair(self) -> None:
         now = time.monotonic()
@@ -295,10 +297,10 @@ class RayExecutor(Executor):
         self._repaired_at.append(now)
         lost, self._lost = sorted(self._lost), {}
         for rank in lost:
-            self._give_up(self._members.pop(rank))
+            self._kill(self._workers.pop(rank))
         self.abort()
         try:
-            self._bring_up(lost, lambda text: None)
+            self._start_workers(lost, lambda text: None)
         except ray.exceptions.RayError as error:
             raise ExecutorError(f"workers {lost} could not be replaced: {_line(error)}") from error
 
@@ -307,49 +309,49 @@ class RayExecutor(Executor):
         return self._store if self._config.parallel.expert else None
 
     @property
-    def ticks(self) -> int:
-        return self._beats.ticks
+    def progress_counter(self) -> int:
+        return self._heartbeats.progress_counter
 
     def workers(self) -> list[WorkerInfo]:
         tensor = self._config.parallel.tensor
         return [
-            WorkerInfo(rank, rank % tensor, rank // tensor, member.pid)
-            for rank, member in sorted(self._members.items())
+            WorkerInfo(rank, rank % tensor, rank // tensor, worker.pid)
+            for rank, worker in sorted(self._workers.items())
         ]
 
-    def _give_up(self, member: _Member) -> None:
+    def _kill(self, worker: _WorkerHandle) -> None:
         """End a worker that may be dead already, or stopped, or busy."""
-        self._beats.forget(member.rank)
-        if member.is_near and not _ended(member):
+        self._heartbeats.forget(worker.rank)
+        if worker.is_local and not _exit_reason(worker):
             # Ray asks first, and a stopped process does not answer.
             with suppress(ProcessLookupError):
-                os.kill(member.pid, signal.SIGKILL)
-        ray.kill(member.actor)
+                os.kill(worker.pid, signal.SIGKILL)
+        ray.kill(worker.actor)
 
     # ---------------------------------------------------------------- the channel
 
     def _send_all(self, command: Any) -> None:
         frame = msgspec.Raw(msgspec.msgpack.encode(command))
-        for member in self._members.values():
-            assert member.peer is not None, "workers are connected by `start` and `repair`"
-            self._inbox.send(member.peer, frame)
+        for worker in self._workers.values():
+            assert worker.peer is not None, "workers are connected by `start` and `repair`"
+            self._inbox.send(worker.peer, frame)
 
     def _receive(self) -> list[WorkerMessage]:
         """What living workers say, after waiting a moment for it; results are kept aside too."""
-        said = []
+        messages = []
         for peer, message in self._inbox.receive(_DEATH_POLL_S):
             if isinstance(message, WorkerHello):
-                self._members[message.rank].peer = peer
+                self._workers[message.rank].peer = peer
             elif not isinstance(message, WorkerProgress) and peer not in self._peers:
                 continue
             elif isinstance(message, ModelRunnerOutput):
                 self._results[message.step] = message
-            said.append(message)
-        return said
+            messages.append(message)
+        return messages
 
     @property
     def _peers(self) -> set[bytes | None]:
-        return {member.peer for member in self._members.values()}
+        return {worker.peer for worker in self._workers.values()}
 
 
 def rank_order(bundle_nodes: dict[int, str]) -> Sequence[int]:
@@ -360,12 +362,12 @@ def rank_order(bundle_nodes: dict[int, str]) -> Sequence[int]:
     return sorted(bundle_nodes, key=lambda bundle: (first_seen[bundle_nodes[bundle]], bundle))
 
 
-def _ended(member: _Member) -> str:
+def _exit_reason(worker: _WorkerHandle) -> str:
     """Why the worker is no more, or nothing while it runs."""
-    if member.run is None or not ray.wait([member.run], timeout=0)[0]:
+    if worker.run is None or not ray.wait([worker.run], timeout=0)[0]:
         return ""
     try:
-        ray.get(member.run)
+        ray.get(worker.run)
     except ray.exceptions.RayError as error:
         return f"died: {_line(error)}"
     return "ended"

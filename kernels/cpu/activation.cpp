@@ -1,5 +1,5 @@
 // silu(gate) * up.
-#include "team.h"
+#include "thread_pool.h"
 #include "vec.h"
 
 namespace {
@@ -12,7 +12,7 @@ SWELL_INLINE v8 gated(v8 gate, v8 up) {
 template <typename T>
 void silu_and_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
   const int64_t full = size & ~int64_t(7), tail = size - full;
-  for_each(rows, rows * size * 8, [=](int64_t row) {
+  parallel_for_each(rows, rows * size * 8, [=](int64_t row) {
     const T* gate = gate_up + row * 2 * size;
     const T* up = gate + size;
     T* to = out + row * size;

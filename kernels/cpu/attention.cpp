@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -57,7 +57,7 @@ __attribute__((noinline)) void score_keys(const float* q, const T* k, const T* l
   constexpr int64_t W = kPart<DIM>;
   const int64_t dim = DIM ? DIM : any_dim, parts = (dim + W - 1) / W, padded = parts * W;
   for (int64_t j = 0; j < count; j += NK) {
-    fetch(later ? later + j * dim : nullptr, NK * dim);
+    prefetch(later ? later + j * dim : nullptr, NK * dim);
     const T* keys[NK];
     for (int n = 0; n < NK; n++) keys[n] = k + std::min(j + n, count - 1) * dim;
     Part<DIM> s[8] = {};
@@ -79,7 +79,7 @@ __attribute__((noinline)) void score_keys(const float* q, const T* k, const T* l
 
 // acc[m] += sum_j weight[m][j] v[j] for MQ query vectors, NV parts of v and `count` keys.
 template <typename T, int DIM, int MQ, int NV>
-__attribute__((noinline)) void weigh_keys(const float* weight, int64_t weight_stride, const T* v,
+__attribute__((noinline)) void accumulate_values(const float* weight, int64_t weight_stride, const T* v,
                                           const T* later, int64_t first, int64_t any_dim,
                                           int64_t count, float* acc) {
   constexpr int64_t W = kPart<DIM>;
@@ -88,7 +88,7 @@ __attribute__((noinline)) void weigh_keys(const float* weight, int64_t weight_st
   for (int m = 0; m < MQ; m++)
     for (int i = 0; i < NV; i++) o[m][i] = load_as<Part<DIM>>(acc + m * padded + W * (first + i));
   for (int64_t j = 0; j < count; j++, v += dim) {
-    fetch(later ? later + j * dim : nullptr, dim);
+    prefetch(later ? later + j * dim : nullptr, dim);
     Part<DIM> part[NV];
     for (int i = 0; i < NV; i++) part[i] = part_of<T, DIM>(v, first + i, dim);
     for (int m = 0; m < MQ; m++) {
@@ -103,7 +103,7 @@ __attribute__((noinline)) void weigh_keys(const float* weight, int64_t weight_st
 
 // Scores s[0 .. end) become weights; those outside [low, high) are zero. top and sum follow; returns
 // the factor by which older sums fade.
-SWELL_INLINE float soften(float* s, int64_t begin, int64_t end, int64_t low, int64_t high,
+SWELL_INLINE float softmax_tile(float* s, int64_t begin, int64_t end, int64_t low, int64_t high,
                           float scale, float softcap, float& top, float& sum) {
   const i8 lanes = {0, 1, 2, 3, 4, 5, 6, 7};
   const v8 zero = {};
@@ -143,8 +143,8 @@ struct Attention {
   const int64_t score_stride = tile + 16;
   // Of the item:
   int64_t m_count = 0;  // query vectors, token-major
-  Stretch read;
-  Walk<T> ahead;
+  KeyRange read;
+  BlockIterator<T> ahead;
   std::vector<float> memory;
   float *query = nullptr, *acc = nullptr, *score = nullptr, *top = nullptr, *sum = nullptr;
 
@@ -169,7 +169,7 @@ struct Attention {
       const int64_t count = std::min(a.block_tokens - at, to - from);
       const T* later = ahead.next();
       work(read.block<T>(a, cache, stride, index) + at * dim, later, from, count);
-      if (later) fetch(later + count * dim, (a.block_tokens - count) * dim);
+      if (later) prefetch(later + count * dim, (a.block_tokens - count) * dim);
       from += count;
     }
   }
@@ -203,7 +203,7 @@ struct Attention {
         continue;
       }
       const v8 fade = splat(
-          soften(s, begin, end, low - base, high - base, a.scale, a.softcap, top[m], sum[m]));
+          softmax_tile(s, begin, end, low - base, high - base, a.scale, a.softcap, top[m], sum[m]));
       for (int64_t i = 0; i < padded; i += 8)
         store(acc + m * padded + i, load(acc + m * padded + i) * fade);
     }
@@ -220,26 +220,26 @@ struct Attention {
               acc + m * padded);
       };
       for (; m + 4 <= m_count; m += 4, i = 0) {
-        if (kPart<DIM> == 16) some(weigh_keys<T, DIM, 4, 4>, 4);  // there are 32 registers
-        some(weigh_keys<T, DIM, 4, 2>, 2);
-        some(weigh_keys<T, DIM, 4, 1>, 1);
+        if (kPart<DIM> == 16) some(accumulate_values<T, DIM, 4, 4>, 4);  // there are 32 registers
+        some(accumulate_values<T, DIM, 4, 2>, 2);
+        some(accumulate_values<T, DIM, 4, 1>, 1);
       }
       for (; m + 2 <= m_count; m += 2, i = 0) {
-        some(weigh_keys<T, DIM, 2, 4>, 4);
-        some(weigh_keys<T, DIM, 2, 1>, 1);
+        some(accumulate_values<T, DIM, 2, 4>, 4);
+        some(accumulate_values<T, DIM, 2, 1>, 1);
       }
       for (; m < m_count; m++, i = 0) {
-        some(weigh_keys<T, DIM, 1, 8>, 8);
-        some(weigh_keys<T, DIM, 1, 4>, 4);
-        some(weigh_keys<T, DIM, 1, 1>, 1);
+        some(accumulate_values<T, DIM, 1, 8>, 8);
+        some(accumulate_values<T, DIM, 1, 4>, 4);
+        some(accumulate_values<T, DIM, 1, 1>, 1);
       }
     };
     each_block(a.v_cache, a.v_block_stride, from, to, work);
   }
 
-  void start(const Item& item) {
+  void start(const WorkItem& item) {
     m_count = item.count * group;
-    read = Stretch(a, item);
+    read = KeyRange(a, item);
     const T* q = static_cast<const T*>(a.q) + (a.query_start[item.row] + item.first) * a.q_stride;
     for (int64_t m = 0; m < m_count; m++) {
       const T* from = q + m / group * a.q_stride + (item.head * group + m % group) * dim;
@@ -252,7 +252,7 @@ struct Attention {
     }
   }
 
-  void finish(const Item& item) {
+  void finish(const WorkItem& item) {
     const int64_t begin = a.query_start[item.row] + item.first;
     for (int64_t m = 0; m < m_count; m++) {
       T* out = static_cast<T*>(a.out) +
@@ -267,7 +267,7 @@ struct Attention {
   }
 
   // `next`: the item that follows on this thread, if any.
-  void attend(const Item& item, const Item* next) {
+  void attend(const WorkItem& item, const WorkItem* next) {
     start(item);
     ahead.follow(item, next);
     for (int64_t base = read.base; base < read.end; base += read.tile) {
@@ -284,7 +284,7 @@ template <typename T, int DIM>
 void run(const AttentionArgs& a) {
   const int64_t group = a.heads / a.kv_heads;
   const int64_t step = std::max<int64_t>(1, kQueryVectors / group);
-  std::vector<Item> items;
+  std::vector<WorkItem> items;
   int64_t work = 0;
   for (int64_t row = 0; row < a.rows; row++) {
     const int64_t tokens = a.query_start[row + 1] - a.query_start[row];
@@ -300,15 +300,15 @@ void run(const AttentionArgs& a) {
     attention.reserve(step * group);
     int64_t left = count;
     // The last tiles of a row see the most keys: start with them.
-    const auto take = [&]() -> const Item* {
+    const auto take = [&]() -> const WorkItem* {
       const int64_t task = tasks.next();
       if (task < 0) return nullptr;
       left = count - 1 - task;
       return &items[left];
     };
-    for (const Item* item = take(); item;) {
+    for (const WorkItem* item = take(); item;) {
       // Who knows the next item fetches its keys; of the last ones everyone gets a share.
-      const Item* next = left > 2 * team_size() ? take() : nullptr;
+      const WorkItem* next = left > 2 * num_threads() ? take() : nullptr;
       attention.attend(*item, next);
       item = next ? next : take();
     }

@@ -18,21 +18,21 @@ struct AttentionArgs {
 };
 
 constexpr int64_t kTileTokens = 64;
-constexpr int64_t kAhead = 2;  // blocks between the one that is read and the one that is fetched
+constexpr int64_t kPrefetch = 2;  // blocks between the one that is read and the one that is fetched
 
-struct Item {
+struct WorkItem {
   int32_t row, first, count;  // the row's tokens first .. first + count - 1
   int32_t head;  // of K and V
 };
 
 // The keys that an item reads: [low, end), in tiles that start at `base`, base + tile, ...
-struct Stretch {
+struct KeyRange {
   const int32_t* table = nullptr;
   int64_t position = 0;  // of the item's first token
   int64_t head = 0, tile = 0, base = 0, low = 0, end = 0;
 
-  Stretch() = default;
-  Stretch(const AttentionArgs& a, const Item& item) {
+  KeyRange() = default;
+  KeyRange(const AttentionArgs& a, const WorkItem& item) {
     const int64_t tokens = a.query_start[item.row + 1] - a.query_start[item.row];
     table = a.block_table + item.row * a.table_stride;
     head = item.head;
@@ -53,25 +53,25 @@ struct Stretch {
 // Vectors of a block that comes later, one for each vector that is read of this one: what the
 // processor's own prefetch does not see, and a burst of which would fill its queues. From null: none.
 template <typename T>
-SWELL_INLINE void fetch(const T* from, int64_t elements) {
+SWELL_INLINE void prefetch(const T* from, int64_t elements) {
   const char* p = reinterpret_cast<const char*>(from);
   if (p)
     for (int64_t i = 0; i < elements * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 // The blocks of one item after the other in the order in which they are read, of each tile first K
-// and then V; kAhead of them before they are.
+// and then V; kPrefetch of them before they are.
 template <typename T>
-class Walk {
+class BlockIterator {
  public:
-  explicit Walk(const AttentionArgs& args) : a_(args) {}
+  explicit BlockIterator(const AttentionArgs& args) : a_(args) {}
 
   // An item begins to be read; `next`: the one that follows, if that is known.
-  void follow(const Item& item, const Item* next) {
+  void follow(const WorkItem& item, const WorkItem* next) {
     next_ = next;
     if (entered_ == &item) return;
     enter(item);
-    for (int64_t i = 0; i < kAhead; i++) fetch(this->next(), a_.block_tokens * a_.head_dim);
+    for (int64_t i = 0; i < kPrefetch; i++) prefetch(this->next(), a_.block_tokens * a_.head_dim);
   }
 
   // Null: nothing more is known.
@@ -84,9 +84,9 @@ class Walk {
   }
 
  private:
-  void enter(const Item& item) {
+  void enter(const WorkItem& item) {
     entered_ = &item;
-    at_ = Stretch(a_, item);
+    at_ = KeyRange(a_, item);
     values_ = false;
     tile();
   }
@@ -113,8 +113,8 @@ class Walk {
   }
 
   const AttentionArgs& a_;
-  const Item *entered_ = nullptr, *next_ = nullptr;
-  Stretch at_;
+  const WorkItem *entered_ = nullptr, *next_ = nullptr;
+  KeyRange at_;
   int64_t index_ = 0, stop_ = 0;
   bool values_ = false;
 };

@@ -1,5 +1,5 @@
 // Tokens that may be drawn, one bit each: 32 at a time.
-#include "team.h"
+#include "thread_pool.h"
 #include "vec.h"
 
 namespace {
@@ -26,7 +26,7 @@ void mask_row(float* logits, const uint32_t* words, int64_t vocab, float value) 
 // logits: rows `stride` apart; bitmask [n, words], `words` of which hold a vocabulary.
 SWELL_API void swell_bitmask(float* logits, const uint32_t* bitmask, const int64_t* rows, float value,
                              int64_t n, int64_t vocab, int64_t words, int64_t stride) {
-  for_each(n, n * vocab / 2, [=](int64_t i) {
+  parallel_for_each(n, n * vocab / 2, [=](int64_t i) {
     mask_row(logits + rows[i] * stride, bitmask + i * words, vocab, value);
   });
 }

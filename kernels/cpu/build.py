@@ -1,4 +1,4 @@
-"""Compiling the C++ column: once per machine, source and compiler, at first use.
+"""Compiling the C++ backend: once per machine, source and compiler, at first use.
 
 The library lies in `$SWELL_CACHE/kernels/<hash>/` (default `~/.cache/swell/kernels/<hash>/`),
 where the hash covers the sources, the flags, the compiler's version and the processor's features.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from swell.kernels.columns import ColumnUnavailable
+from swell.kernels.backends import BackendUnavailable
 
 SOURCES = Path(__file__).parent
 FLAGS = (
@@ -36,18 +36,18 @@ FLAGS = (
     "-Wno-psabi",
 )
 TYPES = (torch.float32, torch.bfloat16)
-"""The types that this column computes; tensors of others go to the reference."""
+"""The types that this backend computes; tensors of others go to the reference."""
 
 _log = logging.getLogger("swell.kernels")
 _lock = threading.Lock()
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library. Raises `ColumnUnavailable` after one line in the log."""
+    """The loaded library. Raises `BackendUnavailable` after one line in the log."""
     with _lock:
         loaded = _load_once()
     if isinstance(loaded, Exception):
-        raise ColumnUnavailable(str(loaded)) from loaded
+        raise BackendUnavailable(str(loaded)) from loaded
     return loaded
 
 

@@ -38,7 +38,7 @@ class _Replay(ctypes.Structure):
     _fields_ = [("calls", POINTER), ("count", INT), ("sizes", POINTER), ("progress", INT)]
 
 
-class _Noted(NamedTuple):
+class _RecordedCall(NamedTuple):
     function: Function
     arguments: ctypes.Structure
     used: tuple[Tensor, ...]
@@ -51,13 +51,13 @@ class Recording:
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self._sizes = sizes
-        self._noted: list[_Noted] = []
-        self._kept: list[object] = []
-        self._now = (INT * len(sizes))()
-        self._replay = _Replay(sizes=ctypes.addressof(self._now))
+        self._recorded_calls: list[_RecordedCall] = []
+        self._references: list[object] = []
+        self._current_sizes = (INT * len(sizes))()
+        self._replay = _Replay(sizes=ctypes.addressof(self._current_sizes))
         self._address = ctypes.addressof(self._replay)
 
-    def note(
+    def record(
         self, function: Function, arguments: ctypes.Structure, used: tuple[Tensor, ...]
     ) -> None:
         """Take up a call. Raises `NotCapturableError` if it computes other rows."""
@@ -67,48 +67,56 @@ class Recording:
             raise NotCapturableError(
                 f"{function.name} computes {rows} rows, where there should be {sizes}"
             )
-        self._noted.append(_Noted(function, arguments, used, self._sizes.index(rows)))
+        self._recorded_calls.append(
+            _RecordedCall(function, arguments, used, self._sizes.index(rows))
+        )
 
     def finish(self, made: list[Tensor], results: list[Tensor]) -> None:
         """Lay out what was `made` meanwhile and is no result."""
         stays = {tensor.untyped_storage().data_ptr() for tensor in results}
         storages = [tensor.untyped_storage() for tensor in made]
         sizes = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in stays}
-        self._lay_out(sorted(sizes.items()))
-        self._kept += results
-        for noted in self._noted:
-            self._kept.append(noted.arguments)
-            self._kept += [t for t in noted.used if t.untyped_storage().data_ptr() not in sizes]
-        calls = (_Call * len(self._noted))(*(_call(noted) for noted in self._noted))
+        self._plan_memory(sorted(sizes.items()))
+        self._references += results
+        for recorded_call in self._recorded_calls:
+            self._references.append(recorded_call.arguments)
+            self._references += [
+                t for t in recorded_call.used if t.untyped_storage().data_ptr() not in sizes
+            ]
+        calls = (_Call * len(self._recorded_calls))(
+            *(_call(recorded_call) for recorded_call in self._recorded_calls)
+        )
         self._replay.calls, self._replay.count = ctypes.addressof(calls), len(calls)
-        self._kept.append(calls)
-        self._noted = []
+        self._references.append(calls)
+        self._recorded_calls = []
 
-    def _lay_out(self, buffers: list[tuple[int, int]]) -> None:
+    def _plan_memory(self, buffers: list[tuple[int, int]]) -> None:
         """`buffers`: address and bytes of each, by address: all arguments that point into them
         point to their places in the common memory afterwards."""
         begins = [begin for begin, _ in buffers]
         uses: dict[int, list[int]] = {}
         pointers = []
-        for i, noted in enumerate(self._noted):
-            for name in noted.function.pointers:
-                address = getattr(noted.arguments, name) or 0
+        for i, recorded_call in enumerate(self._recorded_calls):
+            for name in recorded_call.function.pointers:
+                address = getattr(recorded_call.arguments, name) or 0
                 buffer = bisect_right(begins, address) - 1
                 if buffer >= 0 and address < sum(buffers[buffer]):
                     uses.setdefault(buffer, []).append(i)
-                    pointers.append((noted.arguments, name, buffer, address - begins[buffer]))
+                    pointers.append(
+                        (recorded_call.arguments, name, buffer, address - begins[buffer])
+                    )
         lifetimes = [Lifetime(at[0], at[-1], buffers[buffer][1]) for buffer, at in uses.items()]
         offsets, total = place(lifetimes)
         memory = torch.empty(total, dtype=torch.uint8)
         starts = dict(zip(uses, offsets, strict=True))
         for arguments, name, buffer, offset in pointers:
             setattr(arguments, name, memory.data_ptr() + starts[buffer] + offset)
-        self._kept.append(memory)
+        self._references.append(memory)
 
     def replay(self, *sizes: int) -> None:
         """Make the calls, for the first rows."""
         assert all(map(le, sizes, self._sizes)), sizes
-        self._now[:] = sizes
+        self._current_sizes[:] = sizes
         _replay(self._address)
 
     @property
@@ -117,10 +125,10 @@ class Recording:
         return int(self._replay.progress)
 
 
-def _call(noted: _Noted) -> _Call:
-    function, arguments = noted.function, ctypes.addressof(noted.arguments)
-    rows = getattr(type(noted.arguments), function.rows).offset
-    return _Call(function.address, arguments, arguments + rows, noted.size)
+def _call(recorded_call: _RecordedCall) -> _Call:
+    function, arguments = recorded_call.function, ctypes.addressof(recorded_call.arguments)
+    rows = getattr(type(recorded_call.arguments), function.rows).offset
+    return _Call(function.address, arguments, arguments + rows, recorded_call.size)
 
 
 class _Current(threading.local):
@@ -133,7 +141,7 @@ _current = _Current()
 @contextmanager
 def recorded(sizes: tuple[int, ...]) -> Iterator[Recording]:
     """The calls that this thread makes meanwhile, each on as many rows as one of `sizes`: they are
-    noted, and not run."""
+    recorded_call, and not run."""
     assert _current.recording is None
     _current.recording = recording = Recording(sizes)
     try:
@@ -160,7 +168,7 @@ class Function:
         addresses are in it."""
         arguments = self._struct(*values)
         if _current.recording is not None:
-            _current.recording.note(self, arguments, used)
+            _current.recording.record(self, arguments, used)
         else:
             self._run(ctypes.byref(arguments))
         return arguments

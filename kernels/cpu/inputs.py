@@ -48,7 +48,7 @@ class _Gather:
             assert tensor.is_contiguous()
         rows = len(out.context_tokens)
         self._columns = np.zeros((4, rows), dtype=np.int64)
-        self._kept = (token_ids, block_table, out)
+        self._references = (token_ids, block_table, out)
         self._arguments = _Arguments(
             self._columns.ctypes.data, token_ids.data_ptr(), block_table.data_ptr(),
             *token_ids.shape, block_table.shape[1], block_tokens,
@@ -62,12 +62,12 @@ class _Gather:
         self, slots: list[int], starts: list[int], counts: list[int], samples: list[bool]
     ) -> Sizes:
         rows, found = len(slots), self._arguments
-        check_room(0, rows, self._kept[2])
+        check_room(0, rows, self._references[2])
         self._columns[:, :rows] = (slots, starts, counts, samples)
         done = _gather(self._address, rows)
-        check_room(found.tokens, rows, self._kept[2])
+        check_room(found.tokens, rows, self._references[2])
         if done < rows:
-            raise outside(done, slots[done], starts[done], self._kept[0])
+            raise outside(done, slots[done], starts[done], self._references[0])
         return Sizes(found.tokens, rows, found.drawing, found.max_query, found.max_context)
 
 

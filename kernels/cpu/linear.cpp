@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "team.h"
+#include "thread_pool.h"
 #include "vec.h"
 
 namespace {
@@ -28,7 +28,7 @@ constexpr int64_t kBlock = 256;
 constexpr int64_t kChunk = 16 * kRows;  // rows that pass over a panel before the next one
 // Elements between what is read and what is fetched, of each of P panels.
 template <int P>
-constexpr int64_t kAhead = (P == 1 ? 24 : 8) * kPanel;
+constexpr int64_t kPrefetch = (P == 1 ? 24 : 8) * kPanel;
 
 constexpr lanes_u lane_numbers() {
   lanes_u numbers{};
@@ -39,7 +39,7 @@ const lanes_u kLaneNumbers = lane_numbers();
 
 // What is fetched for later: `step` elements for each k.
 template <typename T>
-struct Ahead {
+struct Prefetch {
   const T* from;
   int64_t step;
 };
@@ -48,7 +48,7 @@ struct Ahead {
 // `apart`; `first`: nothing is in sums yet.
 template <typename T, int P, int M>
 void tile(const float* x, int64_t x_stride, const T* w, int64_t apart, int64_t count,
-          Ahead<T> ahead, bool first, float* sums) {
+          Prefetch<T> ahead, bool first, float* sums) {
   lanes sum[P][M][2] = {};
   for (int64_t k = 0; k < count; k++)
 #pragma GCC unroll 2
@@ -77,7 +77,7 @@ void tile(const float* x, int64_t x_stride, const T* w, int64_t apart, int64_t c
 }
 
 template <typename T>
-using Tile = void (*)(const float*, int64_t, const T*, int64_t, int64_t, Ahead<T>, bool, float*);
+using Tile = void (*)(const float*, int64_t, const T*, int64_t, int64_t, Prefetch<T>, bool, float*);
 
 template <typename T, int P, int... M>
 constexpr std::array<Tile<T>, sizeof...(M)> tiles(std::integer_sequence<int, M...>) {
@@ -117,7 +117,7 @@ struct Out {
 // Or only the largest of them is kept, for each lane of a row by itself until `best` asks, with the
 // panel where it first stood; NaN stays, once it was seen.
 template <typename T>
-struct Largest {
+struct ArgmaxOutput {
   struct Row {
     lanes value[2];
     lanes_u panel[2];
@@ -194,8 +194,8 @@ void multiply(const float* x, int64_t x_stride, const T* panel, int64_t apart, i
       // The tiles share the next block. Where there was none before it, or is only one, what is
       // read itself is fetched a little earlier.
       const bool itself = tiles == 1 || (cold && k + m == 0);
-      const Ahead<T> ahead = itself ? Ahead<T>{w + kAhead<P>, kPanel}
-                                    : Ahead<T>{next + m / some * step * block, step};
+      const Prefetch<T> ahead = itself ? Prefetch<T>{w + kPrefetch<P>, kPanel}
+                                    : Prefetch<T>{next + m / some * step * block, step};
       float* to = sums + m * kPanel;
       kTiles<T, P>[count - 1](x + m * x_stride + k, x_stride, w, apart, block, ahead, k == 0, to);
       if (k + block < size) continue;
@@ -227,10 +227,10 @@ struct Split {
 
   Split(int64_t rows, int64_t outs)
       : panels((outs + kPanel - 1) / kPanel), chunks((rows + kChunk - 1) / kChunk) {
-    const int64_t wanted = std::max<int64_t>(1, kTasks * team_size() / std::max<int64_t>(1, chunks));
+    const int64_t wanted = std::max<int64_t>(1, kTasks * num_threads() / std::max<int64_t>(1, chunks));
     some = (panels + wanted - 1) / wanted;
     // As long as each thread has two pairs to begin with.
-    if (rows <= kPairRows && panels >= 4 * team_size()) some = (some + 1) / 2 * 2;
+    if (rows <= kPairRows && panels >= 4 * num_threads()) some = (some + 1) / 2 * 2;
     groups = (panels + some - 1) / some;
   }
 };
@@ -279,7 +279,7 @@ void linear(const T* x, const T* w, const T* bias, T* y, int64_t rows, int64_t s
 template <typename T>
 void largest(const T* x, const T* w, float* values, int64_t* which, int64_t rows, int64_t size,
              int64_t outs, int64_t x_stride) {
-  using Row = typename Largest<T>::Row;
+  using Row = typename ArgmaxOutput<T>::Row;
   const Split split(rows, outs);
   static thread_local std::vector<Best> parts;
   parts.resize(rows * split.groups);
@@ -289,7 +289,7 @@ void largest(const T* x, const T* w, float* values, int64_t* which, int64_t rows
              const lanes lowest = lanes{} - INFINITY;
              Row kept[kChunk];
              std::fill_n(kept, count, Row{{lowest, lowest}, {}});
-             each_panel(Largest<T>{kept, 0, 0});
+             each_panel(ArgmaxOutput<T>{kept, 0, 0});
              for (int64_t i = 0; i < count; i++)
                of_row[(m + i) * split.groups + group] = best(kept[i]);
            });
@@ -305,7 +305,7 @@ void largest(const T* x, const T* w, float* values, int64_t* which, int64_t rows
 // A row of W has its elements `panel` apart; 1: W is not packed.
 template <typename T>
 void embedding(const int64_t* ids, const T* w, T* y, int64_t tokens, int64_t size, int64_t panel) {
-  for_each(tokens, tokens * size * 8, [=](int64_t t) {
+  parallel_for_each(tokens, tokens * size * 8, [=](int64_t t) {
     const T* from = w + ids[t] / panel * panel * size + ids[t] % panel;
     if (panel == 1) std::memcpy(y + t * size, from, size * sizeof(T));
     else
@@ -321,7 +321,7 @@ struct LinearArgs {
   int64_t rows, size, outs, x_stride, is_bf16;
 };
 
-struct LargestArgs {
+struct LinearArgmaxArgs {
   const void *x, *w;
   float* values;
   int64_t *which, rows, size, outs, x_stride, is_bf16;
@@ -347,7 +347,7 @@ SWELL_API void swell_linear(const LinearArgs* a) {
   a->is_bf16 ? run(bf16{}) : run(float{});
 }
 
-SWELL_API void swell_largest(const LargestArgs* a) {
+SWELL_API void swell_linear_argmax(const LinearArgmaxArgs* a) {
   const auto run = [&](auto type) {
     using T = decltype(type);
     largest(static_cast<const T*>(a->x), static_cast<const T*>(a->w), a->values, a->which, a->rows,

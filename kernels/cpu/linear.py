@@ -9,7 +9,7 @@ from torch import Tensor
 
 from swell.kernels.cpu.build import TYPES, library
 from swell.kernels.cpu.graph import INT, POINTER, Function
-from swell.kernels.linear import Packed, Weight
+from swell.kernels.linear import PackedTensor, Weight
 from swell.kernels.reference import linear as reference
 
 _linear = Function(
@@ -19,7 +19,7 @@ _linear = Function(
     **dict.fromkeys(("rows", "size", "outs", "x_stride", "is_bf16"), INT),
 )
 _largest = Function(
-    "swell_largest",
+    "swell_linear_argmax",
     "rows",
     **dict.fromkeys(("x", "w", "values", "which"), POINTER),
     **dict.fromkeys(("rows", "size", "outs", "x_stride", "is_bf16"), INT),
@@ -48,12 +48,12 @@ def pack(weight: Tensor) -> Weight:
     data[:whole].copy_(weight[: whole * PANEL].unflatten(0, (whole, PANEL)).transpose(1, 2))
     if whole < panels:
         data[whole, :, : outs - whole * PANEL] = weight[whole * PANEL :].T
-    return Packed(data, outs, size)
+    return PackedTensor(data, outs, size)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `swell.kernels.linear.linear`."""
-    if not isinstance(weight, Packed):
+    if not isinstance(weight, PackedTensor):
         return reference.linear(x, weight, bias)
     data, outs, size = weight.data, weight.out_features, weight.in_features
     assert x.shape[-1] == size and x.dtype == data.dtype, (x.shape, x.dtype)
@@ -70,7 +70,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def largest(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.linear.largest`; the outputs themselves are not written."""
-    if not isinstance(weight, Packed):
+    if not isinstance(weight, PackedTensor):
         return reference.largest(x, weight, outs)
     data, size = weight.data, weight.in_features
     assert 0 < outs <= weight.out_features, (outs, weight.out_features)
@@ -87,7 +87,7 @@ def largest(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:
     """See `swell.kernels.linear.embedding`."""
-    if isinstance(weight, Packed):
+    if isinstance(weight, PackedTensor):
         data, size, panel = weight.data, weight.in_features, PANEL
     else:
         data, size, panel = weight, weight.shape[1], 1

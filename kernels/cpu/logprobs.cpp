@@ -1,6 +1,6 @@
 // Log probabilities, ranks and the most likely tokens, one row at a time.
 #include "select.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -11,7 +11,7 @@ struct Scratch {
 
 // The `top` most likely tokens, the first of equal ones; 0 where the rest is NaN.
 void find_best(Scratch& scratch, const float* logits, int64_t vocab, int64_t top, int64_t* out) {
-  const Cut cut = scratch.selection.largest(logits, vocab, top);
+  const Threshold cut = scratch.selection.largest(logits, vocab, top);
   std::vector<int64_t>& best = scratch.best;
   best.clear();
   for (int64_t begin = 0; begin < vocab; begin += 8) {
@@ -64,7 +64,7 @@ void rank(Scratch& scratch, const float* logits, int64_t vocab, int64_t token, i
 // logits: rows `stride` apart; indices [rows, 2 + top], logprobs [rows, 1 + top].
 SWELL_API void swell_rank(const float* logits, const int64_t* tokens, int64_t rows, int64_t vocab,
                           int64_t stride, int64_t top, int64_t* indices, float* logprobs) {
-  for_each(rows, rows * vocab * 8, [=](int64_t row) {
+  parallel_for_each(rows, rows * vocab * 8, [=](int64_t row) {
     static thread_local Scratch scratch;
     rank(scratch, logits + row * stride, vocab, tokens[row], top, indices + row * (2 + top),
          logprobs + row * (1 + top));

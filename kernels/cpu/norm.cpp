@@ -1,5 +1,5 @@
 // RMS norm, alone and with the residual's addition in front.
-#include "team.h"
+#include "thread_pool.h"
 #include "vec.h"
 
 namespace {
@@ -9,7 +9,7 @@ template <typename T, bool ADD>
 void norm(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t outer,
           int64_t inner, int64_t x_stride, int64_t size, float eps) {
   const int64_t full = size & ~int64_t(7), tail = size - full;
-  for_each(outer * inner, outer * inner * size, [=](int64_t row) {
+  parallel_for_each(outer * inner, outer * inner * size, [=](int64_t row) {
     const T* from = x + row / inner * x_stride + row % inner * size;
     const T* other = residual + row * size;
     T* sum = total + row * size;

@@ -1,5 +1,5 @@
 // Penalties, looking only at the tokens that a slot has seen.
-#include "team.h"
+#include "thread_pool.h"
 #include "vec.h"
 
 namespace {
@@ -39,7 +39,7 @@ SWELL_API void swell_penalties(float* logits, const int64_t* rows, const int64_t
                                const int32_t* output_counts, const uint8_t* seen,
                                const float* repetition, const float* frequency,
                                const float* presence, int64_t n, int64_t vocab, int64_t stride) {
-  for_each(n, n * vocab / 2, [=](int64_t i) {
+  parallel_for_each(n, n * vocab / 2, [=](int64_t i) {
     penalize(logits + rows[i] * stride, seen + slots[i] * vocab, output_counts + slots[i] * vocab,
              vocab, {repetition[i], frequency[i], presence[i]});
   });

@@ -1,5 +1,5 @@
 // Rotary embedding in place.
-#include "team.h"
+#include "thread_pool.h"
 #include "vec.h"
 
 // A fused multiply-add rounds once where the sequence of torch operations rounds twice.
@@ -10,7 +10,7 @@ namespace {
 template <typename T, typename C>
 void rope(T* x, const C* cos, const C* sin, int64_t tokens, int64_t heads, int64_t stride,
           int64_t head_dim, int64_t half) {
-  for_each(tokens, tokens * heads * half, [=](int64_t t) {
+  parallel_for_each(tokens, tokens * heads * half, [=](int64_t t) {
     for (int64_t h = 0; h < heads; h++) {
       T* a = x + t * stride + h * head_dim;
       T* b = a + half;

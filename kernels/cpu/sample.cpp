@@ -1,10 +1,10 @@
 // Drawing tokens, one row at a time; nothing is sorted.
 #include "select.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
-constexpr float kNothing = -87.0f;  // below it, exp is 0 here
+constexpr float kExpUnderflow = -87.0f;  // below it, exp is 0 here
 
 struct Scratch {
   std::vector<float> weights, sums;  // [runs * kRun], [runs]
@@ -23,14 +23,14 @@ struct Scratch {
 // One row of logits and how it is drawn from. A token's weight is exp((logit - top) / temperature),
 // or 0 where min_p leaves it out. Pointers to the scratch memory are kept, for no store can change
 // them.
-class Draw {
+class WeightedSampler {
  public:
-  Draw(Scratch& scratch, const float* logits, int64_t vocab, float top, float temperature,
+  WeightedSampler(Scratch& scratch, const float* logits, int64_t vocab, float top, float temperature,
        float min_p)
       : logits_(logits), vocab_(vocab), runs_((vocab + kRun - 1) / kRun),
         top_(splat(top)), temperature_(splat(temperature)) {
-    const float least = min_p > 0 ? std::min(0.0f, std::log(min_p)) : kNothing;
-    floor_ = splat(std::max(least, kNothing));
+    const float least = min_p > 0 ? std::min(0.0f, std::log(min_p)) : kExpUnderflow;
+    floor_ = splat(std::max(least, kExpUnderflow));
     scratch.reserve(runs_);
     weights_ = scratch.weights.data();
     sums_ = scratch.sums.data();
@@ -67,7 +67,7 @@ class Draw {
 
   // The sum of the weights that a cut leaves, and that of each run. Ties that it takes away have
   // no weight any more; what it takes away beside them is left to `cut_run`.
-  double sum_left(const Cut& cut) {
+  double sum_left(const Threshold& cut) {
     const v8 least = splat(cut.value);
     double total = 0;
     int64_t ties = cut.ties;
@@ -86,7 +86,7 @@ class Draw {
     }
     return total;
   }
-  void cut_run(const Cut& cut, int64_t run) {
+  void cut_run(const Threshold& cut, int64_t run) {
     for (int64_t i = run * kRun; i < (run + 1) * kRun; i += 8)
       store(weights_ + i, logits_at(i) >= splat(cut.value) ? load(weights_ + i) : v8{});
   }
@@ -131,9 +131,9 @@ class Draw {
 };
 
 // A token by all but top_k.
-int64_t draw_weighed(Scratch& scratch, const float* logits, int64_t vocab, float top,
+int64_t sample_weighted(Scratch& scratch, const float* logits, int64_t vocab, float top,
                      float temperature, float top_p, float min_p, double u) {
-  Draw draw(scratch, logits, vocab, top, temperature, min_p);
+  WeightedSampler draw(scratch, logits, vocab, top, temperature, min_p);
   if (!(top_p < 1)) {
     const double total = draw.sum_runs();
     if (!(total > 0)) return vocab - 1;  // NaN, or every token is forbidden
@@ -141,14 +141,14 @@ int64_t draw_weighed(Scratch& scratch, const float* logits, int64_t vocab, float
   }
   double total = draw.weigh_all();
   if (!(total > 0)) return vocab - 1;
-  const Cut cut = scratch.selection.heaviest(logits, draw.weights(), vocab, total, top_p);
+  const Threshold cut = scratch.selection.heaviest(logits, draw.weights(), vocab, total, top_p);
   if (!cut.keeps_all()) total = draw.sum_left(cut);
   return draw.invert(u * total, [&](int64_t run) { draw.cut_run(cut, run); });
 }
 
 // The logits and tokens that top_k leaves, in token order.
 void keep_largest(Scratch& scratch, const float* logits, int64_t vocab, int64_t top_k) {
-  const Cut cut = scratch.selection.largest(logits, vocab, top_k);
+  const Threshold cut = scratch.selection.largest(logits, vocab, top_k);
   int64_t ties = cut.ties;
   scratch.logits.clear();
   scratch.tokens.clear();
@@ -171,19 +171,19 @@ int64_t draw(Scratch& scratch, const float* logits, int64_t vocab, const Top& be
     keep_largest(scratch, logits, vocab, top_k);
     const int64_t left = scratch.tokens.size();
     const float* own = scratch.logits.data();
-    return scratch.tokens[draw_weighed(scratch, own, left, top, temperature, top_p, min_p, u)];
+    return scratch.tokens[sample_weighted(scratch, own, left, top, temperature, top_p, min_p, u)];
   }
-  return draw_weighed(scratch, logits, vocab, top, temperature, top_p, min_p, u);
+  return sample_weighted(scratch, logits, vocab, top, temperature, top_p, min_p, u);
 }
 
 }  // namespace
 
 // logits: rows `stride` apart.
 SWELL_API void swell_greedy(const float* logits, int64_t rows, int64_t vocab, int64_t stride,
-                            int64_t* out, float* tops) {
-  for_each(rows, rows * vocab / 2, [=](int64_t row) {
+                            int64_t* out, float* max_logits) {
+  parallel_for_each(rows, rows * vocab / 2, [=](int64_t row) {
     const Top best = first_largest(logits + row * stride, vocab);
-    out[row] = best.at, tops[row] = best.value;
+    out[row] = best.at, max_logits[row] = best.value;
   });
 }
 
@@ -191,15 +191,15 @@ SWELL_API void swell_greedy(const float* logits, int64_t rows, int64_t vocab, in
 SWELL_API void swell_sample(const float* logits, const float* temperature, const int64_t* top_k,
                             const float* top_p, const float* min_p, const double* u,
                             const int64_t* strides, int64_t rows, int64_t vocab, int64_t* out,
-                            float* tops) {
-  for_each(rows, rows * vocab * 8, [=](int64_t row) {
+                            float* max_logits) {
+  parallel_for_each(rows, rows * vocab * 8, [=](int64_t row) {
     static thread_local Scratch scratch;
     const float* own = logits + row * strides[0];
     const Top best = first_largest(own, vocab);
     out[row] = draw(scratch, own, vocab, best, temperature[row * strides[1]],
                     top_k[row * strides[2]], top_p[row * strides[3]], min_p[row * strides[4]],
                     u[row * strides[5]]);
-    tops[row] = best.value;
+    max_logits[row] = best.value;
   });
 }
 

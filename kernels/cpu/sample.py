@@ -32,14 +32,16 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
     return out
 
 
-def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See `swell.kernels.sample.greedy_tokens`."""
+def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See `swell.kernels.sample.greedy_sample`."""
     if logits.dtype != torch.float32:
-        return reference.greedy_tokens(logits)
+        return reference.greedy_sample(logits)
     assert logits.stride(1) == 1
-    out, tops = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
-    _greedy(logits.data_ptr(), *logits.shape, logits.stride(0), out.data_ptr(), tops.data_ptr())
-    return out, tops
+    out, max_logits = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    _greedy(
+        logits.data_ptr(), *logits.shape, logits.stride(0), out.data_ptr(), max_logits.data_ptr()
+    )
+    return out, max_logits
 
 
 def sample_tokens(
@@ -51,15 +53,15 @@ def sample_tokens(
     u: Tensor,
     *,
     any_min_p: bool = True,
-    any_top: bool = True,
+    any_top_k_or_p: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.sample.sample_tokens`; each row decides for itself what it needs."""
     assert logits.dtype == temperature.dtype == top_p.dtype == min_p.dtype == torch.float32
     assert top_k.dtype == torch.int64 and u.dtype == torch.float64 and logits.stride(1) == 1
     columns = (logits, temperature, top_k, top_p, min_p, u)
-    out, tops = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    out, max_logits = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
     _sample(
         *(x.data_ptr() for x in columns), _Strides(*(x.stride(0) for x in columns)),
-        *logits.shape, out.data_ptr(), tops.data_ptr(),
+        *logits.shape, out.data_ptr(), max_logits.data_ptr(),
     )  # fmt: skip
-    return out, tops
+    return out, max_logits

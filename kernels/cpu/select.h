@@ -61,7 +61,7 @@ inline Top first_largest(const float* x, int64_t count) {
 }
 
 // What the largest values are: all above `value`, and the first `ties` of those that equal it.
-struct Cut {
+struct Threshold {
   float value = -INFINITY;
   int64_t ties = INT64_MAX;
   bool keeps_all() const { return value == -INFINITY; }
@@ -74,12 +74,12 @@ struct Cut {
 class Selection {
  public:
   // The `count` largest of n values.
-  Cut largest(const float* values, int64_t n, int64_t count) {
+  Threshold largest(const float* values, int64_t n, int64_t count) {
     return reach<false>({values, nullptr, n}, double(n), double(count));
   }
 
   // The largest that hold `share` of `total`, the sum of all weights.
-  Cut heaviest(const float* values, const float* weights, int64_t n, double total, double share) {
+  Threshold heaviest(const float* values, const float* weights, int64_t n, double total, double share) {
     return reach<true>({values, weights, n}, total, share * total);
   }
 
@@ -100,13 +100,13 @@ class Selection {
     return {value >= -INFINITY ? value : -INFINITY, kWeighted ? list.weights[i] : 1.0f};
   }
 
-  static Cut cut(const Token& last, double missing) {
+  static Threshold cut(const Token& last, double missing) {
     if (last.value == -INFINITY) return {};
     return {last.value, std::max<int64_t>(1, int64_t(std::ceil(missing / last.measure)))};
   }
 
   template <bool kWeighted>
-  Cut reach(List list, double total, double target) {
+  Threshold reach(List list, double total, double target) {
     while (list.n > kFew) {
       const Token pivot = choose_pivot<kWeighted>(list, target / total);
       double above = 0, at = 0;

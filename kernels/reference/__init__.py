@@ -1,1 +1,1 @@
-"""The oracle: plain torch, complete, used wherever no faster column exists."""
+"""The oracle: plain torch, complete, used wherever no faster backend exists."""

@@ -36,10 +36,10 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
     return _shift_right(hashed, 11).to(torch.float64) * 2.0**-53
 
 
-def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See `swell.kernels.sample.greedy_tokens`."""
-    tops, tokens = logits.max(dim=-1)
-    return tokens, tops.float()
+def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See `swell.kernels.sample.greedy_sample`."""
+    max_logits, tokens = logits.max(dim=-1)
+    return tokens, max_logits.float()
 
 
 def sample_tokens(
@@ -51,18 +51,18 @@ def sample_tokens(
     u: Tensor,
     *,
     any_min_p: bool = True,
-    any_top: bool = True,
+    any_top_k_or_p: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.sample.sample_tokens`."""
     greedy = temperature <= 0
-    tops, best = logits.max(dim=-1)
+    max_logits, best = logits.max(dim=-1)
     # The largest is 0 before the division, so that no temperature, however small, overflows.
-    scaled = logits - tops[:, None]
+    scaled = logits - max_logits[:, None]
     scaled /= torch.where(greedy, 1.0, temperature)[:, None]
     if any_min_p:
         # p >= min_p * p_max in logarithms; log(0) = -inf keeps all.
         scaled = scaled.masked_fill(scaled < min_p.log().clamp(max=0)[:, None], float("-inf"))
-    if any_top:
+    if any_top_k_or_p:
         scaled = scaled.masked_fill(~_top(logits, scaled, top_k, top_p), float("-inf"))
     # float64: in a large vocabulary the float32 sum would swallow rare tokens.
     cumulative = torch.softmax(scaled, dim=-1).double().cumsum(dim=-1)
@@ -72,7 +72,7 @@ def sample_tokens(
     drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
     # Only NaN logits lead past the end; an index out of range would be worse than a wrong token.
     drawn = drawn.clamp(max=logits.shape[-1] - 1)
-    return torch.where(greedy, best, drawn), tops
+    return torch.where(greedy, best, drawn), max_logits
 
 
 def _top(logits: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from tests.benchmarks import machine, report, results
 from tests.benchmarks.case import PEERS, Case, Setup
 from tests.benchmarks.cases import CASES, chosen
 from tests.benchmarks.children import ContenderFailed, end_all
+from tests.benchmarks.interleaved import tell
 from tests.benchmarks.models import default_folder
 from tests.benchmarks.results import CaseResult, Figure, Results
-from tests.benchmarks.turns import tell
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,13 @@ import uvloop
 
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.server.http_server import EdgeServer
-from swell.cluster.client.links import Counted, EngineId, OnGap, OnOutputs, OnView
+from swell.cluster.client.engine_core_client import (
+    EngineId,
+    MetricsExchange,
+    OnGap,
+    OnOutputs,
+    OnView,
+)
 from swell.cluster.control.http_port import claim_port
 from swell.configs.log import configure_logging
 from swell.configs.process import prepare_for_torch
@@ -49,7 +55,7 @@ class BareEngine:
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
-        counted: Counted,
+        counted: MetricsExchange,
     ) -> None:
         self._core = core
         self._on_outputs = on_outputs

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.benchmarks import host_cost, long_context, offline, served, startup, tax
+from tests.benchmarks import cluster_overhead as tax
+from tests.benchmarks import host_cost, long_context, offline, served, startup
 from tests.benchmarks.case import Case
 
 CASES: dict[str, Case] = {

@@ -44,10 +44,10 @@ class Child:
     It has a session of its own: Ctrl-C in a terminal reaches us alone, and we end it in order.
     """
 
-    def __init__(self, name: str, command: Sequence[str], folder: Path, *, talks: bool) -> None:
-        """`talks`: its output is lines for us; else it goes to the log, as its errors do."""
+    def __init__(self, name: str, command: Sequence[str], folder: Path, *, has_stdin: bool) -> None:
+        """`has_stdin`: its output is lines for us; else it goes to the log, as its errors do."""
         self.name = name
-        self._talks = talks
+        self._talks = has_stdin
         self._command = list(command)
         self._log = folder / f"{name.replace(' ', '-')}.log"
         self._env = {**os.environ, **ENVIRONMENT}
@@ -66,7 +66,7 @@ class Child:
                 stderr=log,
                 env=self._env,
                 start_new_session=True,
-                preexec_fn=_hear_ctrl_c,
+                preexec_fn=_enable_sigint,
             )
 
     @property
@@ -129,7 +129,7 @@ class Child:
     def close(self) -> None:
         """Let it end by itself, then kill what is left of it and below it.
 
-        Who talks is told by the end of its input, others by an interrupt. What is killed leaves
+        Who has_stdin is told by the end of its input, others by an interrupt. What is killed leaves
         files behind: a shared memory of vLLM's, Ray's folder.
         """
         if self._process is None:
@@ -169,15 +169,15 @@ class Child:
                 os.kill(pid, number)
 
 
-def processor_s(pids: Iterable[int]) -> float:
+def cpu_time_s(pids: Iterable[int]) -> float:
     """Processor time that these processes have used, children that have ended aside."""
-    ticks = 0
+    progress_counter = 0
     for pid in pids:
         with contextlib.suppress(OSError):
             text = Path(f"/proc/{pid}/stat").read_text()
             fields = text[text.rindex(")") + 2 :].split()
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks * _TICK_S
+            progress_counter += int(fields[11]) + int(fields[12])
+    return progress_counter * _TICK_S
 
 
 def end(pids: Iterable[int]) -> None:
@@ -198,6 +198,6 @@ def _session(pid: int) -> int:
         return 0
 
 
-def _hear_ctrl_c() -> None:
+def _enable_sigint() -> None:
     """A shell starts what runs in its background with SIGINT ignored, and children inherit it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

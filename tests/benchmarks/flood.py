@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 PROBE_EVERY_S = 0.05
 SLOW_S = 0.5
-LEAD_S = 2.0
+WARMUP_S = 2.0
 """For which only the probe runs."""
 CONNECT_AT_ONCE = 1000
 """Connections that this process opens at the same time: more would only wait in its own loop."""
@@ -91,14 +91,14 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, help="the header x-request-timeout-s")
     parser.add_argument("--json", help="write the figures there")
     args = parser.parse_args()
-    wish = {"model": args.model, "prompt": "upper: abc", "max_tokens": args.tokens}
-    flood = Flood(args.url, json.dumps(wish).encode(), args.timeout_s)
+    params = {"model": args.model, "prompt": "upper: abc", "max_tokens": args.tokens}
+    flood = Flood(args.url, json.dumps(params).encode(), args.timeout_s)
     spawn = multiprocessing.get_context("spawn")
     ending = spawn.Event()
     receiver, sender = spawn.Pipe(duplex=False)
     prober = spawn.Process(target=probe, args=(args.url, ending, sender))
     prober.start()
-    time.sleep(LEAD_S)
+    time.sleep(WARMUP_S)
     began = time.perf_counter()
     asyncio.run(flood.run(args.requests))
     seconds = time.perf_counter() - began

@@ -2,8 +2,8 @@
 
 The engine's side: requests that decode go through a real scheduler and a real channel, two steps in
 flight, and the tokens are random numbers. The worker's side: the real runner around a model that
-returns zeros. The floor: a real engine in one process answers one request, and what the model and
-its sampler take is subtracted from the step.
+returns zeros. The sampling_baseline: a real engine in one process answers one request, and what the
+model and its sampler take is subtracted from the step.
 
 Engine and worker are measured in processor time of their thread; what the channel's own threads
 encrypt and send counts too, as the processor time of the process beyond that.
@@ -94,9 +94,9 @@ class Wire:
 
 def requests(rows: int, context: int) -> Iterable[EngineCoreRequest]:
     """Prompts of about `context` tokens that share nothing; their blocks fill in turn."""
-    dice = random.Random(rows * context)
+    rng = random.Random(rows * context)
     for row in range(rows):
-        prompt = dice.choices(range(VOCAB), k=context + row % BLOCK_TOKENS)
+        prompt = rng.choices(range(VOCAB), k=context + row % BLOCK_TOKENS)
         yield EngineCoreRequest(
             f"cmpl-{row:032x}-0", prompt, SamplerParams(), MAX_MODEL_LEN - len(prompt)
         )
@@ -111,8 +111,8 @@ def new_scheduler(rows: int, context: int) -> Scheduler:
 
 
 def random_output(step: ScheduledStep) -> ModelRunnerOutput:
-    drawn = random.choices(range(VOCAB), k=sum(step.plan.samples))
-    return ModelRunnerOutput(step.plan.step, drawn)
+    output = random.choices(range(VOCAB), k=sum(step.plan.samples))
+    return ModelRunnerOutput(step.plan.step, output)
 
 
 def engine_side(rows: int, context: int) -> dict[str, float]:
@@ -163,7 +163,7 @@ class ZeroModel:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros(hidden.shape[0], 8)
 
-    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.zeros(hidden.shape[0], dtype=torch.int64)
         return tokens, tokens.float()
 
@@ -221,19 +221,19 @@ class Stopwatch:
         return timed
 
 
-def floor(model: str, tokens: int = 512) -> dict[str, float]:
+def sampling_baseline(model: str, tokens: int = 512) -> dict[str, float]:
     """Microseconds of wall time of a step with one row in `LLM`, and all of them but the model and
     the sampler."""
     with LLM(model) as llm:
         runner = llm._core.executor._worker.runner  # type: ignore[attr-defined]
         watch = Stopwatch()
         runner._forward = watch.around(runner._forward)
-        runner.model.most_likely = watch.around(runner.model.most_likely)
-        wish = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        runner.model.argmax = watch.around(runner.model.argmax)
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         steps, rests = [], []
         for _ in range(5):
             watch.ns, started = 0, time.perf_counter_ns()
-            llm.generate([[5, 6, 7]], wish)
+            llm.generate([[5, 6, 7]], params)
             elapsed = time.perf_counter_ns() - started
             steps.append(elapsed / tokens / 1e3)
             rests.append((elapsed - watch.ns) / tokens / 1e3)
@@ -241,7 +241,8 @@ def floor(model: str, tokens: int = 512) -> dict[str, float]:
 
 
 def measure() -> dict[str, float]:
-    """`engine.ROWS.CONTEXT.PART`, `worker.ROWS.CONTEXT`, `floor.PART`, all in microseconds."""
+    """`engine.ROWS.CONTEXT.PART`, `worker.ROWS.CONTEXT`, `sampling_baseline.PART`, all in
+    microseconds."""
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     for rows in ROWS:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.benchmarks.case import Case, Measured, Setup
+from tests.benchmarks.interleaved import OURS, InterleavedRounds
 from tests.benchmarks.results import Figure
-from tests.benchmarks.turns import OURS, Turns
 from tests.benchmarks.worker import Worker
 
 _TOKENS = "tokens"
@@ -20,7 +20,7 @@ def run(setup: Setup) -> Measured:
         Worker(OURS, "function.py", ["tests.benchmarks.host", "measure"], setup),
         Worker(_TOKENS, "function.py", ["tests.benchmarks.tokens", "measure_tokens"], setup),
     ]
-    with Turns(workers) as turns:
+    with InterleavedRounds(workers) as turns:
         rounds = turns.take(setup.repeats, Worker.turn)
 
     def step_us(rows: int, context: int) -> list[float]:

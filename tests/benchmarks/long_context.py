@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.benchmarks import models
 from tests.benchmarks.case import Case, Measured, Setup
+from tests.benchmarks.interleaved import OURS, InterleavedRounds
 from tests.benchmarks.results import Figure
-from tests.benchmarks.turns import OURS, Turns
 from tests.benchmarks.worker import Worker
 
 MODEL = "m15-long"
@@ -19,7 +19,7 @@ def run(setup: Setup) -> Measured:
         Worker(OURS, "swell_long.py", [folder, CONTEXT_TOKENS, PREFIX_TOKENS], setup),
         Worker(_MEMORY, "memory.py", [], setup),
     ]
-    with Turns(workers) as turns:
+    with InterleavedRounds(workers) as turns:
         rounds = turns.take(setup.repeats, Worker.turn)
     shape = models.SHAPES[MODEL]
     read_bytes = shape.weight_bytes + CONTEXT_TOKENS * shape.kv_bytes

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from tests.benchmarks import models
 from tests.benchmarks.case import PEERS, Case, Measured, Setup
+from tests.benchmarks.interleaved import OURS, InterleavedRounds
 from tests.benchmarks.results import Figure
-from tests.benchmarks.turns import OURS, Turns
 from tests.benchmarks.worker import Worker
 
 INPUTS, OUTPUTS = 128, 64
@@ -49,7 +49,7 @@ def run(batch: Batch, setup: Setup) -> Measured:
         for name, script in _SCRIPTS.items()
         if setup.interpreter(name)
     ]
-    with Turns(workers) as turns:
+    with InterleavedRounds(workers) as turns:
         rounds = turns.take(setup.repeats, Worker.turn)
     figures = [
         Figure(

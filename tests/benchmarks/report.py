@@ -60,7 +60,7 @@ def show(results: Results) -> None:
 
 def markdown(results: Results) -> str:
     """Circumstances, then the table."""
-    lines = [*circumstances(results), "", _line(HEAD)]
+    lines = [*environment(results), "", _line(HEAD)]
     lines.append(_line(["---", "---", "---:", "---", *["---:"] * 4, "---"]))
     lines += [_line(row) for row in rows(results)]
     for name, result in results.items():
@@ -68,7 +68,7 @@ def markdown(results: Results) -> str:
     return "\n".join(lines).rstrip()
 
 
-def circumstances(results: Results) -> list[str]:
+def environment(results: Results) -> list[str]:
     """A line for each machine, one for the peers, and one for each date and commit."""
     lines = [*dict.fromkeys(_listed({**r.machine, **r.versions}) for r in results.values())]
     peers: dict[str, str] = {}

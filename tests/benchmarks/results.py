@@ -46,7 +46,7 @@ class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CaseResult(msgspec.Struct, frozen=True):
-    """All figures of one case, and the circumstances."""
+    """All figures of one case, and the environment."""
 
     figures: list[Figure]
     machine: dict[str, str]

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from tests.benchmarks import models, servers
 from tests.benchmarks.case import PEERS, Case, Measured, Setup
+from tests.benchmarks.interleaved import OURS, InterleavedRounds, Numbers, Rounds
 from tests.benchmarks.results import Figure
-from tests.benchmarks.servers import Asked, Client
-from tests.benchmarks.turns import OURS, Numbers, Rounds, Turns
+from tests.benchmarks.servers import Client, Target
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=Target)
 
 MODEL = "m15"
 SIZES = (128, 64)
@@ -39,20 +39,20 @@ def run(setup: Setup) -> Measured:
     model = models.prepare(MODEL, setup.models)
     contenders = [servers.swell(model, setup, *SETTINGS), *servers.peers(model, setup)]
     figures: list[Figure] = []
-    with Client(setup.logs) as client, Turns(contenders) as turns:
+    with Client(setup.logs) as client, InterleavedRounds(contenders) as turns:
         for streams in REQUESTS:
             figures += _figures(streams, rounds_of(client, turns, streams, setup.repeats))
     return Measured(figures, turns.troubles)
 
 
-def rounds_of(client: Client, turns: Turns[A], streams: int, repeats: int) -> Rounds:
+def rounds_of(client: Client, turns: InterleavedRounds[A], streams: int, repeats: int) -> Rounds:
     """Rounds at so many streams, after some short answers that nobody measures."""
     vocab_size = models.SHAPES[MODEL].vocab_size
 
-    def warm(server: Asked) -> Numbers:
+    def warm(server: Target) -> Numbers:
         return client.load(server, streams, streams, vocab_size, _WARM_SIZES)
 
-    def measure(server: Asked) -> Numbers:
+    def measure(server: Target) -> Numbers:
         return client.load(server, streams, REQUESTS[streams], vocab_size, SIZES)
 
     turns.take(1, warm)

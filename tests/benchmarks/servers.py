@@ -11,8 +11,8 @@ from typing import Protocol
 
 from swell.coordinator.ports import free_port
 from tests.benchmarks.case import CONTENDERS, Setup
-from tests.benchmarks.children import START_S, Child, ContenderFailed, processor_s
-from tests.benchmarks.turns import OURS, Contender, tell
+from tests.benchmarks.children import START_S, Child, ContenderFailed, cpu_time_s
+from tests.benchmarks.interleaved import OURS, Contender, tell
 
 _HOST = "127.0.0.1"
 _LOOK_S = 0.05
@@ -22,7 +22,7 @@ _COMPLETIONS = "/v1/completions"
 _ONE_TOKEN = b'{"model": "m", "prompt": "a", "max_tokens": 1}'
 
 
-class Asked(Contender, Protocol):
+class Target(Contender, Protocol):
     """Who answers requests."""
 
     url: str
@@ -41,7 +41,7 @@ class Server:
         self.url = f"http://{_HOST}:{port}"
         self.start_s = 0.0
         self._port, self._ready = port, ready
-        self._child = Child(name, command, logs, talks=False)
+        self._child = Child(name, command, logs, has_stdin=False)
 
     def start(self) -> None:
         started = time.perf_counter()
@@ -55,15 +55,15 @@ class Server:
         self.start_s = time.perf_counter() - started
         tell(f"{self.name} is ready after {self.start_s:.1f} s")
 
-    def processor_s(self) -> float:
+    def cpu_time_s(self) -> float:
         """Processor time of all its processes since their start."""
-        return processor_s(self._child.pids)
+        return cpu_time_s(self._child.pids)
 
-    def busy_share(self, seconds: float) -> float:
+    def cpu_share(self, seconds: float) -> float:
         """Of one core, over that time."""
-        before = self.processor_s()
+        before = self.cpu_time_s()
         time.sleep(seconds)
-        return (self.processor_s() - before) / seconds
+        return (self.cpu_time_s() - before) / seconds
 
     def pause(self) -> None:
         """Even who only waits looks around: Ray's daemons use some percent of a core."""
@@ -91,7 +91,7 @@ class Server:
             connection.close()
 
 
-class Beside:
+class CoRunningServers:
     """A server while another idles beside it. Both are contenders themselves, who start before."""
 
     def __init__(self, server: Server, idle: Server) -> None:
@@ -119,7 +119,7 @@ class Client:
 
     def __init__(self, logs: Path) -> None:
         command = [sys.executable, str(CONTENDERS / "load_client.py")]
-        self._child = Child("load client", command, logs, talks=True)
+        self._child = Child("load client", command, logs, has_stdin=True)
         self._seed = 0
 
     def __enter__(self) -> Client:
@@ -131,7 +131,7 @@ class Client:
         self._child.close()
 
     def load(
-        self, server: Asked, streams: int, requests: int, vocab_size: int, sizes: tuple[int, int]
+        self, server: Target, streams: int, requests: int, vocab_size: int, sizes: tuple[int, int]
     ) -> dict[str, float]:
         """Rates and latencies of so many requests. Raises ContenderFailed if one failed."""
         self._seed += 1

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from tests.benchmarks import models, servers
 from tests.benchmarks.case import PEERS, Case, Measured, Setup
+from tests.benchmarks.interleaved import OURS, InterleavedRounds, Numbers
 from tests.benchmarks.machine import ROOT
 from tests.benchmarks.results import Figure
 from tests.benchmarks.servers import Server
-from tests.benchmarks.turns import OURS, Numbers, Turns
 
 _DEMO = ROOT / "configs" / "demo.yaml"
 _SETTLE_S, _IDLE_S = 3.0, 20.0
@@ -31,7 +31,7 @@ class Start:
         self._server = self._make()
         self._server.start()
         time.sleep(_SETTLE_S)
-        share = self._server.busy_share(_IDLE_S)
+        share = self._server.cpu_share(_IDLE_S)
         numbers = {"start_s": self._server.start_s, "idle_percent": 100 * share}
         self.close()
         return numbers
@@ -54,7 +54,7 @@ def run(setup: Setup) -> Measured:
     if "vllm" in setup.peers:
         tiny = models.prepare("tiny", setup.models)
         contenders.append(Start("vllm", lambda: servers.vllm(tiny, setup)))
-    with Turns(contenders) as turns:
+    with InterleavedRounds(contenders) as turns:
         rounds = turns.take(setup.repeats, Start.turn)
     started = rounds.series(OURS, "start_s")
     figures = [

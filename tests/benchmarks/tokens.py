@@ -20,7 +20,13 @@ import uvloop
 
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.sse import ChatStream
-from swell.cluster.client.links import Counted, EngineId, OnGap, OnOutputs, OnView
+from swell.cluster.client.engine_core_client import (
+    EngineId,
+    MetricsExchange,
+    OnGap,
+    OnOutputs,
+    OnView,
+)
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.prompts import load_tokenizer
 from swell.configs.schema import load
@@ -52,7 +58,7 @@ class StubEngine:
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
-        counted: Counted,
+        counted: MetricsExchange,
     ) -> None:
         self.requests: list[str] = []
         self._token_ids = token_ids

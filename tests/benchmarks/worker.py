@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tests.benchmarks.case import CONTENDERS, Setup
 from tests.benchmarks.children import START_S, Child
-from tests.benchmarks.turns import Numbers
+from tests.benchmarks.interleaved import Numbers
 
 
 class Worker:

@@ -25,13 +25,13 @@ import msgspec
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.server.connection import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
-from swell.cluster.client.links import EngineLinks
+from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.control.cluster_status import Change
 from swell.configs.schema import Config, load
 from swell.coordinator import roster as rosters
 from swell.coordinator.channel import Inbox, make_keys
 from swell.coordinator.roster import Member, MemberState, Roster
-from swell.coordinator.wire import ClusterView, CoordinatorMessage, Watch
+from swell.coordinator.wire import ClusterView, CoordinatorMessage, Subscribe
 from swell.engine.wire import (
     AbortRequests,
     EngineCoreOutput,
@@ -46,7 +46,7 @@ from tests.engine.fake_worker import next_token
 
 LOOK_S = 0.002
 DEADLINE_S = 30.0
-ENDLESS = 10**9
+UNLIMITED_STEPS = 10**9
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -95,8 +95,8 @@ class FakeCoordinator(_Threaded):
         self.address = self.inbox.address
         self.view = ClusterView(Roster())
         self.epochs_seen: list[int] = []
-        self._watchers: dict[bytes, None] = {}
-        self._told: ClusterView | None = None
+        self._subscribers: dict[bytes, None] = {}
+        self._published: ClusterView | None = None
         self._thread.start()
 
     def tell(self, **changes: Any) -> None:
@@ -104,15 +104,15 @@ class FakeCoordinator(_Threaded):
 
     def turn(self) -> None:
         for peer, message in self.inbox.receive(LOOK_S):
-            if isinstance(message, Watch):
+            if isinstance(message, Subscribe):
                 self.epochs_seen.append(message.epoch)
-                if peer not in self._watchers:
-                    self._watchers[peer] = None
+                if peer not in self._subscribers:
+                    self._subscribers[peer] = None
                     self.inbox.send(peer, self.view)
         view = self.view
-        if view is not self._told:
-            self._told = view
-            for peer in self._watchers:
+        if view is not self._published:
+            self._published = view
+            for peer in self._subscribers:
                 self.inbox.send(peer, view)
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class FakeEngine(_Threaded):
             incarnation=next(self.incarnations),
         )
         self.credit_steps = 0
-        self.to_lose = 0
+        self.messages_to_drop = 0
         """Messages that are counted and not sent."""
         self.requests: dict[str, tuple[bytes, EngineCoreRequest, list[int]]] = {}
         self.arrived: list[EngineCoreRequest] = []
@@ -152,7 +152,7 @@ class FakeEngine(_Threaded):
         """What the next requests get. None may be under way."""
         self._script = script
 
-    def allow(self, steps: int = ENDLESS) -> None:
+    def allow(self, steps: int = UNLIMITED_STEPS) -> None:
         def add() -> None:
             self.credit_steps += steps
 
@@ -178,7 +178,7 @@ class FakeEngine(_Threaded):
 
         self.call(end)
 
-    def drop_clients(self, *, recount: bool) -> None:
+    def disconnect_clients(self, *, recount: bool) -> None:
         """Take all clients for dead, and perhaps count their messages anew."""
 
         def drop() -> None:
@@ -242,8 +242,8 @@ class FakeEngine(_Threaded):
 
     def _send(self, peer: bytes, outputs: list[EngineCoreOutput], **fields: Any) -> None:
         self.counts[peer] = self.counts.get(peer, 0) + 1
-        if self.to_lose:
-            self.to_lose -= 1
+        if self.messages_to_drop:
+            self.messages_to_drop -= 1
             return
         seq = self.counts[peer]
         self.inbox.send(peer, EngineCoreOutputs(self.member.rank, outputs, seq=seq, **fields))
@@ -273,7 +273,7 @@ class FakeManager:
     def __getattr__(self, name: str) -> Any:
         async def remote(*_: Any) -> Any:
             self.asked.append(name)
-            waits = name == "waiting_for"
+            waits = name == "not_ready_reason"
             return ("engine 0: reads weights", False) if waits else Change(2, self.refusal)
 
         return type("Method", (), {"remote": staticmethod(remote)})
@@ -303,7 +303,7 @@ class FakeCluster:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeCluster]:
-        connect = partial(EngineLinks, self.coordinator.address, self.coordinator.keys)
+        connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
         self.ingress = Ingress(self.config, connect, self.manager)
         await self.ingress.start()
         limits = ConnectionLimits.of(self.config.serve)
@@ -322,7 +322,7 @@ class FakeCluster:
     @contextlib.asynccontextmanager
     async def another_ingress(self, manager: Any) -> AsyncIterator[tuple[Ingress, str]]:
         """A second one beside the first, with its own way to the manager; its URL."""
-        connect = partial(EngineLinks, self.coordinator.address, self.coordinator.keys)
+        connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
         ingress = Ingress(self.config, connect, manager)
         await ingress.start()
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
@@ -340,20 +340,20 @@ class FakeCluster:
         self.coordinator.tell(roster=roster, **changes)
         await until(lambda: self.ingress.llm.view.roster.epoch >= roster.epoch)
 
-    def start(self, rank: int, steps: int = ENDLESS) -> FakeEngine:
+    def start(self, rank: int, steps: int = UNLIMITED_STEPS) -> FakeEngine:
         """An engine that is not in the roster; it may make so many steps."""
         engine = FakeEngine(self.coordinator.keys, rank, self._script, self._vocab_size)
         engine.allow(steps)
         self.engines.append(engine)
         return engine
 
-    async def join(self, rank: int, steps: int = ENDLESS) -> FakeEngine:
+    async def join(self, rank: int, steps: int = UNLIMITED_STEPS) -> FakeEngine:
         engine = self.start(rank, steps)
         await self.change(lambda now: rosters.join(now, [engine.member]))
         return engine
 
     async def mark(self, rank: int, state: MemberState) -> None:
-        await self.change(lambda now: rosters.amend(now, [rank], state=state))
+        await self.change(lambda now: rosters.update_members(now, [rank], state=state))
 
     async def remove(self, rank: int) -> None:
         await self.change(lambda now: rosters.remove(now, [rank]))
@@ -375,14 +375,14 @@ def truth(prompt: list[int], count: int, seed: int = 3) -> list[int]:
 
 
 def body(prompt: list[int], count: int, **extra: object) -> dict[str, Any]:
-    wish = {"model": "fake", "prompt": prompt, "max_tokens": count, "seed": 3}
-    return {**wish, "ignore_eos": True, "return_token_ids": True, **extra}
+    payload = {"model": "fake", "prompt": prompt, "max_tokens": count, "seed": 3}
+    return {**payload, "ignore_eos": True, "return_token_ids": True, **extra}
 
 
 class Stream:
     """One streamed answer, read as it comes."""
 
-    def __init__(self, cluster: FakeCluster, wish: dict[str, Any]) -> None:
+    def __init__(self, cluster: FakeCluster, payload: dict[str, Any]) -> None:
         self.ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
@@ -390,10 +390,10 @@ class Stream:
         self.comments: list[str] = []
         self.error: dict[str, Any] | None = None
         self.usage: dict[str, Any] | None = None
-        self.done = asyncio.create_task(self._read(cluster.client, {**wish, "stream": True}))
+        self.done = asyncio.create_task(self._read(cluster.client, {**payload, "stream": True}))
 
-    async def _read(self, client: httpx.AsyncClient, wish: dict[str, Any]) -> Stream:
-        async with client.stream("POST", "/v1/completions", json=wish) as answer:
+    async def _read(self, client: httpx.AsyncClient, payload: dict[str, Any]) -> Stream:
+        async with client.stream("POST", "/v1/completions", json=payload) as answer:
             assert answer.status_code == 200, await answer.aread()
             self.headers = answer.headers
             async for line in answer.aiter_lines():

@@ -88,17 +88,19 @@ def test_each_prompt_has_its_own_params(llm):
 
 def test_a_stop_string_is_not_shown(llm):
     talk = [{"role": "user", "content": "count from 3 to 12"}]
-    wish = SamplingParams(temperature=0, max_tokens=80, stop=["7,", "zzz"])
-    part = llm.chat(talk, wish)[0].outputs[0]
+    payload = SamplingParams(temperature=0, max_tokens=80, stop=["7,", "zzz"])
+    part = llm.chat(talk, payload)[0].outputs[0]
     assert (part.text, part.finish_reason, part.stop_reason) == ("3, 4, 5, 6, ", "stop", "7,")
 
 
 def test_each_of_n_answers_is_the_one_of_its_seed(llm):
-    wish = {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}
+    payload = {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}
     prompts = ["count from 1 to 30", "upper: abcdefgh"]
-    answers = llm.generate(prompts, SamplingParams(n=4, seed=7, **wish))
+    answers = llm.generate(prompts, SamplingParams(n=4, seed=7, **payload))
     for prompt, answer in zip(prompts, answers, strict=True):
-        alone = llm.generate([prompt] * 4, [SamplingParams(seed=7 + i, **wish) for i in range(4)])
+        alone = llm.generate(
+            [prompt] * 4, [SamplingParams(seed=7 + i, **payload) for i in range(4)]
+        )
         assert [part.index for part in answer.outputs] == [0, 1, 2, 3]
         assert [part.text for part in answer.outputs] == [a.outputs[0].text for a in alone]
     assert len({part.text for part in answers[0].outputs}) > 1
@@ -116,20 +118,20 @@ def test_n_answers_compute_their_prompt_once(llm):
 
 
 def test_the_best_are_kept(llm):
-    wish = {"temperature": 1.5, "max_tokens": 20, "seed": 3}
-    drawn = llm.generate("upper: abc", SamplingParams(n=6, logprobs=0, **wish))[0].outputs
+    payload = {"temperature": 1.5, "max_tokens": 20, "seed": 3}
+    drawn = llm.generate("upper: abc", SamplingParams(n=6, logprobs=0, **payload))[0].outputs
     means = [part.cumulative_logprob / len(part.token_ids) for part in drawn]
     order = sorted(range(6), key=lambda index: -means[index])[:2]
-    kept = llm.generate("upper: abc", SamplingParams(n=2, best_of=6, **wish))[0].outputs
+    kept = llm.generate("upper: abc", SamplingParams(n=2, best_of=6, **payload))[0].outputs
     assert [part.text for part in kept] == [drawn[index].text for index in order]
     assert [(part.index, part.logprobs) for part in kept] == [(0, None), (1, None)]
 
 
 def test_bad_words_are_never_written(llm):
-    wish = {"temperature": 0, "max_tokens": 80}
+    payload = {"temperature": 0, "max_tokens": 80}
     free, bound = llm.generate(
         ["count from 3 to 12"] * 2,
-        [SamplingParams(**wish), SamplingParams(bad_words=["7", "11"], **wish)],
+        [SamplingParams(**payload), SamplingParams(bad_words=["7", "11"], **payload)],
     )
     assert "7" in free.outputs[0].text
     assert "7" not in bound.outputs[0].text and "11" not in bound.outputs[0].text
@@ -223,13 +225,13 @@ def interrupt_at(line: int, call):
 
 
 def test_whatever_line_is_interrupted_the_next_call_starts_clean(llm):
-    wish = SamplingParams(n=2, max_tokens=4, temperature=0, ignore_eos=True)
+    payload = SamplingParams(n=2, max_tokens=4, temperature=0, ignore_eos=True)
     prompts = ["upper: abc", "reverse: abc"]
-    before = [answer.outputs[1].token_ids for answer in llm.generate(prompts, wish)]
+    before = [answer.outputs[1].token_ids for answer in llm.generate(prompts, payload)]
     line = interrupted = 0
-    while interrupt_at(line := line + 1 + line // 12, lambda: llm.generate(prompts, wish)):
+    while interrupt_at(line := line + 1 + line // 12, lambda: llm.generate(prompts, payload)):
         interrupted += 1
-        answers = llm.generate(prompts, wish)
+        answers = llm.generate(prompts, payload)
         assert [answer.outputs[1].token_ids for answer in answers] == before, f"line {line}"
         llm.check_idle()
     assert interrupted > 50
@@ -343,9 +345,9 @@ def test_log_probabilities_of_the_whole_vocabulary_are_those_of_few_and_more(llm
 def test_more_of_the_vocabulary_than_can_be_given_is_refused(llm):
     vocab = llm._prompts.vocab_size
     too_long = [65] * (MAX_VOCABULARY_LOGPROBS // vocab // 2 + 1)
-    wish = SamplingParams(max_tokens=1, prompt_logprobs=-1, n=2)
+    payload = SamplingParams(max_tokens=1, prompt_logprobs=-1, n=2)
     with pytest.raises(BadRequest, match="prompt_logprobs=-1") as caught:
-        llm.generate([too_long], wish)
+        llm.generate([too_long], payload)
     assert caught.value.param == "prompt_logprobs"
 
 

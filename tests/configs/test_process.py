@@ -9,17 +9,17 @@ import threading
 
 import pytest
 
-from swell.configs.process import LOOP_ENDED, vital, vital_task
+from swell.configs.process import LOOP_FAILED_EXIT_CODE, exit_on_error, exit_on_error_async
 from tests.conftest import Deaths
 
 PROGRAM = """
 import threading, time
 from swell.configs.log import configure_logging
-from swell.configs.process import vital
+from swell.configs.process import exit_on_error
 configure_logging()
 def work():
     raise ZeroDivisionError("planted")
-threading.Thread(target=vital(work, "the loop of this test"), daemon=True).start()
+threading.Thread(target=exit_on_error(work, "the loop of this test"), daemon=True).start()
 time.sleep(600)
 """
 
@@ -32,7 +32,7 @@ def test_the_process_ends_loudly_while_its_main_thread_sleeps() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == LOOP_ENDED != 0
+    assert done.returncode == LOOP_FAILED_EXIT_CODE != 0
     first, *traceback = done.stderr.splitlines()
     assert "ERROR swell.process" in first and "'the loop of this test'" in first
     assert "pid=" in first, "facts stand in the line, not behind the traceback"
@@ -50,7 +50,7 @@ def test_the_process_ends_where_nothing_can_be_written() -> None:
         timeout=60,
         check=False,
     )
-    assert done.returncode == LOOP_ENDED
+    assert done.returncode == LOOP_FAILED_EXIT_CODE
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(0), KeyboardInterrupt()])
@@ -58,7 +58,7 @@ def test_whatever_ends_a_thread_ends_the_process(deaths: Deaths, error: BaseExce
     def raise_it() -> None:
         raise error
 
-    thread = threading.Thread(target=vital(raise_it, "loop"))
+    thread = threading.Thread(target=exit_on_error(raise_it, "loop"))
     thread.start()
     thread.join()
     assert deaths == [("loop", error)]
@@ -66,15 +66,15 @@ def test_whatever_ends_a_thread_ends_the_process(deaths: Deaths, error: BaseExce
 
 
 def test_a_loop_that_returns_or_is_cancelled_ends_nothing() -> None:
-    vital(lambda: None, "loop")()
+    exit_on_error(lambda: None, "loop")()
 
     async def story() -> None:
-        task = asyncio.create_task(vital_task(lambda: asyncio.sleep(600), "loop"))
+        task = asyncio.create_task(exit_on_error_async(lambda: asyncio.sleep(600), "loop"))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await vital_task(lambda: asyncio.sleep(0), "loop")
+        await exit_on_error_async(lambda: asyncio.sleep(0), "loop")
 
     asyncio.run(story())
 
@@ -83,7 +83,7 @@ def test_a_task_that_fails_ends_the_process(deaths: Deaths) -> None:
     async def work() -> None:
         fail()
 
-    asyncio.run(vital_task(work, "task"))
+    asyncio.run(exit_on_error_async(work, "task"))
     [(loop, error)] = deaths
     assert loop == "task" and isinstance(error, ZeroDivisionError)
     deaths.clear()

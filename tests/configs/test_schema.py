@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.configs.log import FactLogger, KeyValueFormatter
+from swell.configs.log import KeyValueFormatter, StructuredLogger
 from swell.configs.schema import Config, ConfigError, load, parse_override
 
 ROOT = Path(__file__).parents[2]
@@ -282,7 +282,7 @@ def test_a_log_line_carries_its_facts() -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
-        log = FactLogger("test_schema", rank=0)
+        log = StructuredLogger("test_schema", rank=0)
         log.info("loaded", epoch=3, note="two words", empty="")
         log.warning("rank wins", rank=1)
     finally:

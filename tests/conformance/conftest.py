@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conformance.house import House, open_house
+from tests.conformance.in_process_server import InProcessServer, start_in_process_server
 
-collect_ignore = ["outside"]
+collect_ignore = ["third_party"]
 """Runs in a virtual environment of its own: `make judges`."""
 
 
 @pytest.fixture(scope="package")
-def house() -> Iterator[House]:
-    with open_house() as house:
-        yield house
+def in_process_server() -> Iterator[InProcessServer]:
+    with start_in_process_server() as in_process_server:
+        yield in_process_server

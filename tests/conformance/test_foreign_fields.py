@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.document import check_answer
-from tests.conformance.house import House
+from tests.conformance.in_process_server import InProcessServer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASKS: dict[str, dict[str, Any]] = {
@@ -18,8 +18,10 @@ ASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def ask(house: House, path: str, **fields: Any) -> dict[str, Any]:
-    told = house.client.post(path, json={**ASKS[path], "max_tokens": 6, "seed": 7, **fields})
+def ask(in_process_server: InProcessServer, path: str, **fields: Any) -> dict[str, Any]:
+    told = in_process_server.client.post(
+        path, json={**ASKS[path], "max_tokens": 6, "seed": 7, **fields}
+    )
     assert told.status_code == 200, told.text
     check_answer(path, told)
     answer: dict[str, Any] = told.json()
@@ -30,18 +32,20 @@ def texts(answer: dict[str, Any]) -> list[str]:
     return [c["text"] if "text" in c else c["message"]["content"] for c in answer["choices"]]
 
 
-def test_the_best_of_several_answers_is_kept_in_chat_too(house: House) -> None:
+def test_the_best_of_several_answers_is_kept_in_chat_too(
+    in_process_server: InProcessServer,
+) -> None:
     wish = {"temperature": 1.5, "ignore_eos": True, "logprobs": True}
-    drawn = ask(house, CHAT, n=4, **wish)
+    drawn = ask(in_process_server, CHAT, n=4, **wish)
     likely = [
         sum(token["logprob"] for token in choice["logprobs"]["content"])
         for choice in drawn["choices"]
     ]
     ranked = sorted(range(4), key=lambda one: -likely[one])
-    best = ask(house, CHAT, n=2, best_of=4, **wish)
+    best = ask(in_process_server, CHAT, n=2, best_of=4, **wish)
     assert texts(best) == [texts(drawn)[one] for one in ranked[:2]]
     assert best["usage"]["completion_tokens"] == 24
-    refused = house.client.post(CHAT, json={**ASKS[CHAT], "best_of": 2, "stream": True})
+    refused = in_process_server.client.post(CHAT, json={**ASKS[CHAT], "best_of": 2, "stream": True})
     assert refused.json()["error"]["param"] == "best_of"
 
 
@@ -58,26 +62,32 @@ def test_the_best_of_several_answers_is_kept_in_chat_too(house: House) -> None:
         {"json_schema": '{"type": "integer", "minimum": 100, "maximum": 999}'},
     ],
 )
-def test_another_name_of_a_form_is_held(house: House, path: str, form: dict[str, Any]) -> None:
-    (text,) = texts(ask(house, path, temperature=1.0, **form))
+def test_another_name_of_a_form_is_held(
+    in_process_server: InProcessServer, path: str, form: dict[str, Any]
+) -> None:
+    (text,) = texts(ask(in_process_server, path, temperature=1.0, **form))
     assert re.fullmatch("[0-9]{3}", text)
 
 
-def test_a_form_that_is_wrong_is_refused_under_its_own_name(house: House) -> None:
-    told = house.client.post(COMPLETIONS, json={**ASKS[COMPLETIONS], "guided_regex": "("})
+def test_a_form_that_is_wrong_is_refused_under_its_own_name(
+    in_process_server: InProcessServer,
+) -> None:
+    told = in_process_server.client.post(
+        COMPLETIONS, json={**ASKS[COMPLETIONS], "guided_regex": "("}
+    )
     assert (told.status_code, told.json()["error"]["param"]) == (400, "guided_regex")
 
 
-def test_tokens_are_named_by_their_ids(house: House) -> None:
+def test_tokens_are_named_by_their_ids(in_process_server: InProcessServer) -> None:
     wish = {"return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_eos": True}
-    completion = ask(house, COMPLETIONS, logprobs=2, **wish)["choices"][0]
+    completion = ask(in_process_server, COMPLETIONS, logprobs=2, **wish)["choices"][0]
     named = [f"token_id:{token}" for token in completion["token_ids"]]
     assert completion["logprobs"]["tokens"] == named
     assert all(
         name in top and all(one.startswith("token_id:") for one in top)
         for name, top in zip(named, completion["logprobs"]["top_logprobs"], strict=True)
     )
-    chat = ask(house, CHAT, logprobs=True, top_logprobs=2, **wish)["choices"][0]
+    chat = ask(in_process_server, CHAT, logprobs=True, top_logprobs=2, **wish)["choices"][0]
     content = chat["logprobs"]["content"]
     assert [one["token"] for one in content] == [f"token_id:{t}" for t in chat["token_ids"]]
     assert all(
@@ -86,18 +96,20 @@ def test_tokens_are_named_by_their_ids(house: House) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_the_whole_vocabulary_of_a_prompt_is_told_within_a_bound(house: House, path: str) -> None:
-    answer = ask(house, path, prompt_logprobs=-1)
+def test_the_whole_vocabulary_of_a_prompt_is_told_within_a_bound(
+    in_process_server: InProcessServer, path: str
+) -> None:
+    answer = ask(in_process_server, path, prompt_logprobs=-1)
     told = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
     sizes = {len(position) for position in told[1:]}
     assert len(sizes) == 1 and sizes.pop() > 200
     long = {"prompt": "a" * 200} if path == COMPLETIONS else {}
     wish = {**ASKS[path], **long, "n": 128, "prompt_logprobs": -1}
-    refused = house.client.post(path, json=wish)
+    refused = in_process_server.client.post(path, json=wish)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_nucleus_of_nothing_is_greedy(house: House, path: str) -> None:
-    greedy = ask(house, path, temperature=0)
-    assert texts(ask(house, path, temperature=2.0, top_p=0)) == texts(greedy)
+def test_a_nucleus_of_nothing_is_greedy(in_process_server: InProcessServer, path: str) -> None:
+    greedy = ask(in_process_server, path, temperature=0)
+    assert texts(ask(in_process_server, path, temperature=2.0, top_p=0)) == texts(greedy)

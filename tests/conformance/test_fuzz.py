@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.conformance.document import check_answer
-from tests.conformance.house import House
+from tests.conformance.in_process_server import InProcessServer
 from tests.conformance.mutations import BODIES, mutated
 
 CASES = int(os.environ.get("SWELL_FUZZ_CASES", "240"))
@@ -19,19 +19,19 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize("case", range(len(BODIES)))
-def test_every_body_is_valid(house: House, case: int) -> None:
+def test_every_body_is_valid(in_process_server: InProcessServer, case: int) -> None:
     path, body = BODIES[case]
-    told = house.client.post(path, json=body)
+    told = in_process_server.client.post(path, json=body)
     assert told.status_code in (200, 202), told.text
     check_answer(path, told)
 
 
-def test_no_body_breaks_the_server(house: House) -> None:
+def test_no_body_breaks_the_server(in_process_server: InProcessServer) -> None:
     source = random.Random(SEED)
     for case in range(CASES):
         path, body = BODIES[case % len(BODIES)]
         content = mutated(source, body)
-        told = house.client.post(path, content=content, headers=JSON)
+        told = in_process_server.client.post(path, content=content, headers=JSON)
         where = f"case {case}, {path}: {content!r}: {told.text}"
         assert told.status_code < 500, where
         if told.status_code >= 400:
@@ -39,6 +39,6 @@ def test_no_body_breaks_the_server(house: House) -> None:
         check_answer(path, told)
         assert "server_error" not in told.text and '"api_error"' not in told.text, where
         if case % BATCH == BATCH - 1:
-            house.answers()
-    house.answers()
-    house.wait_idle()
+            in_process_server.answers()
+    in_process_server.answers()
+    in_process_server.wait_idle()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swell.cluster.api.openapi.document import openapi_document
-from tests.conformance.house import MODEL, House
+from tests.conformance.in_process_server import MODEL, InProcessServer
 
 REFUSED_AS = {"top_logprobs": "logprobs"}
 """Fields that a refusal calls by another name."""
@@ -44,13 +44,15 @@ def edges() -> list[tuple[str, str, float, float]]:
 
 
 @pytest.mark.parametrize(("path", "name", "taken", "refused"), edges())
-def test_limits(house: House, path: str, name: str, taken: float, refused: float) -> None:
+def test_limits(
+    in_process_server: InProcessServer, path: str, name: str, taken: float, refused: float
+) -> None:
     wish = {"model": MODEL, **BODIES[path][1], **TAKEN_TOGETHER.get(name, {})}
-    told = house.client.post(path, json={**wish, name: refused})
+    told = in_process_server.client.post(path, json={**wish, name: refused})
     assert told.status_code == 400
     assert told.json()["error"]["param"] == REFUSED_AS.get(name, name)
     if name not in ELSEWHERE:
-        told = house.client.post(path, json={**wish, name: taken})
+        told = in_process_server.client.post(path, json={**wish, name: taken})
         assert told.status_code == 200, told.text
 
 

@@ -12,7 +12,7 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 
 from tests.conformance.document import read_document
-from tests.conformance.house import MODEL, House
+from tests.conformance.in_process_server import MODEL, InProcessServer
 
 THOROUGH = "SWELL_CONFORMANCE" in os.environ
 CASES = 40 if THOROUGH else 25
@@ -54,12 +54,14 @@ def _is_long(tokens: Any) -> bool:
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-def test_the_document_is_what_the_server_does(case: Any, house: House) -> None:
-    case.call_and_validate(base_url=house.url, session=house.session)
+def test_the_document_is_what_the_server_does(
+    case: Any, in_process_server: InProcessServer
+) -> None:
+    case.call_and_validate(base_url=in_process_server.url, session=in_process_server.session)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _serves_afterwards(house: House) -> Iterator[None]:
+def _serves_afterwards(in_process_server: InProcessServer) -> Iterator[None]:
     yield
-    house.answers()
-    house.wait_idle()
+    in_process_server.answers()
+    in_process_server.wait_idle()

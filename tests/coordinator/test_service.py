@@ -17,12 +17,12 @@ from swell.coordinator.wire import (
     EngineCommand,
     EngineHello,
     EngineReport,
-    IngressWord,
+    IngressMessage,
     Joined,
-    OthersCounts,
+    OtherIngressCounts,
     ReconfigureDistributedRequest,
     Resume,
-    Watch,
+    Subscribe,
 )
 from tests.coordinator.test_roster import member
 
@@ -64,11 +64,11 @@ def hear(outlet: Outlet[ClusterView], wanted: Callable[[ClusterView], bool]) -> 
     raise AssertionError("no such view came")
 
 
-def test_a_watcher_hears_at_once_what_is_known(service, connect) -> None:
+def test_a_subscriber_receives_the_current_view_at_once(service, connect) -> None:
     service.join([member(0), member(1)], SOON_S)
-    watcher = connect()
-    watcher.send(Watch(0))
-    view = hear(watcher, lambda _view: True)
+    subscriber = connect()
+    subscriber.send(Subscribe(0))
+    view = hear(subscriber, lambda _view: True)
     assert view.roster.ranks == [0, 1] and view == service.view()
 
 
@@ -81,7 +81,7 @@ def test_a_loop_that_fails_ends_the_coordinator(monkeypatch, deaths, part) -> No
 
     service = CoordinatorService(CONFIG)
     try:
-        monkeypatch.setattr(service._conductor, part, planted)
+        monkeypatch.setattr(service._state_machine, part, planted)
         deadline = time.monotonic() + SOON_S
         while not deaths:
             assert time.monotonic() < deadline, "the loop has ended and the process lives"
@@ -93,12 +93,12 @@ def test_a_loop_that_fails_ends_the_coordinator(monkeypatch, deaths, part) -> No
         service.stop()
 
 
-def test_a_word_that_cannot_be_handled_harms_no_other(service, connect, monkeypatch) -> None:
-    watcher, engine = connect(), connect()
+def test_a_failing_handler_does_not_stop_the_loop(service, connect, monkeypatch) -> None:
+    subscriber, engine = connect(), connect()
     service.join([member(0)], SOON_S)
-    watcher.send(Watch(0))
-    hear(watcher, lambda _view: True)
-    hear_word, failed = service._conductor.hear, []
+    subscriber.send(Subscribe(0))
+    hear(subscriber, lambda _view: True)
+    hear_word, failed = service._state_machine.on_message, []
 
     def once(word, now):
         if not failed:
@@ -106,11 +106,11 @@ def test_a_word_that_cannot_be_handled_harms_no_other(service, connect, monkeypa
             raise ZeroDivisionError("planted")
         return hear_word(word, now)
 
-    monkeypatch.setattr(service._conductor, "hear", once)
+    monkeypatch.setattr(service._state_machine, "hear", once)
     engine.send(msgspec.Raw(b"\xc1"))
     for steps in (1, 2):
         engine.send(EngineReport(0, steps=steps))
-    hear(watcher, lambda view: [report.steps for report in view.reports] == [2])
+    hear(subscriber, lambda view: [report.steps for report in view.reports] == [2])
     assert failed == [EngineReport(0, steps=1)] and service._inbox.malformed == 1
 
 
@@ -124,75 +124,75 @@ class JumpingClock:
         return time.monotonic() + self.jumped_s
 
 
-def test_who_was_stopped_forgets_no_watcher() -> None:
+def test_a_stalled_coordinator_keeps_its_subscribers() -> None:
     clock = JumpingClock()
     service = CoordinatorService(CONFIG, clock=clock)
-    watcher: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
+    subscriber: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
     try:
-        watcher.send(Watch(0))
-        hear(watcher, lambda _view: True)
+        subscriber.send(Subscribe(0))
+        hear(subscriber, lambda _view: True)
         clock.jumped_s += 100.0
         service.join([member(0)], SOON_S)
-        hear(watcher, lambda view: view.roster.ranks == [0])
+        hear(subscriber, lambda view: view.roster.ranks == [0])
     finally:
         service.stop()
-        watcher.close()
+        subscriber.close()
 
 
 def test_a_successor_that_was_stopped_while_it_listened_listens_on() -> None:
     """Its time is over when it wakes, and nothing of what was said meanwhile has been taken in."""
     clock = JumpingClock()
     service = CoordinatorService(CONFIG, recover=True, clock=clock)
-    watcher: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
+    subscriber: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
     engine: Outlet[EngineCommand] = Outlet(service.address, EngineCommand, service.keys)
     try:
         clock.jumped_s += 100.0
-        watcher.send(Watch(0))
-        while not service._watchers:
+        subscriber.send(Subscribe(0))
+        while not service._subscribers:
             time.sleep(0.001)
         engine.send(EngineHello(member(0), 1, [0], 0, 0))
         assert service.view().roster.ranks == [0]
     finally:
         service.stop()
-        watcher.close()
+        subscriber.close()
         engine.close()
 
 
-def test_a_change_of_the_roster_reaches_every_watcher(service, connect) -> None:
-    watchers = [connect() for _ in range(3)]
-    for index, watcher in enumerate(watchers):
-        watcher.send(Watch(index))
-        hear(watcher, lambda _view: True)
+def test_a_roster_change_reaches_every_subscriber(service, connect) -> None:
+    subscribers = [connect() for _ in range(3)]
+    for index, subscriber in enumerate(subscribers):
+        subscriber.send(Subscribe(index))
+        hear(subscriber, lambda _view: True)
     for step in (
         lambda: service.join([member(0), member(1)], SOON_S),
         lambda: service.leave([1]),
-        lambda: service.lose([1]),
+        lambda: service.remove_failed([1]),
     ):
         roster = step()
-        for watcher in watchers:
-            hear(watcher, lambda view, roster=roster: view.roster == roster)
+        for subscriber in subscribers:
+            hear(subscriber, lambda view, roster=roster: view.roster == roster)
 
 
-def test_a_report_reaches_the_watchers(service, connect) -> None:
+def test_a_report_reaches_the_subscribers(service, connect) -> None:
     service.join([member(0)], SOON_S)
-    watcher, engine = connect(), connect()
-    watcher.send(Watch(0))
+    subscriber, engine = connect(), connect()
+    subscriber.send(Subscribe(0))
     report = EngineReport(0, running=3, waiting=2, kv_usage=0.25, steps=7)
     engine.send(EngineReport(5, steps=1))
     engine.send(report)
-    assert hear(watcher, lambda view: bool(view.reports)).reports == [report]
+    assert hear(subscriber, lambda view: bool(view.reports)).reports == [report]
 
 
 def test_each_ingress_is_told_what_all_others_have_counted(service) -> None:
     def said(index: int, *, total: float) -> dict[str, list[float]]:
         """What ingress `index` is told when it has counted so much."""
-        outlet: Outlet[IngressWord] = Outlet(service.address, IngressWord, service.keys)
+        outlet: Outlet[IngressMessage] = Outlet(service.address, IngressMessage, service.keys)
         try:
-            outlet.send(Watch(index, counts={"n": [total]}))
+            outlet.send(Subscribe(index, counts={"n": [total]}))
             deadline = time.monotonic() + SOON_S
             while time.monotonic() < deadline:
                 word = outlet.receive(0.5)
-                if isinstance(word, OthersCounts):
+                if isinstance(word, OtherIngressCounts):
                     return word.counts
             raise AssertionError("nothing was told")
         finally:
@@ -205,27 +205,27 @@ def test_each_ingress_is_told_what_all_others_have_counted(service) -> None:
     assert said(2, total=4) == {"n": [6.0]}
 
 
-def test_who_does_not_watch_hears_nothing(service, connect) -> None:
-    engine, watcher = connect(), connect()
-    watcher.send(Watch(0))
+def test_without_subscription_nothing_is_sent(service, connect) -> None:
+    engine, subscriber = connect(), connect()
+    subscriber.send(Subscribe(0))
     engine.send(EngineReport(0))
     service.join([member(0)], SOON_S)
-    hear(watcher, lambda view: view.roster.ranks == [0])
+    hear(subscriber, lambda view: view.roster.ranks == [0])
     assert engine.receive(0.0) is None
 
 
 def test_heartbeats_come_without_changes(service, connect) -> None:
-    watcher = connect()
-    watcher.send(Watch(0))
-    first = hear(watcher, lambda _view: True)
-    assert [hear(watcher, lambda _view: True) for _ in range(3)] == [first] * 3
+    subscriber = connect()
+    subscriber.send(Subscribe(0))
+    first = hear(subscriber, lambda _view: True)
+    assert [hear(subscriber, lambda _view: True) for _ in range(3)] == [first] * 3
 
 
 def test_continuous_reports_do_not_hold_views_back(service, connect) -> None:
     """Engines talk without a pause, for a second; views go on coming meanwhile."""
     service.join([member(0)], SOON_S)
-    watcher = connect()
-    watcher.send(Watch(0))
+    subscriber = connect()
+    subscriber.send(Subscribe(0))
     quiet = threading.Event()
 
     def talk() -> None:
@@ -243,7 +243,7 @@ def test_continuous_reports_do_not_hold_views_back(service, connect) -> None:
         seen: list[int] = []
         end = time.monotonic() + 1.0
         while time.monotonic() < end:
-            view = watcher.receive(0.1)
+            view = subscriber.receive(0.1)
             seen += [report.steps for report in view.reports] if view else []
     finally:
         quiet.set()
@@ -252,26 +252,26 @@ def test_continuous_reports_do_not_hold_views_back(service, connect) -> None:
     assert seen == sorted(seen)
 
 
-def test_nonsense_and_watchers_that_have_gone_harm_nobody(service, connect) -> None:
+def test_garbage_and_gone_subscribers_are_ignored(service, connect) -> None:
     gone: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
-    gone.send(Watch(9))
+    gone.send(Subscribe(9))
     hear(gone, lambda _view: True)
     gone.close()
-    watcher = connect()
+    subscriber = connect()
     for nonsense in (b"", b"\x93\x01\xa1\xff", b"\x91\x63", b"\xc1"):
-        watcher.send(msgspec.Raw(nonsense))
-    watcher.send(Watch(0))
+        subscriber.send(msgspec.Raw(nonsense))
+    subscriber.send(Subscribe(0))
     service.join([member(0)], SOON_S)
-    assert hear(watcher, lambda view: view.roster.epoch == 1)
+    assert hear(subscriber, lambda view: view.roster.epoch == 1)
 
 
-def test_a_word_that_cannot_be_handled_harms_nobody(service, connect) -> None:
+def test_a_malformed_message_is_dropped(service, connect) -> None:
     service.join([member(0)], SOON_S)
-    engine, watcher = connect(), connect()
+    engine, subscriber = connect(), connect()
     engine.send(EngineReport(0, wave_phase=99))
     engine.send(EngineReport(0, steps=5))
-    watcher.send(Watch(0))
-    hear(watcher, lambda view: [report.steps for report in view.reports] == [5])
+    subscriber.send(Subscribe(0))
+    hear(subscriber, lambda view: [report.steps for report in view.reports] == [5])
 
 
 def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
@@ -285,7 +285,7 @@ def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
         if incarnation == 1:
             outlet.send(EngineHello(engine))
         joins[-1].start()
-        while 0 not in service._conductor.coming:
+        while 0 not in service._state_machine.coming:
             time.sleep(0.001)
         outlet.send(EngineHello(engine))
         command = outlet.receive(SOON_S)
@@ -294,7 +294,7 @@ def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
         assert isinstance(outlet.receive(SOON_S), Resume)
         joins[-1].join(SOON_S)
         assert service.view().roster.ranks == [0]
-        service.lose([0])
+        service.remove_failed([0])
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.faults.process import Cluster, ClusterFailed, listen_to_ctrl_c
+from tests.faults.process import Cluster, ClusterFailed, enable_sigint
 
-__all__ = ["NANO", "ROOT", "Cluster", "ClusterFailed", "listen_to_ctrl_c"]
+__all__ = ["NANO", "ROOT", "Cluster", "ClusterFailed", "enable_sigint"]
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "configs" / "models" / "nano"

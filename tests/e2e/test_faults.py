@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.cluster import NANO
-from tests.faults import events, moments
+from tests.faults import fault_types as events
+from tests.faults import moments
 from tests.faults.__main__ import soak_events
 from tests.faults.load import DECODE
 from tests.faults.trial import Cell, Setup, Trial
@@ -44,10 +45,10 @@ def expert() -> Iterator[Trial]:
 
 def assert_kept(cell: Cell) -> None:
     """The promise, for answers that were really in flight."""
-    assert cell.verdict.failed == cell.verdict.wrong == cell.verdict.cut == 0, cell
+    assert cell.load_result.failed == cell.load_result.wrong == cell.load_result.cut == 0, cell
     assert cell.troubles == [], cell
     assert cell.recover_s is not None
-    assert cell.verdict.answers >= STREAMS
+    assert cell.load_result.answers >= STREAMS
     assert cell.in_flight > 0 or cell.moment in ("idle", "wave-end")
     if cell.event in MOVES and cell.in_flight:
         assert cell.resubmitted > 0, cell

@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.cluster import NANO, ROOT, Cluster, listen_to_ctrl_c
+from tests.e2e.cluster import NANO, ROOT, Cluster, enable_sigint
 
 
 def swell(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -300,7 +300,7 @@ def test_serve_run_deploys_the_same_app():
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=listen_to_ctrl_c,
+            preexec_fn=enable_sigint,
         )
         lines: list[str] = []
         reader = threading.Thread(target=lambda: lines.extend(process.stdout))

@@ -40,7 +40,7 @@ FORMS = {
 }
 
 
-class Wish(msgspec.Struct, frozen=True):
+class RequestSpec(msgspec.Struct, frozen=True):
     """What is asked, in one turn of a chat."""
 
     prompt: str
@@ -51,51 +51,51 @@ class Wish(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self)
 
 
-def wish(prompt: str, **params: Any) -> Wish:
-    return Wish(
+def request_spec(prompt: str, **params: Any) -> RequestSpec:
+    return RequestSpec(
         prompt, SamplingParams(**{"seed": 11, "temperature": 0.0, "max_tokens": 24} | params)
     )
 
 
-def drawn(prompt: str, **params: Any) -> Wish:
-    return wish(prompt, **{"temperature": 4.0} | params)
+def drawn(prompt: str, **params: Any) -> RequestSpec:
+    return request_spec(prompt, **{"temperature": 4.0} | params)
 
 
-FEATURES: dict[str, Wish] = {
-    "greedy": wish(GREET, max_tokens=40),
+FEATURES: dict[str, RequestSpec] = {
+    "greedy": request_spec(GREET, max_tokens=40),
     "temperature and seed": drawn(COUNT),
     "top_k": drawn(COUNT, top_k=4),
     "top_p": drawn(COUNT, top_p=0.7),
     "min_p": drawn(COUNT, min_p=0.1),
     "top_k, top_p and min_p": drawn(GREET, temperature=6.0, top_k=12, top_p=0.8, min_p=0.1),
     "presence_penalty": drawn(COUNT, presence_penalty=2.0),
-    "frequency_penalty": wish(COUNT, frequency_penalty=1.5),
+    "frequency_penalty": request_spec(COUNT, frequency_penalty=1.5),
     "repetition_penalty": drawn(COUNT, repetition_penalty=1.5),
     "all penalties": drawn(
         GREET, presence_penalty=1.0, frequency_penalty=-0.5, repetition_penalty=1.3
     ),
-    "logit_bias": wish(COUNT, logit_bias={ord("4"): -100.0, ord("8"): 7.5}),
-    "bad_words": wish(COUNT, bad_words=[", 5", "3, 4, 6, "]),
+    "logit_bias": request_spec(COUNT, logit_bias={ord("4"): -100.0, ord("8"): 7.5}),
+    "bad_words": request_spec(COUNT, bad_words=[", 5", "3, 4, 6, "]),
     "allowed_token_ids": drawn(GREET, allowed_token_ids=[*b"rGu\xc3\xbc\x9f, ", 260]),
-    "min_tokens": wish(UPPER, min_tokens=18),
-    "min_tokens over stop strings": wish(COUNT, min_tokens=9, stop=["5", "7"]),
-    "min_tokens over stop tokens": wish(COUNT, min_tokens=9, stop_token_ids=[ord(" ")]),
-    "max_tokens": wish(COUNT, max_tokens=1),
-    "stop": wish(COUNT, stop=["5, 6", ", 6, 8"]),
-    "a stop within characters": wish(GREET, stop=["üß di"]),
-    "a stop that almost comes": wish(UPPER, stop=["GHI", "FGHX"], logprobs=0),
-    "a stop that is shown": wish(COUNT, stop=["5, 6"], include_stop_str_in_output=True),
-    "stop_token_ids": wish(COUNT, stop_token_ids=[ord("6"), ord("7")]),
-    "a stop token that is shown": wish(
+    "min_tokens": request_spec(UPPER, min_tokens=18),
+    "min_tokens over stop strings": request_spec(COUNT, min_tokens=9, stop=["5", "7"]),
+    "min_tokens over stop tokens": request_spec(COUNT, min_tokens=9, stop_token_ids=[ord(" ")]),
+    "max_tokens": request_spec(COUNT, max_tokens=1),
+    "stop": request_spec(COUNT, stop=["5, 6", ", 6, 8"]),
+    "a stop within characters": request_spec(GREET, stop=["üß di"]),
+    "a stop that almost comes": request_spec(UPPER, stop=["GHI", "FGHX"], logprobs=0),
+    "a stop that is shown": request_spec(COUNT, stop=["5, 6"], include_stop_str_in_output=True),
+    "stop_token_ids": request_spec(COUNT, stop_token_ids=[ord("6"), ord("7")]),
+    "a stop token that is shown": request_spec(
         COUNT, stop_token_ids=[ord("6")], include_stop_str_in_output=True
     ),
-    "ignore_eos": wish(UPPER, ignore_eos=True),
-    "special tokens": wish(UPPER, ignore_eos=True, skip_special_tokens=False),
-    "logprobs": wish(GREET, logprobs=3),
+    "ignore_eos": request_spec(UPPER, ignore_eos=True),
+    "special tokens": request_spec(UPPER, ignore_eos=True, skip_special_tokens=False),
+    "logprobs": request_spec(GREET, logprobs=3),
     "logprobs of drawn tokens": drawn(
         COUNT, seed=14, logprobs=0, stop=["2"], frequency_penalty=0.5
     ),
-    "prompt_logprobs": wish(UPPER, prompt_logprobs=2),
+    "prompt_logprobs": request_spec(UPPER, prompt_logprobs=2),
     "prompt_logprobs and logprobs": drawn(COUNT, seed=14, prompt_logprobs=0, logprobs=2),
     "n": drawn(COUNT, n=3, max_tokens=16),
     "n with logprobs": drawn(GREET, n=2, logprobs=1, prompt_logprobs=1, max_tokens=12),
@@ -104,7 +104,7 @@ FEATURES: dict[str, Wish] = {
         f"structured {kind}": drawn(GREET, seed=14, structured_outputs=form)
         for kind, form in FORMS.items()
     },
-    "structured, greedy": wish(GREET, structured_outputs=FORMS["json"], logprobs=1),
+    "structured, greedy": request_spec(GREET, structured_outputs=FORMS["json"], logprobs=1),
 }
 """On their own and where they meet; each asks for nothing that its answer would not lack."""
 
@@ -137,12 +137,14 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def wishes() -> st.SearchStrategy[Wish]:
+def request_specs() -> st.SearchStrategy[RequestSpec]:
     """Any features together, each with its own odds."""
 
     @st.composite
-    def wish_of(draw: st.DrawFn) -> Wish:
+    def request_spec_of(draw: st.DrawFn) -> RequestSpec:
         some = draw(st.sets(st.sampled_from(sorted(_FIELDS)), min_size=1, max_size=7))
-        return wish(draw(st.sampled_from(PROMPTS)), **{name: draw(_FIELDS[name]) for name in some})
+        return request_spec(
+            draw(st.sampled_from(PROMPTS)), **{name: draw(_FIELDS[name]) for name in some}
+        )
 
-    return wish_of()
+    return request_spec_of()

@@ -47,19 +47,19 @@ class PoolAgainstModel(RuleBasedStateMachine):
             if block is None:
                 break
             expected.append(block)
-        found = self.pool.find(chain[:length])
+        found = self.pool.get_cached_blocks(chain[:length])
         assert found == expected
         assert self.pool.num_free_among(found) == len([b for b in found if b in self.free])
-        self.pool.hold(found)
+        self.pool.touch(found)
         self.free = [block for block in self.free if block not in found]
         self.holders.append(found)
 
     @rule(data=st.data(), name=st.sampled_from(NAMES))
-    def name_a_held_block(self, data: st.DataObject, name: bytes) -> None:
+    def cache_a_held_block(self, data: st.DataObject, name: bytes) -> None:
         held = sorted({block for blocks in self.holders for block in blocks})
         if held:
             block = data.draw(st.sampled_from(held))
-            self.pool.name(block, name)
+            self.pool.cache_block(block, name)
             if block not in self.names and name not in self.names.values():
                 self.names[block] = name
 
@@ -68,14 +68,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
         if not self.holders:
             return
         blocks = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
-        self.pool.release(blocks)
+        self.pool.free(blocks)
         for block in reversed(blocks):
             if not any(block in others for others in self.holders):
                 self.free.insert(len(self.free) if block in self.names else 0, block)
 
     @rule()
     def forget(self) -> None:
-        self.pool.forget()
+        self.pool.reset_prefix_cache()
         self.names.clear()
 
     @invariant()
@@ -104,35 +104,37 @@ def test_the_least_recently_used_prefix_goes_first_and_its_end_before_its_start(
     pool = BlockPool(4)
     old, new = pool.allocate(2), pool.allocate(2)
     for block, name in zip(old + new, NAMES, strict=True):
-        pool.name(block, name)
-    pool.release(old)
-    pool.release(new)
+        pool.cache_block(block, name)
+    pool.free(old)
+    pool.free(new)
     assert pool.allocate(1) == [old[1]]
-    assert pool.find(NAMES[:2]) == [old[0]] and pool.find(NAMES[2:]) == new
+    assert (
+        pool.get_cached_blocks(NAMES[:2]) == [old[0]] and pool.get_cached_blocks(NAMES[2:]) == new
+    )
     assert pool.allocate(2) == [old[0], new[1]]
-    assert pool.find(NAMES[:2]) == [] and pool.find(NAMES[2:]) == [new[0]]
+    assert pool.get_cached_blocks(NAMES[:2]) == [] and pool.get_cached_blocks(NAMES[2:]) == [new[0]]
 
 
 def test_a_prefix_that_is_used_again_becomes_the_most_recent() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(1), pool.allocate(1)
-    pool.name(first[0], b"a")
-    pool.name(second[0], b"b")
-    pool.release(first)
-    pool.release(second)
-    pool.hold(pool.find([b"a"]))
-    pool.release(first)
+    pool.cache_block(first[0], b"a")
+    pool.cache_block(second[0], b"b")
+    pool.free(first)
+    pool.free(second)
+    pool.touch(pool.get_cached_blocks([b"a"]))
+    pool.free(first)
     assert pool.allocate(1) == second
 
 
 def test_blocks_without_a_name_are_taken_before_any_prefix_is_lost() -> None:
     pool = BlockPool(3)
     named, plain = pool.allocate(1), pool.allocate(2)
-    pool.name(named[0], b"a")
-    pool.release(named)
-    pool.release(plain)
+    pool.cache_block(named[0], b"a")
+    pool.free(named)
+    pool.free(plain)
     assert sorted(pool.allocate(2)) == sorted(plain)
-    assert pool.find([b"a"]) == named
+    assert pool.get_cached_blocks([b"a"]) == named
 
 
 # -------------------------------------------------------------------------------- names

@@ -191,7 +191,7 @@ def test_an_abort_during_the_step_holds_for_that_step():
     core = make_core(steps_in_flight=2)
     core.add_request(request("r", [1, 2, 3], 20), CLIENT)
     core.step()
-    assert core.step(intake=lambda: core.abort_requests(["r"])) == {}
+    assert core.step(process_inputs=lambda: core.abort_requests(["r"])) == {}
     assert core.scheduler.kv.pool.num_free == core.scheduler.kv.pool.num_blocks
     run(core)
     core.check_idle()

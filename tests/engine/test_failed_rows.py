@@ -17,7 +17,7 @@ from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker import runner
 from swell.worker.groups import GroupError
 from swell.worker.sample import grammar
-from swell.worker.sample.edits import Edits
+from swell.worker.sample.logit_bias import LogitBias
 from swell.worker.sample.wire import Grammar, SamplerParams
 from swell.worker.wire import ModelRunnerOutput, SchedulerOutput
 from tests.engine.fake_worker import VOCAB, FakeWorker, expected, make_core, run, token_ids
@@ -162,7 +162,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture
 def open_door(monkeypatch) -> None:
     """Nothing is looked at: whatever the door forgets, the worker must bear."""
-    monkeypatch.setattr(module, "problem", lambda *_: None)
+    monkeypatch.setattr(module, "invalid_reason", lambda *_: None)
 
 
 def good() -> list[EngineCoreRequest]:
@@ -219,16 +219,16 @@ def test_ranks_agree_on_what_is_broken(folder, open_door, split) -> None:
 @pytest.mark.slow
 def test_a_grammar_that_one_rank_cannot_follow(folder, monkeypatch) -> None:
     """Nothing but the other rank knows of it, and what it draws differs."""
-    follows = grammar.Follower.matcher
+    follows = grammar.GrammarState.matcher
 
-    def matcher(self: grammar.Follower) -> Any:
+    def matcher(self: grammar.GrammarState) -> Any:
         if threading.current_thread().name == "swell-worker-1":
             self._fail("not here")
         return follows(self)
 
     tokenizer = Path(__file__).parents[2] / "configs/models/nano/tokenizer.json"
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    monkeypatch.setattr(grammar.Follower, "matcher", matcher)
+    monkeypatch.setattr(grammar.GrammarState, "matcher", matcher)
     with Engine(folder, model__cpu_threads=1, parallel__tensor=2) as engine:
         alone = engine.answer(good())
         params = SamplerParams(grammar=Grammar("start: /a+/"))
@@ -243,11 +243,11 @@ def test_a_grammar_that_one_rank_cannot_follow(folder, monkeypatch) -> None:
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), GroupError("a peer has gone")])
 def test_what_is_no_rows_fault_ends_no_row(folder, monkeypatch, error) -> None:
-    def take_slot(*_args: object) -> None:
+    def add_request(*_args: object) -> None:
         raise error
 
     with Engine(folder, model__cpu_threads=1) as engine:
-        monkeypatch.setattr(Edits, "take_slot", take_slot)
+        monkeypatch.setattr(LogitBias, "add_request", add_request)
         with pytest.raises(Exception, match=str(error)):
             engine.answer(good())
 

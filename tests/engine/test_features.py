@@ -1,10 +1,11 @@
 """Every feature of an answer gives the same over every way to stream, split, schedule, cache,
 interrupt and move the work.
 
-The oracle is the same wish alone on an engine that computes one step at a time (`Plain`). Ids,
-text, ranks, counts and reasons are compared exactly, log probabilities within float32's rounding.
-Drawn tokens may be compared exactly too: rounding moves a logit by some 1e-5, so one draw in some
-10 000 could turn out otherwise; what is drawn here (fixed seeds, derandomized examples) does not.
+The oracle is the same request_spec alone on an engine that computes one step at a time (`Plain`).
+Ids, text, ranks, counts and reasons are compared exactly, log probabilities within float32's
+rounding. Drawn tokens may be compared exactly too: rounding moves a logit by some 1e-5, so one draw
+in some 10 000 could turn out otherwise; what is drawn here (fixed seeds, derandomized examples)
+does not.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from hypothesis import strategies as st
 from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.local import LLM
 from swell.cluster.text.sampling_params import SamplingParams
-from tests.engine.desk import DELTA, Answer, Desk, Plain, assert_same, engine
-from tests.engine.features import FEATURES, STEADY, Wish, wishes
+from tests.engine.engine_harness import DELTA, Answer, EngineHarness, Plain, assert_same, engine
+from tests.engine.features import FEATURES, STEADY, RequestSpec, request_specs
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ class Axis:
 
     overrides: dict[str, Any] = field(default_factory=dict)
     engines: int = 1
-    desk: dict[str, int] = field(default_factory=dict)
+    harness: dict[str, int] = field(default_factory=dict)
     is_scarce: bool = False
     """Requests push each other out of the cache."""
     is_warm: bool = False
@@ -46,8 +47,8 @@ AXES = {
     "one step in flight": Axis({"scheduler__steps_in_flight": 1}),
     "two steps in flight": Axis({"scheduler__steps_in_flight": 2}),
     "three steps in flight": Axis({"scheduler__steps_in_flight": 3}),
-    "read rarely": Axis(desk={"patience": 5}),
-    "told every four tokens": Axis(desk={"stream_interval": 4}),
+    "read rarely": Axis(harness={"patience": 5}),
+    "told every four tokens": Axis(harness={"stream_interval": 4}),
     "a budget of 7 tokens": Axis({"scheduler__max_tokens_per_step": 7}),
     "chunks of 5, three steps": Axis(
         {"scheduler__max_chunk_tokens": 5, "scheduler__steps_in_flight": 3}
@@ -56,7 +57,7 @@ AXES = {
     "scarce blocks, nothing cached, three steps": Axis(
         {**SCARCE, "cache__prefix_caching": False, "scheduler__steps_in_flight": 3}, is_scarce=True
     ),
-    "mended every 4 steps": Axis(desk={"mended_every": 4}, is_scarce=True),
+    "mended every 4 steps": Axis(harness={"recovered_every": 4}, is_scarce=True),
     # Blocks of one token: whole prompts are found, and their last token is computed all the same.
     "a warm cache": Axis({"cache__block_tokens": 1}, is_warm=True),
     "tensor 2": Axis({"parallel__tensor": 2}),
@@ -72,12 +73,12 @@ class Site:
         self.axis = axis
         self.engines = [engine(**axis.overrides) for _ in range(axis.engines)]
 
-    def answer(self, asked: Sequence[tuple[Wish, RequestOutputKind]]) -> list[Answer]:
+    def answer(self, asked: Sequence[tuple[RequestSpec, RequestOutputKind]]) -> list[Answer]:
         """All at once, so that every one has others beside it."""
-        desk = Desk(self.engines, **self.axis.desk)
-        for at, (wish, kind) in enumerate(asked):
-            desk.ask(wish, kind, at=at)
-        return desk.run()
+        harness = EngineHarness(self.engines, **self.axis.harness)
+        for at, (request_spec, kind) in enumerate(asked):
+            harness.ask(request_spec, kind, at=at)
+        return harness.run()
 
     @cached_property
     def features(self) -> dict[str, dict[RequestOutputKind, Answer]]:
@@ -127,17 +128,19 @@ TRACELESS = {("a stop that almost comes", "stop")}
 def test_a_feature_makes_its_answer(name: str, plain: Plain) -> None:
     """Without any of its fields the answer is another one, so that no test here compares
     answers that a lost field could not change."""
-    wish, default = FEATURES[name], SamplingParams()
-    assert plain(wish).is_firm, "rounding may decide a token of it: choose another seed"
+    request_spec, default = FEATURES[name], SamplingParams()
+    assert plain(request_spec).is_firm, "rounding may decide a token of it: choose another seed"
     for field_name in SamplingParams.__struct_fields__:
         is_shape = field_name in ("seed", "max_tokens") or (name, field_name) in TRACELESS
-        is_greedy = field_name == "temperature" and not wish.params.temperature
+        is_greedy = field_name == "temperature" and not request_spec.params.temperature
         if is_shape or is_greedy:
             continue
         usual = getattr(default, field_name)
-        if getattr(wish.params, field_name) != usual:
-            params = msgspec.structs.replace(wish.params, **{field_name: usual})
-            assert plain(Wish(wish.prompt, params)) != plain(wish), field_name
+        if getattr(request_spec.params, field_name) != usual:
+            params = msgspec.structs.replace(request_spec.params, **{field_name: usual})
+            assert plain(RequestSpec(request_spec.prompt, params)) != plain(request_spec), (
+                field_name
+            )
 
 
 @pytest.mark.parametrize(
@@ -157,9 +160,15 @@ def test_the_oracle_is_right(name: str, text: str, plain: Plain) -> None:
 
 
 def test_seeds_matter(plain: Plain) -> None:
-    wish = FEATURES["temperature and seed"]
+    request_spec = FEATURES["temperature and seed"]
     texts = [
-        plain(Wish(wish.prompt, msgspec.structs.replace(wish.params, seed=seed))).parts[0].text
+        plain(
+            RequestSpec(
+                request_spec.prompt, msgspec.structs.replace(request_spec.params, seed=seed)
+            )
+        )
+        .parts[0]
+        .text
         for seed in (11, 12, 13)
     ]
     assert len(set(texts)) == 3
@@ -175,7 +184,7 @@ def test_a_feature_over_an_axis(name: str, site: Site, plain: Plain) -> None:
     for answer in answers.values():
         assert_same(answer, want)
     ranked = FEATURES[name].params.best_of is not None
-    if not site.axis.desk and not ranked:
+    if not site.axis.harness and not ranked:
         tokens = sum(part.num_output_tokens for part in want.parts.values())
         assert answers[DELTA].num_outputs >= tokens - 1, "it streams"
 
@@ -195,14 +204,16 @@ def test_requests_lose_their_places_where_room_is_scarce(site: Site) -> None:
 
 @settings(STEADY, max_examples=8)
 @given(
-    asked=st.lists(st.tuples(wishes(), st.sampled_from(RequestOutputKind)), min_size=1, max_size=4)
+    asked=st.lists(
+        st.tuples(request_specs(), st.sampled_from(RequestOutputKind)), min_size=1, max_size=4
+    )
 )
 def test_features_together_over_an_axis(
-    asked: list[tuple[Wish, RequestOutputKind]], site: Site, plain: Plain
+    asked: list[tuple[RequestSpec, RequestOutputKind]], site: Site, plain: Plain
 ) -> None:
-    assume(all(plain(wish).is_firm for wish, _ in asked))
-    for (wish, _), answer in zip(asked, site.answer(asked), strict=True):
-        assert_same(answer, plain(wish))
+    assume(all(plain(request_spec).is_firm for request_spec, _ in asked))
+    for (request_spec, _), answer in zip(asked, site.answer(asked), strict=True):
+        assert_same(answer, plain(request_spec))
 
 
 # ---------------------------------------------------------------- resumption
@@ -227,13 +238,16 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
 @pytest.mark.parametrize("name", FEATURES)
 def test_an_answer_goes_on_from_every_place(name: str, pair: tuple[LLM, LLM], plain: Plain) -> None:
     """Cut behind each output that an engine gave, also where that told of the prompt alone."""
-    wish = FEATURES[name]
-    want = plain(wish)
-    desk, longest = Desk(pair), max(part.num_output_tokens for part in want.parts.values())
+    request_spec = FEATURES[name]
+    want = plain(request_spec)
+    harness, longest = (
+        EngineHarness(pair),
+        max(part.num_output_tokens for part in want.parts.values()),
+    )
     kinds = list(RequestOutputKind)
     cuts = range(1, longest + 8)
     for cut in cuts:
-        desk.ask(wish, kinds[cut % 3], cuts=[cut])
-    for answer in desk.run():
+        harness.ask(request_spec, kinds[cut % 3], cuts=[cut])
+    for answer in harness.run():
         assert_same(answer, want)
-    assert desk.num_moves >= (longest - 1) * len(want.parts), "each move took place"
+    assert harness.num_moves >= (longest - 1) * len(want.parts), "each move took place"

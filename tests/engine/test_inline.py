@@ -145,7 +145,7 @@ def test_an_interrupted_prompt_is_not_found_as_a_prefix(core, execute_model):
     assert core.scheduler.kv.num_hit_tokens == hits
 
 
-def test_a_broken_group_is_mended_by_a_regroup(core, execute_model):
+def test_a_broken_group_recovers_by_a_regroup(core, execute_model):
     whole = answers(core)
     failures = iter([False, True])
 

@@ -109,10 +109,10 @@ def test_a_step_whose_groups_were_aborted_is_told_as_broken(core, monkeypatch):
     with pytest.raises(GroupBroken):
         answers(core, tokens=tokens)
     monkeypatch.undo()
-    before = core.executor.ticks
+    before = core.executor.progress_counter
     regroup(core)
     assert answers(core, tokens=tokens) == whole
-    assert core.executor.ticks > before > 0
+    assert core.executor.progress_counter > before > 0
     core.check_idle()
 
 

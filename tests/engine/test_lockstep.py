@@ -11,7 +11,7 @@ from swell.coordinator.waves import Phase
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
 from tests.engine.fake_worker import expected
-from tests.engine.lockstep_world import Cluster
+from tests.engine.lockstep_cluster import Cluster
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 20) -> EngineCoreRequest:
@@ -19,7 +19,7 @@ def request(name: str, prompt: list[int], max_tokens: int = 20) -> EngineCoreReq
     return EngineCoreRequest(name, prompt, SamplerParams(seed=seed), max_tokens=max_tokens)
 
 
-class Asked:
+class RequestTracker:
     """Requests, and what they must give."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -34,8 +34,8 @@ class Asked:
 
     def check(self) -> None:
         self.cluster.finish()
-        for name, asked in self.requests.items():
-            assert self.cluster.tokens[name] == expected(asked), name
+        for name, tracker in self.requests.items():
+            assert self.cluster.tokens[name] == expected(tracker), name
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -50,10 +50,10 @@ def steps(cluster: Cluster) -> set[int]:
 
 def test_idle_engines_step_with_those_that_work_and_all_stop(cluster) -> None:
     cluster.join(0, 1, 2)
-    asked = Asked(cluster)
+    tracker = RequestTracker(cluster)
     for rank in (1, 0, 2, 1):
-        asked.ask(rank)
-        asked.check()
+        tracker.ask(rank)
+        tracker.check()
         cluster.settle()
         assert len(steps(cluster)) == 1, "engines differ in the number of collectives"
     before = steps(cluster)
@@ -67,12 +67,12 @@ def test_few_empty_steps_follow_the_last_token(cluster) -> None:
     """One fewer than steps in flight where the end is known before: what `max_tokens` ends."""
     cluster.join(0)
     core = cluster.engines[0].server.core
-    asked = Asked(cluster)
+    tracker = RequestTracker(cluster)
     spent = []
     for _ in range(3):
         before = core.num_dummy_steps
-        asked.ask(0)
-        asked.check()
+        tracker.ask(0)
+        tracker.check()
         cluster.settle()
         spent.append(core.num_dummy_steps - before)
     assert spent[1:] == [cluster.config.scheduler.steps_in_flight - 1] * 2
@@ -80,62 +80,62 @@ def test_few_empty_steps_follow_the_last_token(cluster) -> None:
 
 def test_many_waves_begin_and_end_with_requests_everywhere(cluster) -> None:
     cluster.join(0, 1)
-    asked = Asked(cluster)
+    tracker = RequestTracker(cluster)
     for index in range(60):
-        asked.ask(index % 2, max_tokens=1 + index % 5)
+        tracker.ask(index % 2, max_tokens=1 + index % 5)
         if index % 3 == 0:
             cluster.hear()
         if index % 10 == 0:
-            asked.check()
-    asked.check()
+            tracker.check()
+    tracker.check()
     cluster.settle()
     assert len(steps(cluster)) == 1
 
 
 def test_engines_come_and_go_while_answers_stream(cluster) -> None:
     cluster.join(0)
-    asked = Asked(cluster)
-    asked.ask(0, 200)
+    tracker = RequestTracker(cluster)
+    tracker.ask(0, 200)
     cluster.join(1, 2)
-    asked.ask(1, 200)
-    asked.ask(2, 30)
+    tracker.ask(1, 200)
+    tracker.ask(2, 30)
     cluster.hear()
     cluster.join(3)
-    asked.ask(3, 100)
-    asked.check()
-    roster = cluster.service.part([1, 3], 10)
+    tracker.ask(3, 100)
+    tracker.check()
+    roster = cluster.service.detach([1, 3], 10)
     assert roster.ranks == [0, 2]
     cluster.stop(1)
     cluster.stop(3)
-    asked.ask(0)
-    asked.ask(2)
-    asked.check()
+    tracker.ask(0)
+    tracker.ask(2)
+    tracker.check()
     cluster.settle()
     assert len(steps(cluster)) == 1
 
 
 def test_a_dead_engine_does_not_stop_the_others(cluster) -> None:
     cluster.join(0, 1, 2)
-    asked = Asked(cluster)
+    tracker = RequestTracker(cluster)
     for rank in (0, 0, 2):
-        asked.ask(rank, 300)
+        tracker.ask(rank, 300)
     cluster.until(lambda: cluster.tokens["r0"])
     cluster.stop(1)
-    cluster.service.lose([1])
-    asked.check()
+    cluster.service.remove_failed([1])
+    tracker.check()
     assert cluster.service.view().roster.ranks == [0, 2]
 
 
 def test_a_worker_is_replaced_while_the_others_go_on(cluster) -> None:
     cluster.join(0, 1)
-    asked = Asked(cluster)
-    asked.ask(0, 300)
-    asked.ask(1, 300)
+    tracker = RequestTracker(cluster)
+    tracker.ask(0, 300)
+    tracker.ask(1, 300)
     cluster.until(lambda: cluster.tokens["r1"])
     with cluster.world.changed:
         cluster.engines[1].executor.lost = "worker 0 died"
         cluster.world.changed.notify_all()
-    asked.check()
+    tracker.check()
     assert cluster.engines[1].server.repairs == 1
     cluster.until(lambda: cluster.service.view().state == "serving")
     states = [str(member.state) for member in cluster.service.view().roster.members]
@@ -144,32 +144,32 @@ def test_a_worker_is_replaced_while_the_others_go_on(cluster) -> None:
 
 def test_a_newcomer_that_dies_while_the_group_forms_leaves_the_others_serving(cluster) -> None:
     cluster.join(0, 1)
-    asked = Asked(cluster)
-    asked.ask(0, 300)
+    tracker = RequestTracker(cluster)
+    tracker.ask(0, 300)
     cluster.start(2)
     newcomer = cluster.engines[2]
     newcomer.executor.hold_forming.clear()
     member = newcomer.server.member
     with pytest.raises(RuntimeError, match="did not join"):
         cluster.service.join([member], 0.5)
-    asked.ask(1, 30)
-    asked.check()
+    tracker.ask(1, 30)
+    tracker.check()
     newcomer.executor.hold_forming.set()
     cluster.stop(2)
     cluster.join(2)
-    asked.ask(2)
-    asked.check()
+    tracker.ask(2)
+    tracker.check()
 
 
 def test_a_pause_stops_all_and_loses_nothing(cluster) -> None:
     cluster.join(0, 1)
-    asked = Asked(cluster)
-    asked.ask(0, 300)
+    tracker = RequestTracker(cluster)
+    tracker.ask(0, 300)
     cluster.until(lambda: cluster.tokens["r0"])
-    cluster.service.hold()
+    cluster.service.pause()
     cluster.until(lambda: cluster.service.view().state == "paused")
     cluster.hear()
-    asked.ask(1)
+    tracker.ask(1)
     before = steps(cluster)
     assert len(before) == 1
     time.sleep(0.1)
@@ -177,23 +177,23 @@ def test_a_pause_stops_all_and_loses_nothing(cluster) -> None:
     assert steps(cluster) == before and not cluster.tokens["r1"]
     cluster.join(2)
     assert all(e.server.core.member.phase is Phase.PAUSED for e in cluster.engines.values())
-    asked.ask(2)
-    cluster.service.release()
-    asked.check()
+    tracker.ask(2)
+    cluster.service.resume()
+    tracker.check()
 
 
 def test_a_coordinator_that_dies_is_rebuilt_from_its_engines(cluster) -> None:
     cluster.join(0, 1)
-    asked = Asked(cluster)
-    asked.ask(0, 300)
+    tracker = RequestTracker(cluster)
+    tracker.ask(0, 300)
     cluster.until(lambda: cluster.tokens["r0"])
     cluster.restart_coordinator()
-    asked.ask(1, 100)
-    asked.check()
+    tracker.ask(1, 100)
+    tracker.check()
     cluster.settle()
     assert cluster.service.view().roster.ranks == [0, 1]
-    asked.ask(1)  # a wave that only the other one can be told of by the successor
-    asked.check()
+    tracker.ask(1)  # a wave that only the other one can be told of by the successor
+    tracker.check()
     cluster.join(2)
-    asked.ask(2)
-    asked.check()
+    tracker.ask(2)
+    tracker.check()

@@ -15,7 +15,7 @@ import torch
 
 from swell.engine.scheduler import NANS_IN_LOGITS
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
-from swell.kernels import columns
+from swell.kernels import backends as backends
 from swell.worker.sample.wire import SamplerParams, TokenLogprobs
 from tests.engine.test_token_exact import Engine
 from tests.worker import tiny_models
@@ -58,12 +58,12 @@ def folders(tmp_path_factory) -> dict[tuple[str, float], Path]:
 
 
 @pytest.fixture(params=["cpu", "reference"])
-def column(request, monkeypatch) -> Iterator[str]:
+def backend(request, monkeypatch) -> Iterator[str]:
     if request.param == "reference":
-        monkeypatch.setitem(columns.COLUMNS, "cpu", ("reference",))
-    columns.pick.cache_clear()
+        monkeypatch.setitem(backends.BACKENDS, "cpu", ("reference",))
+    backends.get.cache_clear()
     yield request.param
-    columns.pick.cache_clear()
+    backends.get.cache_clear()
 
 
 def requests(prompts: dict[str, list[int]], sampler: SamplerParams) -> list[EngineCoreRequest]:
@@ -110,7 +110,7 @@ def summary(outputs: list[EngineCoreOutput]) -> tuple[list[int], object, list[fl
 @pytest.mark.parametrize(
     ("family", "value"), [("llama", NAN), ("llama", INF), ("llama-tied", NAN), ("gpt_neox", NAN)]
 )
-def test_only_the_requests_that_are_hit_end(folders, column, family, value):
+def test_only_the_requests_that_are_hit_end(folders, backend, family, value):
     """A tied head has the row as well: every row's logits have a NaN then."""
     with Engine(folders[family, value], model__cpu_threads=1) as engine:
         for name, sampler in WISHES.items():
@@ -123,7 +123,7 @@ def test_only_the_requests_that_are_hit_end(folders, column, family, value):
             assert all(
                 outputs[-1].finish_reason is FinishReason.LENGTH for outputs in alone.values()
             )
-            check(engine, alone, sampler, exact=column == "cpu" and family == "llama")
+            check(engine, alone, sampler, exact=backend == "cpu" and family == "llama")
 
 
 @pytest.mark.slow

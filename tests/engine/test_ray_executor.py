@@ -121,14 +121,14 @@ def test_a_lost_worker_is_replaced_and_the_answer_goes_on(core, whole, number, r
     os.kill(before[rank], number)
     with pytest.raises(WorkerLost, match=rf"worker {rank} \(pid {before[rank]}\)") as lost:
         answers(core, tokens=tokens)
-    ticks = core.executor.ticks
+    progress_counter = core.executor.progress_counter
     mend(core, lost.value)
     after = pids(core)
     assert after[rank] != before[rank] and not Path(f"/proc/{before[rank]}").exists()
     assert after[1 - rank] == before[1 - rank], "the other one goes on as it is"
     assert answers(core, tokens=tokens) == whole
     core.check_idle()
-    while core.executor.ticks <= ticks:  # they are told by the next beat
+    while core.executor.progress_counter <= progress_counter:  # they are told by the next beat
         check_for(core, 0.1)
 
 

@@ -14,7 +14,7 @@ import pytest
 from swell.configs.schema import Config, load
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Outlet, make_keys
 from swell.coordinator.service import CoordinatorService
-from swell.coordinator.wire import ClusterView, CoordinatorMessage, EngineReport, Watch
+from swell.coordinator.wire import ClusterView, CoordinatorMessage, EngineReport, Subscribe
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, ExecutorLimits
 from swell.engine.server import EngineServer, LoadReporter
@@ -425,7 +425,7 @@ def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
         deadline = time.monotonic() + SOON_S
         while len(told) <= 20:
             assert time.monotonic() < deadline, f"reports stopped: {told}"
-            watcher.send(Watch(0))  # who is silent for some heartbeats is forgotten
+            watcher.send(Subscribe(0))  # who is silent for some heartbeats is forgotten
             view = watcher.receive(0.1)
             steps = max((report.steps for report in view.reports), default=0) if view else 0
             if steps > told[-1]:
@@ -447,7 +447,7 @@ def test_a_reporter_keeps_its_deadline() -> None:
         if 1 <= now < 3:
             reporter.changed()
         if reporter.wait_s(now) == 0.0:
-            reporter.told(now)
+            reporter.reported(now)
             times.append(now)
     assert times[:2] == [0.0, 1.0]
     assert times[2:34] == [1 + i / 16 for i in range(1, 33)], "a deadline was pushed back"
@@ -502,7 +502,7 @@ def test_who_is_in_a_step_is_told_before_it(keys, coordinator, first) -> None:
         while client.hear(0.2):
             pass
         requests = engine.server.core.scheduler.requests
-        computed = {name for name, one in requests.items() if one.entered_tokens}
+        computed = {name for name, one in requests.items() if one.tokens_at_start}
         assert computed == set(client.started[0 if first else 3 :])
         assert client.seqs == list(range(1, len(client.seqs) + 1))
     finally:

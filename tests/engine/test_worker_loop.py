@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from swell.coordinator.channel import Inbox, Outlet, make_keys
-from swell.engine.executor.beats import BeatListener
+from swell.engine.executor.heartbeat_listener import HeartbeatListener
 from swell.worker.groups import GroupError
-from swell.worker.loop import Beacon, WorkerLoop
+from swell.worker.loop import HeartbeatThread, WorkerLoop
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,
@@ -44,7 +44,7 @@ class StubWorker:
     """Steps do what the test says, by their number."""
 
     def __init__(self) -> None:
-        self.ticks = 0
+        self.progress_counter = 0
         self.executed: list[int] = []
         self.aborts: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.steps: dict[int, Callable[[], object]] = {}
@@ -53,7 +53,7 @@ class StubWorker:
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
         self.executed.append(plan.step)
         self.steps.get(plan.step, lambda: None)()
-        self.ticks += 1
+        self.progress_counter += 1
         return StubOutput(plan.step)
 
     def regroup(self, plan: GroupPlan) -> Regrouped:
@@ -76,11 +76,11 @@ class Engine:
         keys = make_keys()
         self.worker = StubWorker()
         self.inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys)
-        self.beats = BeatListener(keys, "127.0.0.1", STALL_S)
+        self.beats = HeartbeatListener(keys, "127.0.0.1", STALL_S)
         outlet: Outlet[WorkerCommand] = Outlet(self.inbox.address, WorkerCommand, keys)
         loop = WorkerLoop(RANK, self.worker, outlet)
         second: Outlet[WorkerCommand] = Outlet(self.beats.address, WorkerCommand, keys)
-        self.beacon = Beacon(loop, second, STALL_S / 8)
+        self.beacon = HeartbeatThread(loop, second, STALL_S / 8)
         self.thread = threading.Thread(target=loop.run)
         self.thread.start()
         self.outlet = outlet
@@ -208,12 +208,12 @@ def test_beats_go_on_while_a_step_computes_and_their_end_is_noticed(engine):
     engine.worker.steps[1] = compute
     engine.send(plan(1))
     assert begun.wait(LONG_S)
-    engine.worker.ticks = 41
-    until(lambda: engine.beats.ticks == 41)
+    engine.worker.progress_counter = 41
+    until(lambda: engine.beats.progress_counter == 41)
     assert engine.beats.stopped() == {}
     done.set()
     assert engine.hear() == ModelRunnerOutput(1)
-    until(lambda: engine.beats.ticks == 42)
+    until(lambda: engine.beats.progress_counter == 42)
     engine.beacon._ending = True
     until(lambda: set(engine.beats.stopped()) == {RANK})
     engine.beats.forget(RANK)

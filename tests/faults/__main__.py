@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults import events, moments
-from tests.faults.events import EVENTS, Event
+from tests.faults import fault_types as events
+from tests.faults import moments
+from tests.faults.fault_types import EVENTS, Event
 from tests.faults.leaks import cycles
 from tests.faults.load import DECODE, ReferenceFailed
 from tests.faults.moments import MOMENTS, Moment
 from tests.faults.process import ClusterFailed
 from tests.faults.report import Result, show, write_json, write_markdown
-from tests.faults.trial import Cell, Setup, Trial, tell
+from tests.faults.trial import Cell, Setup, Trial, print_cell
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
 _COMMON = ["cluster.stall_timeout_s=3", "serve.ingress_replicas=2"]
@@ -106,7 +107,7 @@ def attempt(setup: Setup, args: argparse.Namespace) -> Result:
     trial = Trial(setup, args.streams, args.seed)
     try:
         for cell in run(trial, args):
-            tell(cell)
+            print_cell(cell)
             done.append(cell)
     except (ClusterFailed, ReferenceFailed) as error:
         troubles.append(str(error))

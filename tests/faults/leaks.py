@@ -11,10 +11,10 @@ import msgspec
 
 from swell.cluster.api.models import ModelList
 from swell.cluster.cli.http_client import Client
-from tests.faults.load import DECODE, Load, compare, make_asks, reference
+from tests.faults.cluster_monitor import ClusterMonitor, Missed
+from tests.faults.load import DECODE, Load, compare, make_requests, reference
 from tests.faults.process import Cluster, ClusterFailed, title
 from tests.faults.trial import RECOVER_S, Setup
-from tests.faults.watch import Missed, Watch
 
 SIZES = (3, 1)
 _SHOWN = 4
@@ -47,10 +47,10 @@ class Usage(msgspec.Struct, frozen=True):
         return ", ".join(f"{_name(pid)} {mib:+.0f} MiB" for mib, pid in grown[:_SHOWN])
 
 
-def measure(cluster: Cluster, veterans: set[int]) -> Usage:
+def measure(cluster: Cluster, initial_pids: set[int]) -> Usage:
     files = threads = 0
     resident = {}
-    for pid in veterans:
+    for pid in initial_pids:
         files += len(os.listdir(f"/proc/{pid}/fd"))
         threads += len(os.listdir(f"/proc/{pid}/task"))
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -68,14 +68,14 @@ def cycles(setup: Setup, count: int, streams: int) -> Iterator[Usage]:
     """The usage before and after each cycle. Raises ClusterFailed if a size is not reached, or if
     an answer fails or is wrong meanwhile."""
     with Cluster(setup.config, *setup.settings, "parallel.data=1") as cluster:
-        watch = Watch(cluster)
+        monitor = ClusterMonitor(cluster)
         cluster.wait_idle()
-        veterans = _ours(cluster)
-        yield measure(cluster, veterans)
+        initial_pids = _ours(cluster)
+        yield measure(cluster, initial_pids)
         for _ in range(count):
-            asyncio.run(_cycle(cluster, watch, streams))
+            asyncio.run(_cycle(cluster, monitor, streams))
             cluster.wait_idle()
-            yield measure(cluster, veterans)
+            yield measure(cluster, initial_pids)
 
 
 def _ours(cluster: Cluster) -> set[int]:
@@ -83,18 +83,18 @@ def _ours(cluster: Cluster) -> set[int]:
     return {pid for pid in cluster.members() if "ray::IDLE" not in title(pid)}
 
 
-async def _cycle(cluster: Cluster, watch: Watch, streams: int) -> None:
+async def _cycle(cluster: Cluster, monitor: ClusterMonitor, streams: int) -> None:
     model = (await Client(cluster.url).get("/v1/models", ModelList)).data[0].id
-    asks = make_asks(model, streams, DECODE, 0)
+    asks = make_requests(model, streams, DECODE, 0)
     expected = await reference(cluster.url, asks)
     load = Load([cluster.url], asks, streams)
     load.start()
     try:
         for size in SIZES:
-            await watch.ask("/admin/scale", {"engines": size, "drain_timeout_s": 0})
-            await watch.until_whole({size}, RECOVER_S)
+            await monitor.ask("/admin/scale", {"engines": size, "drain_timeout_s": 0})
+            await monitor.until_whole({size}, RECOVER_S)
     except Missed as missed:
         raise ClusterFailed(str(missed)) from None
-    verdict = compare(expected, await load.finish())
-    if verdict.failed or verdict.wrong or verdict.cut:
-        raise ClusterFailed(f"answers suffered: {verdict}")
+    load_result = compare(expected, await load.finish())
+    if load_result.failed or load_result.wrong or load_result.cut:
+        raise ClusterFailed(f"answers suffered: {load_result}")

@@ -23,7 +23,7 @@ _CONNECT_S = 10.0
 _CUT = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 """The connection was there and ended. So did one that is reset while the client still waits to hear
 that it is there: the dead one's kernel had taken it."""
-_CALM_STREAMS = 8
+_REFERENCE_STREAMS = 8
 """Requests that run at once while the oracle is made."""
 _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "kitten", "moon")
 
@@ -48,7 +48,7 @@ class Ask(msgspec.Struct, frozen=True):
     body: dict[str, Any]
 
 
-def make_asks(model: str, count: int, shape: Shape, seed: int) -> list[Ask]:
+def make_requests(model: str, count: int, shape: Shape, seed: int) -> list[Ask]:
     """Chats and completions, greedy and sampled, half each; some stop at a string, some come
     whole. The same for the same seed."""
     rng = random.Random(seed)
@@ -136,7 +136,7 @@ class _Refused(RuntimeError):
     """The server says that it failed."""
 
 
-async def answer_into(answer: Answer, client: httpx.AsyncClient, url: str, ask: Ask) -> None:
+async def send_request(answer: Answer, client: httpx.AsyncClient, url: str, ask: Ask) -> None:
     """Send one request and keep everything that comes; a failure is kept too, never raised."""
     try:
         async with (
@@ -154,19 +154,19 @@ async def answer_into(answer: Answer, client: httpx.AsyncClient, url: str, ask: 
     except (TimeoutError, httpx.TimeoutException):
         answer.error = f"no end after {time.monotonic() - answer.began_s:.0f} s"
     except (httpx.TransportError, msgspec.MsgspecError, _Refused) as error:
-        beneath = _beneath(error)
-        answer.error = f"{type(error).__name__}: {error}" + (f" ({beneath})" if beneath else "")
-        answer.cut = isinstance(error, _CUT) or isinstance(beneath, ConnectionResetError)
+        os_error = _find_os_error(error)
+        answer.error = f"{type(error).__name__}: {error}" + (f" ({os_error})" if os_error else "")
+        answer.cut = isinstance(error, _CUT) or isinstance(os_error, ConnectionResetError)
     answer.ended_s = time.monotonic()
 
 
-def _beneath(error: BaseException) -> OSError | None:
+def _find_os_error(error: BaseException) -> OSError | None:
     """What the system said."""
-    beneath = error.__cause__ or error.__context__
-    while beneath is not None:
-        if isinstance(beneath, OSError) and beneath.errno is not None:
-            return beneath
-        beneath = beneath.__cause__ or beneath.__context__
+    os_error = error.__cause__ or error.__context__
+    while os_error is not None:
+        if isinstance(os_error, OSError) and os_error.errno is not None:
+            return os_error
+        os_error = os_error.__cause__ or os_error.__context__
     return None
 
 
@@ -216,7 +216,7 @@ class Load:
     def start(self, rounds: int | None = None) -> None:
         """Keep every stream busy until `finish`, or for so many requests each."""
         self._tasks += [
-            asyncio.create_task(self._keep_asking(place, rounds)) for place in range(self.streams)
+            asyncio.create_task(self._run_stream(place, rounds)) for place in range(self.streams)
         ]
 
     @property
@@ -239,7 +239,7 @@ class Load:
         await asyncio.gather(*self._tasks)
         return self.answers
 
-    async def _keep_asking(self, place: int, rounds: int | None) -> None:
+    async def _run_stream(self, place: int, rounds: int | None) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         patience = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
         # Our servers speak plain HTTP; reading certificates would cost every stream some CPU.
@@ -253,7 +253,7 @@ class Load:
                 answer = Answer(number % len(self._asks), time.monotonic())
                 self.open[place] = answer
                 url = self._urls[number % len(self._urls)]
-                await answer_into(answer, client, url, self._asks[answer.ask])
+                await send_request(answer, client, url, self._asks[answer.ask])
                 self.answers.append(self.open.pop(place))
 
 
@@ -263,8 +263,8 @@ class ReferenceFailed(RuntimeError):
 
 async def reference(url: str, asks: Sequence[Ask]) -> list[Answer]:
     """The answer to each request, in order. Raises ReferenceFailed."""
-    load = Load([url], asks, _CALM_STREAMS)
-    load.start(rounds=-(-len(asks) // _CALM_STREAMS))
+    load = Load([url], asks, _REFERENCE_STREAMS)
+    load.start(rounds=-(-len(asks) // _REFERENCE_STREAMS))
     answers = {answer.ask: answer for answer in await load.ended()}
     for answer in answers.values():
         if answer.error:
@@ -275,7 +275,7 @@ async def reference(url: str, asks: Sequence[Ask]) -> list[Answer]:
 # ---------------------------------------------------------------- what became of them
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class LoadResult(msgspec.Struct, frozen=True):
     """Counts of answers; `cut` ended with their connection, `failed` in any other way."""
 
     answers: int
@@ -290,13 +290,13 @@ class Verdict(msgspec.Struct, frozen=True):
     """The first few that failed or are wrong."""
 
 
-def compare(expected: Sequence[Answer], answers: Sequence[Answer]) -> Verdict:
+def compare(expected: Sequence[Answer], answers: Sequence[Answer]) -> LoadResult:
     """Judge every answer by the one to the same request; of a cut one what came must be right."""
     wrong = [line for answer in answers if (line := difference(expected[answer.ask], answer))]
     cut = [answer for answer in answers if answer.cut]
     failed = [answer for answer in answers if answer.error and not answer.cut]
     lines = [f"request {answer.ask}: {answer.error}" for answer in (*failed, *cut)]
-    return Verdict(
+    return LoadResult(
         answers=len(answers),
         failed=len(failed),
         cut=len(cut),

@@ -7,8 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from tests.faults.cluster_monitor import ClusterMonitor, Missed, Passed
 from tests.faults.load import DECODE, PREFILL, Load, Shape
-from tests.faults.watch import Missed, Passed, Watch
 
 _LIMIT_S = 60.0
 _POLL_S = 0.01
@@ -21,7 +21,7 @@ class Moment:
     """One column. `reach` raises Missed if the moment does not come, Passed if it is too short."""
 
     name: str
-    reach: Callable[[Watch, Load], Awaitable[None]]
+    reach: Callable[[ClusterMonitor, Load], Awaitable[None]]
     shape: Shape = DECODE
     grows: bool = False
     """One engine more is being added."""
@@ -37,35 +37,35 @@ async def _until(true: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _idle(_watch: Watch, _load: Load) -> None:
+async def _idle(_monitor: ClusterMonitor, _load: Load) -> None:
     """Nothing was asked; the load begins after the event."""
 
 
-async def _prefill(_watch: Watch, load: Load) -> None:
+async def _prefill(_monitor: ClusterMonitor, load: Load) -> None:
     """Most requests in flight have not given a token: their long prompts are being computed."""
     load.start()
     await _until(lambda: len(load.answers) > 0, "a first answer")
     await _until(lambda: 2 * load.streaming < len(load.open), "prompts in work")
 
 
-async def _decode(_watch: Watch, load: Load) -> None:
+async def _decode(_monitor: ClusterMonitor, load: Load) -> None:
     """Most requests in flight stream."""
     load.start()
     wanted = _BUSY_SHARE * _BUSY_SHARE * load.streams
     await _until(lambda: load.streaming >= wanted, "streams in flight")
 
 
-def _rescale(phase: str) -> Callable[[Watch, Load], Awaitable[None]]:
-    async def reach(watch: Watch, load: Load) -> None:
-        await _decode(watch, load)
-        state = await watch.look()
+def _rescale(phase: str) -> Callable[[ClusterMonitor, Load], Awaitable[None]]:
+    async def reach(monitor: ClusterMonitor, load: Load) -> None:
+        await _decode(monitor, load)
+        state = await monitor.get_state()
         if state is None:
             raise Missed("nobody answers /admin/cluster")
-        await watch.ask("/admin/scale", {"engines": state.target + 1})
+        await monitor.ask("/admin/scale", {"engines": state.target + 1})
         deadline = time.monotonic() + _LIMIT_S
         begun = False
         while time.monotonic() < deadline:
-            state = await watch.look()
+            state = await monitor.get_state()
             if state is not None and state.rescale.phase == phase:
                 return
             if begun and state is not None and state.rescale.phase == "idle":
@@ -76,24 +76,24 @@ def _rescale(phase: str) -> Callable[[Watch, Load], Awaitable[None]]:
     return reach
 
 
-async def _wave_start(watch: Watch, load: Load) -> None:
+async def _wave_start(monitor: ClusterMonitor, load: Load) -> None:
     """From rest: the first steps of a wave."""
-    steps = await _steps(watch)
+    steps = await _steps(monitor)
     load.start()
     deadline = time.monotonic() + _LIMIT_S
-    while await _steps(watch) == steps:
+    while await _steps(monitor) == steps:
         if time.monotonic() > deadline:
             raise Missed("no engine began to step")
 
 
-async def _wave_end(_watch: Watch, load: Load) -> None:
+async def _wave_end(_monitor: ClusterMonitor, load: Load) -> None:
     """One answer to each stream, and the last has just ended: engines vote to stop."""
     load.start(rounds=1)
     await load.ended()
 
 
-async def _steps(watch: Watch) -> int:
-    state = await watch.look()
+async def _steps(monitor: ClusterMonitor) -> int:
+    state = await monitor.get_state()
     return sum(engine.steps for engine in state.engines) if state is not None else 0
 
 

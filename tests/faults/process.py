@@ -40,7 +40,7 @@ def leftovers() -> set[Path]:
     return {*(folders - set(map(Path, used))), *Path("/dev/shm").iterdir()}
 
 
-def listen_to_ctrl_c() -> None:
+def enable_sigint() -> None:
     """A shell starts what runs in its background with SIGINT ignored, and children inherit it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -61,7 +61,7 @@ class Cluster:
             # Ray names its processes by setproctitle, which else wipes the environment.
             env={**os.environ, name: value, "SPT_NOENV": "1"},
             start_new_session=True,
-            preexec_fn=listen_to_ctrl_c,
+            preexec_fn=enable_sigint,
         )
         self.lines: list[str] = []
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()

@@ -44,12 +44,12 @@ def rows(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
             cell.event,
             cell.moment,
             str(cell.in_flight),
-            str(cell.verdict.answers),
-            str(cell.verdict.failed),
-            str(cell.verdict.wrong),
-            str(cell.verdict.cut),
+            str(cell.load_result.answers),
+            str(cell.load_result.failed),
+            str(cell.load_result.wrong),
+            str(cell.load_result.cut),
             "never" if cell.recover_s is None else f"{cell.recover_s:.1f} s",
-            f"{cell.verdict.pause_s:.1f} s",
+            f"{cell.load_result.pause_s:.1f} s",
             "ok" if cell.good else "FAILED",
         )
         for cell in cells

@@ -26,14 +26,15 @@ from swell.cluster.api.admin.protocol import ClusterState
 from tests.cluster import fake_server
 from tests.cluster.fake_server import FakeServer
 from tests.faults import __main__ as command
-from tests.faults import events, load, moments, report
-from tests.faults.load import DECODE, PREFILL, Answer, Load, compare, make_asks, reference
+from tests.faults import fault_types as events
+from tests.faults import load, moments, report
+from tests.faults.cluster_monitor import Missed
+from tests.faults.load import DECODE, PREFILL, Answer, Load, compare, make_requests, reference
 from tests.faults.process import alive, listeners, title
 from tests.faults.report import Result
 from tests.faults.trial import Cell
-from tests.faults.watch import Missed
 
-ASKS = make_asks("fake", 12, load.Shape((2, 5), (3, 9)), seed=3)
+ASKS = make_requests("fake", 12, load.Shape((2, 5), (3, 9)), seed=3)
 
 
 class WholeServer(FakeServer):
@@ -72,8 +73,8 @@ def right_answers(fake: FakeServer) -> list[Answer]:
 
 
 def test_requests_are_the_same_for_a_seed_and_of_every_kind() -> None:
-    asks = make_asks("m", 60, DECODE, seed=1)
-    assert asks == make_asks("m", 60, DECODE, seed=1) != make_asks("m", 60, DECODE, seed=2)
+    asks = make_requests("m", 60, DECODE, seed=1)
+    assert asks == make_requests("m", 60, DECODE, seed=1) != make_requests("m", 60, DECODE, seed=2)
     for ask in asks:
         assert ("messages" in ask.body) == ask.path.endswith("chat/completions")
         if "seed" in ask.body:
@@ -89,7 +90,7 @@ def test_requests_are_the_same_for_a_seed_and_of_every_kind() -> None:
 def test_sizes_stay_in_their_ranges() -> None:
     for shape in (DECODE, PREFILL):
         low, high = shape.output_tokens
-        asks = make_asks("m", 50, shape, seed=0)
+        asks = make_requests("m", 50, shape, seed=0)
         assert all(low <= ask.body["max_tokens"] <= high for ask in asks)
         assert max(len(json.dumps(ask.body)) for ask in asks) + high < 2048, (
             "nano's limit, in bytes"
@@ -111,10 +112,15 @@ def test_every_form_of_answer_is_read_whole(fake: FakeServer) -> None:
 def test_a_calm_server_is_judged_right_and_every_stream_is_kept_busy(fake: FakeServer) -> None:
     right = right_answers(fake)
     answers = asyncio.run(answers_of(fake.url, streams=6, rounds=4))
-    verdict = compare(right, answers)
-    assert (verdict.answers, verdict.failed, verdict.cut, verdict.wrong) == (24, 0, 0, 0)
-    assert verdict.moved == sum("," in answer.engines for answer in answers) > 0
-    assert verdict.pause_s > 0 and verdict.examples == []
+    load_result = compare(right, answers)
+    assert (load_result.answers, load_result.failed, load_result.cut, load_result.wrong) == (
+        24,
+        0,
+        0,
+        0,
+    )
+    assert load_result.moved == sum("," in answer.engines for answer in answers) > 0
+    assert load_result.pause_s > 0 and load_result.examples == []
 
 
 def test_refused_requests_have_failed(fake: FakeServer) -> None:
@@ -128,17 +134,17 @@ def test_refused_requests_have_failed(fake: FakeServer) -> None:
         running.start(9)
         return await running.ended()
 
-    verdict = compare([right[ASKS.index(ask)] for ask in streamed], asyncio.run(work()))
-    assert (verdict.answers, verdict.failed, verdict.cut) == (9, 3, 0)
-    assert "503" in verdict.examples[0]
+    load_result = compare([right[ASKS.index(ask)] for ask in streamed], asyncio.run(work()))
+    assert (load_result.answers, load_result.failed, load_result.cut) == (9, 3, 0)
+    assert "503" in load_result.examples[0]
 
 
 def test_a_stream_without_its_end_has_failed_though_its_text_is_right(fake: FakeServer) -> None:
     right = right_answers(fake)
     fake.cut_short = True
     streamed = sum(bool(ask.body.get("stream")) for ask in ASKS)
-    verdict = compare(right, asyncio.run(answers_of(fake.url, len(ASKS), 1)))
-    assert (verdict.failed, verdict.cut, verdict.wrong) == (streamed, 0, 0)
+    load_result = compare(right, asyncio.run(answers_of(fake.url, len(ASKS), 1)))
+    assert (load_result.failed, load_result.cut, load_result.wrong) == (streamed, 0, 0)
 
 
 def test_a_closed_loop_goes_on_until_it_is_told(fake: FakeServer) -> None:
@@ -192,8 +198,8 @@ def test_a_cut_connection_is_cut_and_what_came_must_be_right(text: str, wrong: i
         raise AssertionError
 
     expected = Answer(0, 0.0, text="ab ab", finish_reason="length", usage=(1, 2))
-    verdict = compare([expected], asyncio.run(work()))
-    assert (verdict.failed, verdict.cut, verdict.wrong) == (0, 1, wrong)
+    load_result = compare([expected], asyncio.run(work()))
+    assert (load_result.failed, load_result.cut, load_result.wrong) == (0, 1, wrong)
 
 
 @pytest.mark.parametrize("dies", ["before", "meanwhile"])
@@ -233,9 +239,9 @@ def test_each_field_is_compared(name: str, value: object) -> None:
     other = answer()
     assert compare([answer()], [other]).wrong == 0
     setattr(other, name, value)
-    verdict = compare([answer()], [other])
-    assert verdict.wrong == 1
-    assert name in verdict.examples[0]
+    load_result = compare([answer()], [other])
+    assert load_result.wrong == 1
+    assert name in load_result.examples[0]
 
 
 def test_the_longest_pause_counts_from_the_request_to_the_end() -> None:
@@ -275,10 +281,10 @@ def test_signals_do_what_their_names_say(
 ) -> None:
     monkeypatch.setattr(events, "_SLOW_S", 0.01)
     pid, none = sleeper.pid, msgspec.UNSET
-    deeds = {}
+    effects = {}
     for action in ("slow", "stop", "kill"):
         act = events.EVENTS[f"{action}-{kind}"].act
-        deeds[action] = asyncio.run(act(none, state_of(pid), random.Random(0)))  # type: ignore[arg-type]
+        effects[action] = asyncio.run(act(none, state_of(pid), random.Random(0)))  # type: ignore[arg-type]
         if action == "slow":
             assert condition(pid) != "T"
         if action == "stop":
@@ -286,9 +292,9 @@ def test_signals_do_what_their_names_say(
             assert condition(pid) == "T"
     assert sleeper.wait(timeout=10) == -signal.SIGKILL
     assert not alive(pid)
-    assert (deeds["slow"].keeps, deeds["slow"].victims) == (True, frozenset())
-    assert [deeds[action].victims for action in ("stop", "kill")] == [{pid}, {pid}]
-    assert all(deed.targets == {1} and str(pid) in deed.text for deed in deeds.values())
+    assert (effects["slow"].keeps, effects["slow"].victims) == (True, frozenset())
+    assert [effects[action].victims for action in ("stop", "kill")] == [{pid}, {pid}]
+    assert all(effect.targets == {1} and str(pid) in effect.text for effect in effects.values())
 
 
 def test_what_dies_together_is_found_before_the_first_is_hit(
@@ -302,11 +308,11 @@ def test_what_dies_together_is_found_before_the_first_is_hit(
         assert alive(sleeper.pid), "the engine was hit before the manager was found"
         return [other.pid]
 
-    watch: Any = SimpleNamespace(cluster=SimpleNamespace(named=named))
+    monitor: Any = SimpleNamespace(cluster=SimpleNamespace(named=named))
     act = events.EVENTS["kill-engine+manager"].act
     try:
-        deed = asyncio.run(act(watch, state, random.Random(0)))
-        assert deed.victims == {sleeper.pid, other.pid}
+        effect = asyncio.run(act(monitor, state, random.Random(0)))
+        assert effect.victims == {sleeper.pid, other.pid}
         assert (sleeper.wait(timeout=10), other.wait(timeout=10)) == (-9, -9)
     finally:
         other.kill()
@@ -316,7 +322,7 @@ def test_what_dies_together_is_found_before_the_first_is_hit(
 def test_sets_of_kills_are_rows() -> None:
     sets = [event for name, event in events.EVENTS.items() if "+" in name]
     assert {"kill-engine+manager", "kill-engines+manager+coordinator"} <= {e.name for e in sets}
-    assert all(event.cuts == ("ingress" in event.name) for event in sets)
+    assert all(event.cuts_connections == ("ingress" in event.name) for event in sets)
 
 
 def test_living_processes_are_told_from_zombies(sleeper: subprocess.Popen[bytes]) -> None:
@@ -374,8 +380,8 @@ def test_cells_leave_out_what_cannot_be() -> None:
 
 
 def result(failed: int) -> Result:
-    verdict = load.Verdict(answers=9, failed=failed, cut=0, wrong=0, pause_s=0.25, moved=1)
-    cell = Cell("kill-engine", "decode", ["kill"], 5, verdict, 1.5, 3, [])
+    load_result = load.LoadResult(answers=9, failed=failed, cut=0, wrong=0, pause_s=0.25, moved=1)
+    cell = Cell("kill-engine", "decode", ["kill"], 5, load_result, 1.5, 3, [])
     return Result("dense", ["a.b=1"], [cell])
 
 

@@ -20,20 +20,20 @@ import msgspec
 from swell.cluster.api.admin.protocol import ClusterState
 from swell.cluster.api.models import ModelList
 from swell.cluster.cli.http_client import Client
-from tests.faults.events import Deed, Event
+from tests.faults.cluster_monitor import ClusterMonitor, Missed, Passed, pids
+from tests.faults.fault_types import Event, FaultEffect
 from tests.faults.load import (
     Answer,
     Ask,
     Load,
+    LoadResult,
     Shape,
-    Verdict,
     compare,
-    make_asks,
+    make_requests,
     reference,
 )
 from tests.faults.moments import Moment
 from tests.faults.process import Cluster, ClusterFailed
-from tests.faults.watch import Missed, Passed, Watch, pids
 
 RECOVER_S = 60.0
 """From a fault to full capacity."""
@@ -59,10 +59,10 @@ class Cell(msgspec.Struct, frozen=True):
     event: str
     moment: str
     """`after X` if X was over before it could be seen."""
-    deeds: list[str]
+    effects: list[str]
     in_flight: int
     """Requests, when the fault came; of a row the fewest."""
-    verdict: Verdict
+    load_result: LoadResult
     recover_s: float | None
     """From the fault to full capacity; of a row the longest; None if it was not reached."""
     resubmitted: int
@@ -71,7 +71,7 @@ class Cell(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        return not (self.troubles or self.verdict.failed or self.verdict.wrong)
+        return not (self.troubles or self.load_result.failed or self.load_result.wrong)
 
 
 class Trial:
@@ -83,7 +83,7 @@ class Trial:
         self._rng = random.Random(seed)
         self._seed = seed
         self._cluster: Cluster | None = None
-        self._watch: Watch | None = None
+        self._monitor: ClusterMonitor | None = None
         self._engines = 0
         self._oracle: dict[Shape, tuple[list[Ask], list[Answer]]] = {}
 
@@ -95,40 +95,40 @@ class Trial:
 
     def close(self) -> None:
         """Stop the cluster in order. Raises ClusterFailed if that does not end well."""
-        cluster, self._cluster, self._watch = self._cluster, None, None
+        cluster, self._cluster, self._monitor = self._cluster, None, None
         if cluster is not None:
             cluster.stop()
 
     def cell(self, event: Event, moment: Moment) -> Cell:
         """One fault in one moment. Raises ClusterFailed, ReferenceFailed."""
-        return self._run(lambda watch: self._cell(watch, event, moment))
+        return self._run(lambda monitor: self._cell(monitor, event, moment))
 
     def row(self, name: str, events: Sequence[Event], shape: Shape) -> Cell:
         """Many faults under one load, each once the cluster is whole again."""
-        return self._run(lambda watch: self._row(watch, name, events, shape))
+        return self._run(lambda monitor: self._row(monitor, name, events, shape))
 
     def storm(self, name: str, events: Sequence[Event], shape: Shape) -> Cell:
         """Many faults under one load, one every two seconds, whole or not."""
-        return self._run(lambda watch: self._storm(watch, name, events, shape))
+        return self._run(lambda monitor: self._storm(monitor, name, events, shape))
 
-    def _run(self, work: Callable[[Watch], Coroutine[Any, Any, Cell]]) -> Cell:
+    def _run(self, work: Callable[[ClusterMonitor], Coroutine[Any, Any, Cell]]) -> Cell:
         """Start a cluster if there is none; one that is not whole afterwards ends here."""
-        if self._cluster is None or self._watch is None:
+        if self._cluster is None or self._monitor is None:
             self._cluster = Cluster(self.setup.config, *self.setup.settings).__enter__()
-            self._watch = Watch(self._cluster)
-        cell = asyncio.run(work(self._watch))
+            self._monitor = ClusterMonitor(self._cluster)
+        cell = asyncio.run(work(self._monitor))
         if cell.recover_s is None:
             self._cluster.kill()
-            self._cluster = self._watch = None
+            self._cluster = self._monitor = None
         return cell
 
     # ---------------------------------------------------------------- one cell
 
-    async def _cell(self, watch: Watch, event: Event, moment: Moment) -> Cell:
-        record, load = await self._begin(watch, moment.shape)
+    async def _cell(self, monitor: ClusterMonitor, event: Event, moment: Moment) -> Cell:
+        record, load = await self._begin(monitor, moment.shape)
         when = moment.name
         try:
-            await moment.reach(watch, load)
+            await moment.reach(monitor, load)
         except Passed:
             when = f"after {moment.name}"
         except Missed as missed:
@@ -137,8 +137,10 @@ class Trial:
         await asyncio.sleep(_SETTLE_S)
         return await record.end(event.name, when)
 
-    async def _row(self, watch: Watch, name: str, events: Sequence[Event], shape: Shape) -> Cell:
-        record, load = await self._begin(watch, shape)
+    async def _row(
+        self, monitor: ClusterMonitor, name: str, events: Sequence[Event], shape: Shape
+    ) -> Cell:
+        record, load = await self._begin(monitor, shape)
         load.start()
         for event in events:
             await asyncio.sleep(_BETWEEN_S)
@@ -148,38 +150,40 @@ class Trial:
         await asyncio.sleep(_SETTLE_S)
         return await record.end(name, "decode")
 
-    async def _storm(self, watch: Watch, name: str, events: Sequence[Event], shape: Shape) -> Cell:
-        record, load = await self._begin(watch, shape)
+    async def _storm(
+        self, monitor: ClusterMonitor, name: str, events: Sequence[Event], shape: Shape
+    ) -> Cell:
+        record, load = await self._begin(monitor, shape)
         load.start()
         for event in events:
             await asyncio.sleep(_BETWEEN_S)
-            await record.strike(event)
+            await record.inject(event)
         await record.recover()
         await asyncio.sleep(_SETTLE_S)
         return await record.end(name, "decode")
 
-    async def _begin(self, watch: Watch, shape: Shape) -> tuple[_Record, Load]:
+    async def _begin(self, monitor: ClusterMonitor, shape: Shape) -> tuple[_Record, Load]:
         """A whole cluster of the first size, and a load that has not begun."""
         if not self._engines:
-            state = await watch.look()
+            state = await monitor.get_state()
             self._engines = state.target if state is not None else 1
         try:
-            state = await watch.look()
+            state = await monitor.get_state()
             if state is not None and state.target != self._engines:
-                await watch.ask("/admin/scale", {"engines": self._engines})
-            await watch.until_whole({self._engines}, RECOVER_S)
+                await monitor.ask("/admin/scale", {"engines": self._engines})
+            await monitor.until_whole({self._engines}, RECOVER_S)
         except Missed as missed:
             raise ClusterFailed(f"not whole before the fault: {missed}") from None
-        asks, answers = await self._reference(watch.cluster.url, shape)
-        load = Load([watch.cluster.url], asks, self._streams)
-        resubmitted = await watch.counter(_RESUBMITTED)
-        return _Record(watch, load, self._rng, answers, resubmitted), load
+        asks, answers = await self._reference(monitor.cluster.url, shape)
+        load = Load([monitor.cluster.url], asks, self._streams)
+        resubmitted = await monitor.counter(_RESUBMITTED)
+        return _Record(monitor, load, self._rng, answers, resubmitted), load
 
     async def _reference(self, url: str, shape: Shape) -> tuple[list[Ask], list[Answer]]:
         """Requests and their right answers, which the first calm cluster gives."""
         if shape not in self._oracle:
             model = (await Client(url).get("/v1/models", ModelList)).data[0].id
-            asks = make_asks(model, self._streams, shape, self._seed)
+            asks = make_requests(model, self._streams, shape, self._seed)
             self._oracle[shape] = asks, await reference(url, asks)
         return self._oracle[shape]
 
@@ -189,7 +193,7 @@ class _Record:
 
     def __init__(
         self,
-        watch: Watch,
+        monitor: ClusterMonitor,
         load: Load,
         rng: random.Random,
         expected: list[Answer],
@@ -197,7 +201,7 @@ class _Record:
     ) -> None:
         self.troubles: list[str] = []
         self.broken = False
-        self._watch = watch
+        self._monitor = monitor
         self._load = load
         self._rng = rng
         self._expected = expected
@@ -209,36 +213,36 @@ class _Record:
 
     async def fault(self, event: Event) -> None:
         """Cause it and wait for full capacity."""
-        before = await self._watch.look()
+        before = await self._monitor.get_state()
         if before is None:
             self._break(f"{event.name}: nobody answers /admin/cluster")
             return
         self._in_flight.append(len(self._load.open))
         began = time.monotonic()
-        self._cuts |= event.cuts
+        self._cuts |= event.cuts_connections
         try:
-            deed = await event.act(self._watch, before, self._rng)
-            self._deeds.append(deed.text)
+            effect = await event.act(self._monitor, before, self._rng)
+            self._deeds.append(effect.text)
             if not self._load.busy:
                 self._load.start()
-            after = await self._watch.until_whole(deed.targets, RECOVER_S, deed.victims)
+            after = await self._monitor.until_whole(effect.targets, RECOVER_S, effect.victims)
         except (Missed, ProcessLookupError) as missed:
             self._break(f"{event.name}: {missed}")
             return
         self._recover_s.append(time.monotonic() - began)
-        if deed.keeps:
-            await self._check_kept(deed, before, after)
+        if effect.expects_no_restart:
+            await self._check_kept(effect, before, after)
 
-    async def strike(self, event: Event) -> None:
+    async def inject(self, event: Event) -> None:
         """Cause it in whatever state the cluster is: one that finds nobody, or is refused, is
         told and is no fault."""
-        before = await self._watch.look()
+        before = await self._monitor.get_state()
         self._in_flight.append(len(self._load.open))
-        self._cuts |= event.cuts
+        self._cuts |= event.cuts_connections
         try:
             if before is None:
                 raise Missed("nobody answers /admin/cluster")
-            self._deeds.append((await event.act(self._watch, before, self._rng)).text)
+            self._deeds.append((await event.act(self._monitor, before, self._rng)).text)
         except (Missed, ProcessLookupError, IndexError) as missed:
             self._deeds.append(f"({event.name}: {missed})")
 
@@ -246,33 +250,37 @@ class _Record:
         """Wait for full capacity, at whatever size was asked for last."""
         began = time.monotonic()
         try:
-            while (state := await self._watch.look()) is None:
+            while (state := await self._monitor.get_state()) is None:
                 await asyncio.sleep(_SETTLE_S)
-            await self._watch.until_whole({state.target}, RECOVER_S)
+            await self._monitor.until_whole({state.target}, RECOVER_S)
         except Missed as missed:
             self._break(str(missed))
         self._recover_s.append(time.monotonic() - began)
 
-    async def _check_kept(self, deed: Deed, before: ClusterState, after: ClusterState) -> None:
+    async def _check_kept(
+        self, effect: FaultEffect, before: ClusterState, after: ClusterState
+    ) -> None:
         await asyncio.sleep(_SETTLE_S)
-        after = await self._watch.look() or after
+        after = await self._monitor.get_state() or after
         if lost := set(pids(before)) - set(pids(after)):
-            self.troubles.append(f"{deed.text}: processes {sorted(lost)} were replaced for nothing")
+            self.troubles.append(
+                f"{effect.text}: processes {sorted(lost)} were replaced for nothing"
+            )
 
     async def end(self, event: str, moment: str) -> Cell:
         """Let the answers end, and judge."""
-        verdict = compare(self._expected, await self._load.finish())
-        if verdict.cut and not self._cuts:
-            self.troubles.append(f"{verdict.cut} connections were cut by no ingress's end")
-        if not verdict.answers:
+        load_result = compare(self._expected, await self._load.finish())
+        if load_result.cut and not self._cuts:
+            self.troubles.append(f"{load_result.cut} connections were cut by no ingress's end")
+        if not load_result.answers:
             self.troubles.append("no answers")
-        counter = await self._watch.counter(_RESUBMITTED)
+        counter = await self._monitor.counter(_RESUBMITTED)
         return Cell(
             event=event,
             moment=moment,
-            deeds=self._deeds,
+            effects=self._deeds,
             in_flight=min(self._in_flight, default=0),
-            verdict=verdict,
+            load_result=load_result,
             recover_s=None if self.broken else max(self._recover_s, default=0.0),
             resubmitted=max(0, round(counter - self._resubmitted)),
             troubles=self.troubles,
@@ -283,16 +291,16 @@ class _Record:
         self.troubles.append(trouble)
 
 
-def tell(cell: Cell) -> None:
+def print_cell(cell: Cell) -> None:
     """One line about a cell, as it ends."""
     took = "never" if cell.recover_s is None else f"{cell.recover_s:.1f} s"
-    verdict = cell.verdict
+    load_result = cell.load_result
     print(
         f"{'ok  ' if cell.good else 'FAIL'} {cell.event} in {cell.moment}: "
-        f"{', '.join(cell.deeds)}; {cell.in_flight} in flight, {verdict.answers} answers, "
-        f"{verdict.failed} failed, {verdict.wrong} wrong, {verdict.cut} cut; "
-        f"whole after {took}, longest pause {verdict.pause_s:.1f} s",
+        f"{', '.join(cell.effects)}; {cell.in_flight} in flight, {load_result.answers} answers, "
+        f"{load_result.failed} failed, {load_result.wrong} wrong, {load_result.cut} cut; "
+        f"whole after {took}, longest pause {load_result.pause_s:.1f} s",
         flush=True,
     )
-    for line in (*cell.troubles, *verdict.examples):
+    for line in (*cell.troubles, *load_result.examples):
         print(f"     {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Bitmasks of tokens: every column against the definition."""
+"""Bitmasks of tokens: every backend against the definition."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
-COLUMNS = [name for name in ("reference", "cpu") if columns.load(name, "bitmask") is not None]
+BACKENDS = [name for name in ("reference", "cpu") if backends.load(name, "bitmask") is not None]
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=60, deadline=None)
 @given(
     vocab=st.integers(1, 100),
@@ -31,7 +31,7 @@ def test_definition(name, vocab, rows, value, seed):
         for t in range(vocab):
             if not bitmask[i, t // 32].item() >> t % 32 & 1:
                 wanted[row, t] = value
-    columns.load(name, "bitmask").apply_bitmask(
+    backends.load(name, "bitmask").apply_bitmask(
         logits, bitmask, torch.tensor(rows, dtype=torch.int64), value
     )
     assert torch.equal(logits, wanted)

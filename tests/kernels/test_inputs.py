@@ -1,4 +1,4 @@
-"""Every column against what the tables say, element by element."""
+"""Every backend against what the tables say, element by element."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 from swell.kernels.inputs import Inputs
 
 SLOTS, LENGTH, BLOCK, BLOCKS = 6, 40, 4, 10
 
 
-def column(name: str):
-    module = columns.load(name, "inputs")
+def backend(name: str):
+    module = backends.load(name, "inputs")
     if module is None:
-        pytest.skip(f"the column {name} cannot run here")
+        pytest.skip(f"the backend {name} cannot run here")
     return module
 
 
@@ -44,7 +44,7 @@ def test_inputs_of_a_step(name, step, seed):
     for tensor in out:
         tensor.fill_(-7)
     slots, starts, counts, draws = ([row[i] for row in step] for i in range(4))
-    gather = column(name).make_gather(ids, table, BLOCK, out)
+    gather = backend(name).make_gather(ids, table, BLOCK, out)
     sizes = gather(slots, starts, counts, draws)
     tokens = [(slot, p) for slot, start, n, _ in step for p in range(start, start + n)]
     ends = [start + n for _, start, n, _ in step]
@@ -77,7 +77,7 @@ def test_one_step_after_the_other(name):
     ids = torch.arange(20, dtype=torch.int32).view(2, 10)
     table = torch.tensor([[5, 6], [7, 8]], dtype=torch.int32)
     out = Inputs.allocate(8, 3, 2, torch.device("cpu"))
-    gather = column(name).make_gather(ids, table, 4, out)
+    gather = backend(name).make_gather(ids, table, 4, out)
     assert gather([1, 0], [2, 0], [3, 1], [True, False]) == (4, 2, 1, 3, 5)
     ids[0, 3] = 77
     table[0, 0] = 9
@@ -90,7 +90,7 @@ def test_one_step_after_the_other(name):
 def test_tokens_are_written_where_they_belong(name):
     ids = torch.zeros(3, 5, dtype=torch.int32)
     pairs = torch.tensor([[2, 4], [0, 0], [1, 3]])
-    column(name).write_tokens(ids, pairs[:, 0], pairs[:, 1], torch.tensor([7, 8, 9]))
+    backend(name).write_tokens(ids, pairs[:, 0], pairs[:, 1], torch.tensor([7, 8, 9]))
     assert ids.tolist() == [[8, 0, 0, 0, 0], [0, 0, 0, 9, 0], [0, 0, 0, 0, 7]]
 
 
@@ -100,12 +100,12 @@ def test_what_lies_outside_of_the_tables_is_an_error(name, slot, start):
     ids = torch.zeros(SLOTS, LENGTH + 1, dtype=torch.int32)
     table = torch.zeros(SLOTS, BLOCKS, dtype=torch.int32)
     out = Inputs.allocate(2, 2, BLOCKS, torch.device("cpu"))
-    gather = column(name).make_gather(ids, table, BLOCK, out)
+    gather = backend(name).make_gather(ids, table, BLOCK, out)
     with pytest.raises(IndexError, match=f"row 0 of the step: slot {slot} from position {start}"):
         gather([slot], [start], [1], [True])
     at, position, one = (torch.tensor([x]) for x in (slot, start, 1))
     with pytest.raises(IndexError):
-        column(name).write_tokens(ids, at, position, one)
+        backend(name).write_tokens(ids, at, position, one)
     assert not ids.any()
 
 
@@ -114,7 +114,7 @@ def test_a_sampled_token_has_its_place(name):
     ids = torch.zeros(SLOTS, LENGTH, dtype=torch.int32)
     table = torch.zeros(SLOTS, BLOCKS, dtype=torch.int32)
     out = Inputs.allocate(4, 2, BLOCKS, torch.device("cpu"))
-    gather = column(name).make_gather(ids, table, BLOCK, out)
+    gather = backend(name).make_gather(ids, table, BLOCK, out)
     assert gather([1, 0], [LENGTH - 1, LENGTH - 2], [1, 1], [False, True]).samples == 1
     with pytest.raises(IndexError, match=f"row 1 of the step: slot 0 from position {LENGTH - 1}"):
         gather([1, 0], [0, LENGTH - 1], [1, 1], [True, True])
@@ -126,6 +126,6 @@ def test_what_does_not_fit_is_an_error(name, rows, count, what):
     ids = torch.zeros(SLOTS, LENGTH + 1, dtype=torch.int32)
     table = torch.zeros(SLOTS, BLOCKS, dtype=torch.int32)
     out = Inputs.allocate(2, 2, BLOCKS, torch.device("cpu"))
-    gather = column(name).make_gather(ids, table, BLOCK, out)
+    gather = backend(name).make_gather(ids, table, BLOCK, out)
     with pytest.raises(ValueError, match=f"{what}, and there is room for 2"):
         gather(list(range(rows)), [0] * rows, [count] * rows, [True] * rows)

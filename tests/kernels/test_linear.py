@@ -1,4 +1,4 @@
-"""Products: every column against float64, and a packed row's bits whatever stands beside it."""
+"""Products: every backend against float64, and a packed row's bits whatever stands beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -18,10 +18,10 @@ SHAPES = [
 """Rows, inputs, outputs: parts of tiles, panels, pairs of these and blocks, and several of each."""
 
 
-def column(name: str):
-    module = columns.load(name, "linear")
+def backend(name: str):
+    module = backends.load(name, "linear")
     if module is None:
-        pytest.skip(f"the column {name} cannot run here")
+        pytest.skip(f"the backend {name} cannot run here")
     return module
 
 
@@ -38,7 +38,7 @@ def test_linear(name, dtype, bias, rows, size, outs):
     torch.manual_seed(0)
     x, weight = torch.randn(rows, size).to(dtype), torch.randn(outs, size).to(dtype)
     b = torch.randn(outs).to(dtype) if bias else None
-    module = column(name)
+    module = backend(name)
     y = module.linear(x, module.pack(weight), b)
     assert y.dtype == dtype and y.shape == (rows, outs)
     scale = size**0.5
@@ -52,7 +52,7 @@ def test_a_long_sum_over_many_rows(name):
     """Several blocks of k and several chunks of rows."""
     torch.manual_seed(0)
     x, weight = torch.randn(430, 1000), torch.randn(100, 1000)
-    module = column(name)
+    module = backend(name)
     y = module.linear(x, module.pack(weight))
     assert (y.double() - wanted(x, weight, None)).abs().max() < 2e-4
 
@@ -61,7 +61,7 @@ def test_a_long_sum_over_many_rows(name):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_inputs_that_are_views(name, dtype):
     torch.manual_seed(0)
-    module, weight = column(name), torch.randn(40, 24).to(dtype)
+    module, weight = backend(name), torch.randn(40, 24).to(dtype)
     packed = module.pack(weight)
     wide = torch.randn(6, 60).to(dtype)
     for x in (
@@ -79,7 +79,7 @@ def test_inputs_that_are_views(name, dtype):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_packed_row_has_its_bits_alone_and_among_others(dtype, threads):
     torch.manual_seed(0)
-    module, before = column("cpu"), torch.get_num_threads()
+    module, before = backend("cpu"), torch.get_num_threads()
     x, packed = torch.randn(500, 700).to(dtype), module.pack(torch.randn(333, 700).to(dtype))
     whole = module.linear(x, packed)
     torch.set_num_threads(threads)
@@ -96,7 +96,7 @@ def test_a_packed_row_has_its_bits_alone_and_among_others(dtype, threads):
 def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size, outs):
     """Of two outputs in three there is another one that is as large."""
     torch.manual_seed(0)
-    module, x = column(name), torch.randn(rows, size).to(dtype)
+    module, x = backend(name), torch.randn(rows, size).to(dtype)
     weight = torch.randn(outs, size).to(dtype)
     weight[torch.randint(outs, (2 * outs // 3,))] = weight[torch.randint(outs, (2 * outs // 3,))]
     packed = module.pack(weight)
@@ -117,7 +117,7 @@ def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size
 @pytest.mark.parametrize("sign", [1, -1])
 def test_no_output_that_is_none_is_the_largest(dtype, sign):
     """A packed weight ends in zeros; and what is no number is told."""
-    module = column("cpu")
+    module = backend("cpu")
     weight = -sign * torch.arange(1.0, 34.0)[:, None].to(dtype)
     x = torch.full((2, 1), float(sign)).to(dtype)
 
@@ -133,7 +133,7 @@ def test_no_output_that_is_none_is_the_largest(dtype, sign):
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
 def test_embedding(name, dtype, integer):
     torch.manual_seed(0)
-    module, weight = column(name), torch.randn(71, 40).to(dtype)
+    module, weight = backend(name), torch.randn(71, 40).to(dtype)
     ids = torch.tensor([0, 70, 33, 33, 64, 31, 32], dtype=integer)
     assert torch.equal(module.embedding(ids, module.pack(weight)), weight[ids.long()])
     assert module.embedding(ids[:0], module.pack(weight)).shape == (0, 40)

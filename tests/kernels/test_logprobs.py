@@ -1,16 +1,16 @@
-"""Ranks and log probabilities: every column against arithmetic in float64."""
+"""Ranks and log probabilities: every backend against arithmetic in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
-COLUMNS = [name for name in ("reference", "cpu") if columns.load(name, "logprobs") is not None]
+BACKENDS = [name for name in ("reference", "cpu") if backends.load(name, "logprobs") is not None]
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("vocab", [1, 7, 33, 257, 3000])
 @pytest.mark.parametrize("top", [0, 1, 5, 300, 9999])
 @pytest.mark.parametrize("ties", [False, True])
@@ -23,7 +23,7 @@ def test_definition(name, vocab, top, ties):
     logits = wide[:, :vocab]
     logits[1, : vocab - 1] = -torch.inf
     tokens = torch.randint(vocab, (6,))
-    indices, logprobs = columns.load(name, "logprobs").rank_tokens(logits, tokens, top)
+    indices, logprobs = backends.load(name, "logprobs").rank_tokens(logits, tokens, top)
     exact = logits.double().log_softmax(1)
     assert indices.shape == (6, 2 + min(top, vocab))
     assert indices[:, 0].tolist() == [

@@ -1,4 +1,4 @@
-"""Every column computes what the definition says, whatever the batch around a token."""
+"""Every backend computes what the definition says, whatever the batch around a token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 from swell.kernels.attention import AttentionMetadata
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -62,10 +62,10 @@ class Case:
         return torch.cat([self.q[r] for r in order]), k_cache, v_cache, meta
 
 
-def column(name: str):
-    module = columns.load(name, "attention")
+def backend(name: str):
+    module = backends.load(name, "attention")
     if module is None:
-        pytest.skip(f"the column {name} cannot run here")
+        pytest.skip(f"the backend {name} cannot run here")
     return module.paged_attention
 
 
@@ -103,9 +103,9 @@ MIXED = [(1, 40), (1, 1), (7, 7), (5, 90), (33, 130)]
 def test_definition(name, dtype, heads, kv_heads, head_dim, block_tokens, window, softcap):
     case = Case(MIXED, heads, kv_heads, head_dim, block_tokens, dtype)
     if dtype == torch.float16 and head_dim != 64:
-        pytest.skip("one shape is enough for a type that the cpu column leaves to the reference")
+        pytest.skip("one shape is enough for a type that the cpu backend leaves to the reference")
     options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap}
-    got = column(name)(*case.paged(list(range(len(MIXED)))), **options)
+    got = backend(name)(*case.paged(list(range(len(MIXED)))), **options)
     wanted = torch.cat([by_definition(case, r, window, softcap) for r in range(len(MIXED))])
     close(got, wanted, dtype)
 
@@ -114,7 +114,7 @@ def test_definition(name, dtype, heads, kv_heads, head_dim, block_tokens, window
 def test_torch_sdpa(name):
     """Against torch's own attention on contiguous K and V."""
     case = Case([(50, 50)], 8, 2, 64)
-    got = column(name)(*case.paged([0]), scale=0.125)
+    got = backend(name)(*case.paged([0]), scale=0.125)
     wanted = torch.nn.functional.scaled_dot_product_attention(
         case.q[0].transpose(0, 1)[None],
         case.k[0].transpose(0, 1)[None],
@@ -133,20 +133,20 @@ def test_torch_sdpa(name):
     window=st.sampled_from([0, 1, 30]),
     seed=st.integers(0, 1000),
 )
-def test_columns_agree(contexts, shape, block_tokens, window, seed):
-    """Any batch of rows: the compiled column against the reference."""
+def test_backends_agree(contexts, shape, block_tokens, window, seed):
+    """Any batch of rows: the compiled backend against the reference."""
     rows = [(min(a, b), max(a, b)) for a, b in contexts]
     case = Case(rows, *shape, block_tokens, seed=seed)
     batch = case.paged(list(range(len(rows))))
-    wanted = column("reference")(*batch, scale=0.2, window=window)
-    close(column("cpu")(*batch, scale=0.2, window=window), wanted, torch.float32)
+    wanted = backend("reference")(*batch, scale=0.2, window=window)
+    close(backend("cpu")(*batch, scale=0.2, window=window), wanted, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [0, 50])
 def test_batch_does_not_matter(dtype, window):
     """Bit for bit: a token alone, in a batch, and in a prompt cut into other chunks."""
-    attend = column("cpu")
+    attend = backend("cpu")
     case = Case([(150, 150), (1, 77), (64, 200)], 8, 2, 64, dtype=dtype)
     options = {"scale": 0.125, "window": window}
     alone = [attend(*case.paged([r]), **options) for r in range(3)]
@@ -167,19 +167,19 @@ def test_strided_queries(name):
     q, *rest = case.paged([0, 1])
     wide = torch.randn(4, 8 * 32)
     wide[:, : 4 * 32] = q.flatten(1)
-    got = column(name)(wide[:, : 4 * 32].unflatten(1, (4, 32)), *rest, scale=0.2)
-    assert torch.equal(got, column(name)(q, *rest, scale=0.2))
+    got = backend(name)(wide[:, : 4 * 32].unflatten(1, (4, 32)), *rest, scale=0.2)
+    assert torch.equal(got, backend(name)(q, *rest, scale=0.2))
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_rows_without_tokens(name):
     case = Case([(2, 9), (0, 4), (1, 30)], 2, 2, 16)
-    got = column(name)(*case.paged([0, 1, 2]), scale=0.25)
-    assert torch.equal(got, column(name)(*case.paged([0, 2]), scale=0.25))
+    got = backend(name)(*case.paged([0, 1, 2]), scale=0.25)
+    assert torch.equal(got, backend(name)(*case.paged([0, 2]), scale=0.25))
 
 
 def test_the_reference_in_chunks_of_rows(monkeypatch):
-    reference = columns.load("reference", "attention")
+    reference = backends.load("reference", "attention")
     case = Case(MIXED, 4, 2, 32)
     batch = case.paged(list(range(len(MIXED))))
     whole = reference.paged_attention(*batch, scale=0.2)

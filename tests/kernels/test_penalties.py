@@ -1,4 +1,4 @@
-"""Penalties: every column against the definition, and against transformers' repetition penalty."""
+"""Penalties: every backend against the definition, and against transformers' repetition penalty."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 
-COLUMNS = [name for name in ("reference", "cpu") if columns.load(name, "penalties") is not None]
+BACKENDS = [name for name in ("reference", "cpu") if backends.load(name, "penalties") is not None]
 ROWS, MAX_ROWS, VOCAB = 6, 9, 23
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=40, deadline=None)
 @given(
     places=st.dictionaries(
@@ -40,7 +40,7 @@ def test_definition(name, places, seed):
             off = frequency * np.float32(count) + presence * np.float32(count > 0)
             wanted[row, t] = x - off
     before = counts.clone(), seen.clone()
-    columns.load(name, "penalties").apply_penalties(
+    backends.load(name, "penalties").apply_penalties(
         logits,
         torch.tensor(list(places)),
         torch.tensor(list(places.values())),
@@ -53,7 +53,7 @@ def test_definition(name, places, seed):
     assert torch.equal(seen, before[1])
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.7])
 def test_transformers_repetition_penalty(name, penalty):
     torch.manual_seed(0)
@@ -65,18 +65,18 @@ def test_transformers_repetition_penalty(name, penalty):
     counts.scatter_add_(1, output, torch.ones_like(output, dtype=torch.int32))
     seen = (counts > 0).scatter_(1, prompt, True)
     off, rows = torch.zeros(3), torch.arange(3)
-    columns.load(name, "penalties").apply_penalties(
+    backends.load(name, "penalties").apply_penalties(
         logits, rows, rows, counts, seen, torch.full((3,), penalty), off, off
     )
     assert torch.equal(logits, wanted)
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_what_cannot_be_drawn_stays_so(name):
     """-inf is left alone, and nothing becomes NaN."""
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -1.0]])
     one = torch.ones(1)
-    columns.load(name, "penalties").apply_penalties(
+    backends.load(name, "penalties").apply_penalties(
         logits,
         torch.tensor([0]),
         torch.tensor([0]),
@@ -89,14 +89,14 @@ def test_what_cannot_be_drawn_stays_so(name):
     assert logits.tolist() == [[-torch.inf, -2.0, -1.5, -4.0]]
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_counting(name):
     """Equal pairs count each time; other slots and tokens stay as they are."""
     counts = torch.zeros(MAX_ROWS, VOCAB, dtype=torch.int32)
     seen = torch.zeros(MAX_ROWS, VOCAB, dtype=torch.bool)
     seen[2, 5] = True
     pairs = [(0, 0), (2, 5), (2, 5), (8, 22), (2, 4)]
-    columns.load(name, "penalties").count_tokens(counts, seen, *torch.tensor(pairs).T.contiguous())
+    backends.load(name, "penalties").count_tokens(counts, seen, *torch.tensor(pairs).T.contiguous())
     assert counts.nonzero().tolist() == seen.nonzero().tolist() == sorted(map(list, set(pairs)))
     assert counts[2, 5] == 2
     assert counts.sum() == len(pairs)

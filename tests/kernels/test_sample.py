@@ -9,17 +9,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swell.kernels import columns
+from swell.kernels import backends as backends
 from swell.kernels.reference import sample as reference
 
 MASK = (1 << 64) - 1
 
 
 @pytest.fixture(params=["reference", "cpu"])
-def column(request):
-    module = columns.load(request.param, "sample")
+def backend(request):
+    module = backends.load(request.param, "sample")
     if module is None:
-        pytest.skip(f"the column {request.param} cannot run here")
+        pytest.skip(f"the backend {request.param} cannot run here")
     return module
 
 
@@ -33,11 +33,11 @@ def splitmix_finalizer(z: int) -> int:
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(seed=st.integers(-(1 << 63), (1 << 63) - 1), position=st.integers(0, 1 << 40))
-def test_noise_is_splitmix(column, seed, position):
+def test_noise_is_splitmix(backend, seed, position):
     golden = 0x9E3779B97F4A7C15
     hashed = splitmix_finalizer((seed + golden) & MASK)
     hashed = splitmix_finalizer((hashed + (position + 1) * golden) & MASK)
-    got = column.uniform_noise(torch.tensor([seed]), torch.tensor([position]))
+    got = backend.uniform_noise(torch.tensor([seed]), torch.tensor([position]))
     assert got.dtype == torch.float64
     assert got.item() == (hashed >> 11) / (1 << 53)
     assert 0 <= got.item() < 1
@@ -48,27 +48,29 @@ def test_the_finalizer_is_the_published_one():
     assert splitmix_finalizer(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
 
 
-def test_noise_does_not_depend_on_the_place_in_the_batch(column):
+def test_noise_does_not_depend_on_the_place_in_the_batch(backend):
     seeds, positions = torch.randint(-(1 << 62), 1 << 62, (50,)), torch.randint(0, 9999, (50,))
-    together = column.uniform_noise(seeds, positions)
+    together = backend.uniform_noise(seeds, positions)
     shuffle = torch.randperm(50)
-    assert torch.equal(column.uniform_noise(seeds[shuffle], positions[shuffle]), together[shuffle])
-    assert torch.equal(column.uniform_noise(seeds[7:8], positions[7:8]), together[7:8])
+    assert torch.equal(backend.uniform_noise(seeds[shuffle], positions[shuffle]), together[shuffle])
+    assert torch.equal(backend.uniform_noise(seeds[7:8], positions[7:8]), together[7:8])
 
 
-def test_noise_is_uniform_along_seeds_and_positions(column):
+def test_noise_is_uniform_along_seeds_and_positions(backend):
     """Chi-square of 20 bins; 43.8 is exceeded by chance once in a thousand."""
     count = torch.arange(20_000)
     for u in (
-        column.uniform_noise(torch.zeros_like(count), count),
-        column.uniform_noise(count, torch.zeros_like(count)),
-        column.uniform_noise(count, count),
+        backend.uniform_noise(torch.zeros_like(count), count),
+        backend.uniform_noise(count, torch.zeros_like(count)),
+        backend.uniform_noise(count, count),
     ):
         observed = torch.histc(u, 20, 0, 1)
         assert ((observed - 1000) ** 2 / 1000).sum() < 43.8
 
 
-def plain_keep(logits: list[float], t: float, k: int, p: float, min_p: float) -> dict[int, float]:
+def reference_filter(
+    logits: list[float], t: float, k: int, p: float, min_p: float
+) -> dict[int, float]:
     """Token -> probability of those that may be drawn, by the definition."""
     weight = {i: math.exp((x - max(logits)) / t) for i, x in enumerate(logits)}
     weight = {i: w for i, w in weight.items() if w >= min_p and w > 0}
@@ -84,7 +86,7 @@ def plain_keep(logits: list[float], t: float, k: int, p: float, min_p: float) ->
     return {i: weight[i] / held for i in sorted(kept)}
 
 
-def plain_draw(share: dict[int, float], u: float) -> int:
+def reference_sample(share: dict[int, float], u: float) -> int:
     total = 0.0
     for token, part in share.items():
         total += part
@@ -95,8 +97,8 @@ def plain_draw(share: dict[int, float], u: float) -> int:
 
 def tokens_of(module, *rows, **options):
     """What is drawn."""
-    tokens, tops = module.sample_tokens(*rows, **options)
-    assert torch.equal(tops, rows[0].amax(-1)) or not torch.isfinite(rows[0].amax(-1)).all()
+    tokens, max_logits = module.sample_tokens(*rows, **options)
+    assert torch.equal(max_logits, rows[0].amax(-1)) or not torch.isfinite(rows[0].amax(-1)).all()
     return tokens
 
 
@@ -121,63 +123,65 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_against_the_plain_reference(column, seed):
+def test_against_the_plain_reference(backend, seed):
     torch.manual_seed(seed)
     rows = PARAMETERS * 8
     logits = torch.randn(len(rows), 50) * 2
     logits[:, 7] = -torch.inf
     u = torch.rand(len(rows), dtype=torch.float64)
-    got = tokens_of(column, logits, *tensors(rows), u).tolist()
+    got = tokens_of(backend, logits, *tensors(rows), u).tolist()
     for row, (t, k, p, m) in enumerate(rows):
         values = logits[row].tolist()
         if t == 0:
             assert got[row] == values.index(max(values))
             continue
-        assert got[row] == plain_draw(plain_keep(values, t, k, p, m), u[row].item()), rows[row]
+        assert got[row] == reference_sample(reference_filter(values, t, k, p, m), u[row].item()), (
+            rows[row]
+        )
 
 
-def test_rows_do_not_depend_on_each_other(column):
+def test_rows_do_not_depend_on_each_other(backend):
     """Also where a neighbour makes the batch sort."""
     torch.manual_seed(0)
     logits = torch.randn(len(PARAMETERS), 300)
     u = torch.rand(len(PARAMETERS), dtype=torch.float64)
-    together = tokens_of(column, logits, *tensors(PARAMETERS), u)
+    together = tokens_of(backend, logits, *tensors(PARAMETERS), u)
     for i, row in enumerate(PARAMETERS):
         alone = tokens_of(
-            column,
+            backend,
             logits[i : i + 1],
             *tensors([row]),
             u[i : i + 1],
             any_min_p=row[3] > 0,
-            any_top=row[1] > 0 or row[2] < 1,
+            any_top_k_or_p=row[1] > 0 or row[2] < 1,
         )
         assert alone.item() == together[i].item()
 
 
-def test_ties_go_to_the_lower_token(column):
+def test_ties_go_to_the_lower_token(backend):
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]).repeat(200, 1)
     u = torch.linspace(0, 0.999, 200, dtype=torch.float64)
     for row, allowed in [((1.0, 2, 1.0, 0.0), {1, 2}), ((1.0, 0, 0.3, 0.0), {1, 2})]:
-        got = tokens_of(column, logits, *tensors([row] * 200), u)
+        got = tokens_of(backend, logits, *tensors([row] * 200), u)
         assert set(got.tolist()) == allowed
-    assert column.greedy_tokens(logits)[0][0] == 1
+    assert backend.greedy_sample(logits)[0][0] == 1
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
-def test_forbidden_tokens_are_never_drawn(column, u):
+def test_forbidden_tokens_are_never_drawn(backend, u):
     logits = torch.full((1, 9), -torch.inf)
     logits[0, 4] = -3.0
     got = tokens_of(
-        column, logits, *tensors([(1.0, 0, 1.0, 0.0)]), torch.tensor([u], dtype=torch.float64)
+        backend, logits, *tensors([(1.0, 0, 1.0, 0.0)]), torch.tensor([u], dtype=torch.float64)
     )
     assert got.item() == 4
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-5, 1e30])
-def test_extreme_temperatures(column, temperature):
+def test_extreme_temperatures(backend, temperature):
     logits = torch.tensor([[1e4, -1e4, 2e4, 0.0]])
     got = tokens_of(
-        column,
+        backend,
         logits,
         *tensors([(temperature, 0, 1.0, 0.0)]),
         torch.tensor([0.6], dtype=torch.float64),
@@ -185,28 +189,28 @@ def test_extreme_temperatures(column, temperature):
     assert got.item() == 2
 
 
-def test_distribution(column):
+def test_distribution(backend):
     """Chi-square of drawn tokens against the softmax: 8 tokens, 7 degrees of freedom, 24.3 is
     exceeded once in a thousand."""
     logits = torch.tensor([0.3, 1.0, -1.0, 0.0, 2.0, 0.5, -0.5, 1.5])
     count = 20_000
     seeds = torch.arange(count)
-    u = column.uniform_noise(seeds, torch.full_like(seeds, 17))
-    got = tokens_of(column, logits.repeat(count, 1), *tensors([(0.8, 0, 1.0, 0.0)] * count), u)
+    u = backend.uniform_noise(seeds, torch.full_like(seeds, 17))
+    got = tokens_of(backend, logits.repeat(count, 1), *tensors([(0.8, 0, 1.0, 0.0)] * count), u)
     expected = torch.softmax(logits / 0.8, 0) * count
     observed = torch.bincount(got, minlength=8)
     assert ((observed - expected) ** 2 / expected).sum() < 24.3
 
 
-def test_logits_are_not_changed(column):
+def test_logits_are_not_changed(backend):
     logits = torch.randn(3, 20)
     before = logits.clone()
-    tokens_of(column, logits, *tensors(PARAMETERS[7:10]), torch.rand(3, dtype=torch.float64))
+    tokens_of(backend, logits, *tensors(PARAMETERS[7:10]), torch.rand(3, dtype=torch.float64))
     assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("vocab", [5, 8, 255, 256, 257, 5000])
-def test_columns_agree(column, vocab):
+def test_backends_agree(backend, vocab):
     """The same tokens as the reference, in large vocabularies too, tails included."""
     torch.manual_seed(vocab)
     rows = PARAMETERS * 20 + [(1.0, 0, 0.9999, 0.0), (0.3, vocab - 1, 0.95, 0.0)] * 10
@@ -215,24 +219,24 @@ def test_columns_agree(column, vocab):
     logits[:, 2] = 1.0
     u = torch.rand(len(rows), dtype=torch.float64)
     wanted = tokens_of(reference, logits, *tensors(rows), u)
-    assert torch.equal(tokens_of(column, logits, *tensors(rows), u), wanted)
-    assert torch.equal(column.greedy_tokens(logits)[0], logits.argmax(-1))
+    assert torch.equal(tokens_of(backend, logits, *tensors(rows), u), wanted)
+    assert torch.equal(backend.greedy_sample(logits)[0], logits.argmax(-1))
 
 
-def test_the_last_token_can_be_drawn_and_nothing_behind_it(column):
+def test_the_last_token_can_be_drawn_and_nothing_behind_it(backend):
     logits = torch.zeros(2, 300)
     logits[1, 299] = -torch.inf
     u = torch.full((2,), 1 - 2**-53, dtype=torch.float64)
-    got = tokens_of(column, logits, *tensors([(1.0, 0, 1.0, 0.0)] * 2), u)
+    got = tokens_of(backend, logits, *tensors([(1.0, 0, 1.0, 0.0)] * 2), u)
     assert got.tolist() == [299, 298]
 
 
-def test_logits_that_are_not_numbers_give_some_token(column):
+def test_logits_that_are_not_numbers_give_some_token(backend):
     logits = torch.full((2, 20), float("nan"))
     logits[1] = -torch.inf
     for row in PARAMETERS:
         u = torch.full((2,), 0.5, dtype=torch.float64)
-        got = tokens_of(column, logits, *tensors([row] * 2), u)
+        got = tokens_of(backend, logits, *tensors([row] * 2), u)
         assert ((got >= 0) & (got < 20)).all()
 
 
@@ -251,7 +255,7 @@ VALUES = [-math.inf, -1e30, -3.0, 0.0, 1.0, math.nextafter(1.0, 2.0), 4.0]
     st.sampled_from([0.01, 1.0, 50.0]),
     st.integers(0, 10_000),
 )
-def test_what_the_filters_keep(column, vocab, shape, top_k, top_p, min_p, temperature, seed):
+def test_what_the_filters_keep(backend, vocab, shape, top_k, top_p, min_p, temperature, seed):
     """What many noises draw are the tokens of the definition, ties included. Where the edge of
     top_p falls within rounding of a sum, nobody is owed either side of it."""
     torch.manual_seed(seed)
@@ -273,7 +277,7 @@ def test_what_the_filters_keep(column, vocab, shape, top_k, top_p, min_p, temper
     possible = {t for t in order[: last + 1].tolist() if weight[t] > 0}
     noises = torch.linspace(0, 1 - 2**-53, 64, dtype=torch.float64)
     rows = [(temperature, top_k, top_p, min_p)] * len(noises)
-    got = tokens_of(column, logits.repeat(len(noises), 1), *tensors(rows), noises)
+    got = tokens_of(backend, logits.repeat(len(noises), 1), *tensors(rows), noises)
     assert set(got.tolist()) <= possible
     if len(possible) < 5 and min(weight[t] for t in possible) > 0.1:
         assert set(got.tolist()) == possible

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from swell.cluster.cli.console import print_table
 from tests.routing.policies import POLICIES
-from tests.routing.simulation import BLOCK_TOKENS, Simulation, Speeds
-from tests.routing.trace import Shape, generate
+from tests.routing.simulation import BLOCK_TOKENS, Simulation, SimulationConfig
+from tests.routing.trace import TraceConfig, generate
 
 _SIZES: dict[str, tuple[tuple[float, int], ...]] = {
     "4": ((0.0, 4),),
@@ -30,13 +30,13 @@ _COLUMNS = (
 
 def rows(users_per_s: float, num_blocks: int, seed: int) -> Iterator[Sequence[str]]:
     """One row of the table for each policy, number of ingresses and plan of sizes."""
-    trace = generate(Shape(users_per_s=users_per_s), seed, BLOCK_TOKENS)
-    speeds = Speeds(num_blocks=num_blocks)
+    trace = generate(TraceConfig(users_per_s=users_per_s), seed, BLOCK_TOKENS)
+    config = SimulationConfig(num_blocks=num_blocks)
     for plan, sizes in _SIZES.items():
         for ingresses in (1, 2, 3):
             for name, policy in POLICIES.items():
                 outcome = Simulation(
-                    trace, policy, ingresses=ingresses, sizes=sizes, speeds=speeds
+                    trace, policy, ingresses=ingresses, sizes=sizes, config=config
                 ).run()
                 yield (
                     name,

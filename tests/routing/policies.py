@@ -10,13 +10,13 @@ from swell.cluster.client.router import Router
 class LeastLoaded(Router):
     """The engine with the fewest requests, told or sent; the lowest rank among equals."""
 
-    def _pick(self, request_id: str, tokens: int, names: Sequence[bytes]) -> int:
+    def _pick(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> int:
         return min(self._active, key=self._requests)
 
     def _requests(self, rank: int) -> int:
         engine = self._engines[rank]
-        unheard = sum(load.requests for load in engine.unheard.values())
-        return max(engine.report.running + engine.report.waiting + unheard, engine.sent.requests)
+        unreported = sum(load.requests for load in engine.unreported.values())
+        return max(engine.report.running + engine.report.waiting + unreported, engine.sent.requests)
 
 
 class RoundRobin(Router):
@@ -24,7 +24,7 @@ class RoundRobin(Router):
 
     _turn = 0
 
-    def _pick(self, request_id: str, tokens: int, names: Sequence[bytes]) -> int:
+    def _pick(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> int:
         self._turn += 1
         return self._active[self._turn % len(self._active)]
 

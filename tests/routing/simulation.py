@@ -26,7 +26,7 @@ _ADDRESS = ChannelAddress("simulated", "", "")
 
 
 @dataclass(frozen=True)
-class Speeds:
+class SimulationConfig:
     """A step takes step_s, and more for each prompt token and each decoding row in it."""
 
     step_s: float = 0.010
@@ -67,9 +67,9 @@ class _Request:
 class SimulatedEngine:
     """A prefix cache, and steps that prompts and decoding rows share."""
 
-    def __init__(self, member: Member, speeds: Speeds) -> None:
+    def __init__(self, member: Member, config: SimulationConfig) -> None:
         self.member = member
-        self.speeds = speeds
+        self.config = config
         self.busy_s = 0.0
         self.stepping = False
         self._steps = 0
@@ -88,7 +88,7 @@ class SimulatedEngine:
 
     @property
     def _free_blocks(self) -> int:
-        return self.speeds.num_blocks - len(self._held) - self._partial_blocks
+        return self.config.num_blocks - len(self._held) - self._partial_blocks
 
     def add(self, request: _Request) -> None:
         request.uncomputed = request.turn.prompt_tokens
@@ -102,7 +102,7 @@ class SimulatedEngine:
             running=rows,
             waiting=len(self._waiting),
             waiting_tokens=waiting + len(self._decoding),
-            kv_usage=1 - self._free_blocks / self.speeds.num_blocks,
+            kv_usage=1 - self._free_blocks / self.config.num_blocks,
             steps=self._steps,
         )
 
@@ -111,7 +111,7 @@ class SimulatedEngine:
         while self._waiting and self._admit(self._waiting[0]):
             self._prefilling.append(self._waiting.popleft())
         rows = len(self._decoding)
-        budget = tokens = self.speeds.step_tokens - rows
+        budget = tokens = self.config.step_tokens - rows
         completed = []
         while self._prefilling and tokens:
             request = self._prefilling[0]
@@ -120,8 +120,8 @@ class SimulatedEngine:
             tokens -= chunk
             if request.uncomputed == 0:
                 completed.append(self._prefilling.popleft())
-        speeds = self.speeds
-        took_s = speeds.step_s + (budget - tokens) * speeds.token_s + rows * speeds.row_s
+        config = self.config
+        took_s = config.step_s + (budget - tokens) * config.token_s + rows * config.row_s
         self.busy_s += took_s
         return took_s, completed
 
@@ -139,14 +139,16 @@ class SimulatedEngine:
 
     def _admit(self, request: _Request) -> bool:
         """Hold the blocks of prompt and answer, or none: a row is never preempted."""
-        if len(self._prefilling) + len(self._decoding) >= self.speeds.max_rows:
+        if len(self._prefilling) + len(self._decoding) >= self.config.max_rows:
             return False
-        names = request.conversation.names
+        block_hashes = request.conversation.block_hashes
         usable = (request.turn.prompt_tokens - 1) // BLOCK_TOKENS
         hits = 0
-        while hits < usable and (names[hits] in self._held or names[hits] in self._free_cached):
+        while hits < usable and (
+            block_hashes[hits] in self._held or block_hashes[hits] in self._free_cached
+        ):
             hits += 1
-        wanted = names[: request.total_tokens // BLOCK_TOKENS]
+        wanted = block_hashes[: request.total_tokens // BLOCK_TOKENS]
         if sum(name not in self._held for name in wanted) + 1 > self._free_blocks:
             return False
         for name in wanted:
@@ -161,7 +163,9 @@ class SimulatedEngine:
 
     def _release(self, request: _Request) -> None:
         self._partial_blocks -= 1
-        for name in reversed(request.conversation.names[: request.total_tokens // BLOCK_TOKENS]):
+        for name in reversed(
+            request.conversation.block_hashes[: request.total_tokens // BLOCK_TOKENS]
+        ):
             self._held[name] -= 1
             if self._held[name] == 0:
                 del self._held[name]
@@ -169,7 +173,7 @@ class SimulatedEngine:
 
 
 @dataclass
-class Outcome:
+class SimulationResult:
     """What a policy made of a trace."""
 
     ttft_s: list[float] = field(default_factory=list)
@@ -212,44 +216,44 @@ class Simulation:
         *,
         ingresses: int = 1,
         sizes: Sequence[tuple[float, int]] = ((0.0, 4),),
-        speeds: Speeds = Speeds(),
+        config: SimulationConfig = SimulationConfig(),
         seed: int = 0,
     ) -> None:
-        self._speeds = speeds
+        self._config = config
         self._ingresses = [policy(BLOCK_TOKENS) for _ in range(ingresses)]
-        self._draw = random.Random(seed)
+        self._rng = random.Random(seed)
         self._engines: dict[int, SimulatedEngine] = {}
-        self._homes: dict[int, int] = {}
+        self._last_ranks: dict[int, int] = {}
         """The engine of each conversation, by its number."""
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
         self._epoch = 0
         self._open = sum(len(conversation.turns) for conversation in trace)
-        self._outcome = Outcome()
+        self._outcome = SimulationResult()
         self.now_s = 0.0
         for at_s, size in sizes:
             self._at(at_s, partial(self._resize, size))
         self._at(0.0, self._publish)
         for conversation in trace:
-            self._at(1.0 + conversation.start_s, partial(self._speak, conversation, 0))
+            self._at(1.0 + conversation.start_s, partial(self._send_turn, conversation, 0))
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         """Serve the whole trace."""
         while self._open:
-            self.now_s, _, happen = heapq.heappop(self._events)
-            happen()
+            self.now_s, _, callback = heapq.heappop(self._events)
+            callback()
         for rank, engine in self._engines.items():
             self._outcome.busy_s[rank] = engine.busy_s
         return self._outcome
 
-    def _at(self, time_s: float, happen: Callable[[], object]) -> None:
-        heapq.heappush(self._events, (time_s, next(self._order), happen))
+    def _at(self, time_s: float, callback: Callable[[], object]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._order), callback))
 
     def _resize(self, size: int) -> None:
         for rank in range(size):
             if rank not in self._engines:
-                member = Member(rank, _ADDRESS, num_blocks=self._speeds.num_blocks)
-                self._engines[rank] = SimulatedEngine(member, self._speeds)
+                member = Member(rank, _ADDRESS, num_blocks=self._config.num_blocks)
+                self._engines[rank] = SimulatedEngine(member, self._config)
         for rank, engine in self._engines.items():
             if rank >= size:
                 old = engine.member
@@ -263,23 +267,23 @@ class Simulation:
         roster = Roster(self._epoch, tuple(engine.member for engine in engines))
         view = ClusterView(roster, [engine.report() for engine in engines])
         for policy in self._ingresses:
-            self._at(self.now_s + self._speeds.view_delay_s, partial(policy.update, view))
-        self._at(self.now_s + self._speeds.report_s, self._publish)
+            self._at(self.now_s + self._config.view_delay_s, partial(policy.update, view))
+        self._at(self.now_s + self._config.report_s, self._publish)
 
-    def _speak(self, conversation: Conversation, index: int) -> None:
-        policy = self._draw.choice(self._ingresses)
+    def _send_turn(self, conversation: Conversation, index: int) -> None:
+        policy = self._rng.choice(self._ingresses)
         request = _Request(
             f"{conversation.number}-{index}", conversation, index, policy, self.now_s
         )
         rank = policy.choose(request.id, conversation.token_ids[: request.turn.prompt_tokens])
-        home = self._homes.get(conversation.number)
-        if home in policy.active_ranks:
+        last_rank = self._last_ranks.get(conversation.number)
+        if last_rank in policy.active_ranks:
             self._outcome.followups += 1
-            self._outcome.moved += home != rank
-        self._homes[conversation.number] = rank
-        self._at(self.now_s + self._speeds.send_s, partial(self._arrive, rank, request))
+            self._outcome.moved += last_rank != rank
+        self._last_ranks[conversation.number] = rank
+        self._at(self.now_s + self._config.send_s, partial(self._on_arrival, rank, request))
 
-    def _arrive(self, rank: int, request: _Request) -> None:
+    def _on_arrival(self, rank: int, request: _Request) -> None:
         engine = self._engines[rank]
         engine.add(request)
         if not engine.stepping:
@@ -289,9 +293,9 @@ class Simulation:
         engine.stepping = not engine.is_idle
         if engine.stepping:
             took_s, completed = engine.begin_step()
-            self._at(self.now_s + took_s, partial(self._stepped, engine, completed))
+            self._at(self.now_s + took_s, partial(self._on_step_done, engine, completed))
 
-    def _stepped(self, engine: SimulatedEngine, completed: Sequence[_Request]) -> None:
+    def _on_step_done(self, engine: SimulatedEngine, completed: Sequence[_Request]) -> None:
         finished = engine.end_step(completed)
         outcome = self._outcome
         for request in completed:
@@ -305,5 +309,5 @@ class Simulation:
             following = request.index + 1
             if following < len(request.conversation.turns):
                 at_s = self.now_s + request.conversation.turns[following].think_s
-                self._at(at_s, partial(self._speak, request.conversation, following))
+                self._at(at_s, partial(self._send_turn, request.conversation, following))
         self._step(engine)

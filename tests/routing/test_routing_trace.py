@@ -8,16 +8,16 @@ import pytest
 
 from swell.engine.block_hash import extend_block_hashes, pack_tokens
 from tests.routing.policies import POLICIES
-from tests.routing.simulation import BLOCK_TOKENS, Outcome, Simulation, Speeds
-from tests.routing.trace import Shape, generate
+from tests.routing.simulation import BLOCK_TOKENS, Simulation, SimulationConfig, SimulationResult
+from tests.routing.trace import TraceConfig, generate
 
-SHAPE = Shape(users_per_s=3.0, duration_s=40.0)
+SHAPE = TraceConfig(users_per_s=3.0, duration_s=40.0)
 TRACE = generate(SHAPE, 1, BLOCK_TOKENS)
 TURNS = sum(len(conversation.turns) for conversation in TRACE)
 
 
 @cache
-def run(name: str, **options: object) -> Outcome:
+def run(name: str, **options: object) -> SimulationResult:
     return Simulation(TRACE, POLICIES[name], **options).run()  # type: ignore[arg-type]
 
 
@@ -50,7 +50,7 @@ def test_conversations_are_what_the_shape_says() -> None:
 
 def test_a_cache_that_nothing_leaves_hits_all_but_the_last_tokens() -> None:
     """One engine, endless cache: what is computed is what nobody computed before."""
-    outcome = run("round_robin", sizes=((0.0, 1),), speeds=Speeds(num_blocks=10**6))
+    outcome = run("round_robin", sizes=((0.0, 1),), speeds=SimulationConfig(num_blocks=10**6))
     names = {name for c in TRACE for name in c.names[: c.turns[-1].prompt_tokens // BLOCK_TOKENS]}
     missed = outcome.prompt_tokens - outcome.hit_tokens
     assert len(outcome.ttft_s) == TURNS
@@ -71,7 +71,7 @@ def test_every_turn_is_served_and_every_count_ends_at_zero(num_blocks: int) -> N
         POLICIES["affinity"],
         ingresses=2,
         sizes=((0.0, 4), (15.0, 6), (30.0, 3)),
-        speeds=Speeds(num_blocks=num_blocks),
+        speeds=SimulationConfig(num_blocks=num_blocks),
     )
     outcome = simulation.run()
     assert len(outcome.ttft_s) == TURNS and min(outcome.ttft_s) > 0

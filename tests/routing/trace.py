@@ -13,7 +13,7 @@ from swell.engine.block_hash import extend_block_hashes, pack_tokens
 
 
 @dataclass(frozen=True)
-class Shape:
+class TraceConfig:
     """What the conversations of a trace are like. Lengths are means of what is drawn."""
 
     users_per_s: float = 2.0
@@ -46,40 +46,44 @@ class Conversation:
     start_s: float
     token_ids: list[int]
     turns: list[Turn]
-    names: list[bytes]
+    block_hashes: list[bytes]
     """Of its full blocks: those of a prompt are the first of them."""
 
 
-def generate(shape: Shape, seed: int, block_tokens: int) -> list[Conversation]:
+def generate(shape: TraceConfig, seed: int, block_tokens: int) -> list[Conversation]:
     """The conversations of a trace, in the order of their starts."""
-    draw = random.Random(seed)
-    systems = [_tokens(draw, shape.system_tokens) for _ in range(shape.system_prompts)]
+    rng = random.Random(seed)
+    systems = [_tokens(rng, shape.system_tokens) for _ in range(shape.system_prompts)]
     conversations: list[Conversation] = []
-    now_s = draw.expovariate(shape.users_per_s)
+    now_s = rng.expovariate(shape.users_per_s)
     while now_s < shape.duration_s:
-        token_ids, turns = _talk(draw, shape, draw.choice(systems))
-        names: list[bytes] = []
-        extend_block_hashes(names, pack_tokens(token_ids), block_tokens)
-        conversations.append(Conversation(len(conversations), now_s, token_ids, turns, names))
-        now_s += draw.expovariate(shape.users_per_s)
+        token_ids, turns = _draw_conversation(rng, shape, rng.choice(systems))
+        block_hashes: list[bytes] = []
+        extend_block_hashes(block_hashes, pack_tokens(token_ids), block_tokens)
+        conversations.append(
+            Conversation(len(conversations), now_s, token_ids, turns, block_hashes)
+        )
+        now_s += rng.expovariate(shape.users_per_s)
     return conversations
 
 
-def _talk(draw: random.Random, shape: Shape, system: list[int]) -> tuple[list[int], list[Turn]]:
+def _draw_conversation(
+    rng: random.Random, shape: TraceConfig, system: list[int]
+) -> tuple[list[int], list[Turn]]:
     """What is said in one conversation, and how it divides into turns."""
     token_ids, turns = list(system), []
-    for index in range(_count(draw, shape.turns)):
-        token_ids += _tokens(draw, _count(draw, shape.user_tokens))
-        think_s = draw.expovariate(1 / shape.think_s) if index else 0.0
-        turns.append(Turn(len(token_ids), _count(draw, shape.answer_tokens), think_s))
-        token_ids += _tokens(draw, turns[-1].answer_tokens)
+    for index in range(_count(rng, shape.turns)):
+        token_ids += _tokens(rng, _count(rng, shape.user_tokens))
+        think_s = rng.expovariate(1 / shape.think_s) if index else 0.0
+        turns.append(Turn(len(token_ids), _count(rng, shape.answer_tokens), think_s))
+        token_ids += _tokens(rng, turns[-1].answer_tokens)
     return token_ids, turns
 
 
-def _count(draw: random.Random, mean: float) -> int:
+def _count(rng: random.Random, mean: float) -> int:
     """At least one, exponentially distributed."""
-    return 1 + int(draw.expovariate(1 / mean))
+    return 1 + int(rng.expovariate(1 / mean))
 
 
-def _tokens(draw: random.Random, count: int) -> list[int]:
-    return draw.choices(range(1 << 16), k=count)
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return rng.choices(range(1 << 16), k=count)

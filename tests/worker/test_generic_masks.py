@@ -14,7 +14,7 @@ from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.worker.loader import load_config
 from swell.worker.mesh import Mesh
 from swell.worker.models import build_model, generic_probe
-from swell.worker.models.generic_masks import Unfit, window_of
+from swell.worker.models.generic_masks import UnsupportedMaskError, sliding_window_of
 from swell.worker.models.generic_probe import flat, mixes_tokens
 from tests.worker import tiny_models
 from tests.worker.test_models import MAX_TOKENS, check, refusal
@@ -44,7 +44,7 @@ def chunked(chunk: int) -> Any:
     ],
 )
 def test_windows(function: Any, positions: int, window: int) -> None:
-    assert window_of(function, positions) == window
+    assert sliding_window_of(function, positions) == window
 
 
 BLOCKS = torch.tensor([[0, 0, 1, 1]])
@@ -64,14 +64,14 @@ BLOCKS = torch.tensor([[0, 0, 1, 1]])
     ],
 )
 def test_what_is_no_window(function: Any) -> None:
-    with pytest.raises(Unfit, match="does not see"):
-        window_of(function, 64)
+    with pytest.raises(UnsupportedMaskError, match="does not see"):
+        sliding_window_of(function, 64)
 
 
 def test_masks_of_tokens_are_no_masks_of_positions() -> None:
     function = masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(BLOCKS))
-    with pytest.raises(Unfit, match="more than positions"):
-        window_of(function, 64)
+    with pytest.raises(UnsupportedMaskError, match="more than positions"):
+        sliding_window_of(function, 64)
 
 
 def windows(folder: Path, **model: Any) -> list[int]:
@@ -137,7 +137,7 @@ def test_tokens_that_mix_outside_of_attention() -> None:
     assert all(torch.equal(own[name], p) for name, p in model.named_parameters())
 
 
-def test_asking_takes_no_memory_for_tables_and_experts() -> None:
+def test_tracing_allocates_no_tables_or_experts() -> None:
     """A model is asked when its weights have their memory already: a vocabulary, or all experts of
     a layer, would be gigabytes beside them."""
     model = torch.nn.Module()

@@ -59,7 +59,7 @@ class Answers:
         known = [*PROMPT, *(outputs or [])]
         row = NewRow(slot, known, len(PROMPT), [], sampler, **row_fields)
         self.states.stage(row)
-        self.sampler.take_slot(row)
+        self.sampler.add_request(row)
         self.states.apply()
         self.tokens[slot] = known
 
@@ -127,7 +127,9 @@ def answer(source: str, first_seed: int = 0, **wishes) -> list[str]:
 def told(monkeypatch) -> list[str]:
     """What the log says."""
     lines: list[str] = []
-    monkeypatch.setattr(module.FactLogger, "error", lambda _, line, **facts: lines.append(line))
+    monkeypatch.setattr(
+        module.StructuredLogger, "error", lambda _, line, **fields: lines.append(line)
+    )
     return lines
 
 
@@ -251,7 +253,7 @@ def test_rows_without_a_grammar_keep_their_logits_bit_for_bit():
 
 
 def test_without_grammars_nothing_is_computed(monkeypatch):
-    for name in ("load_vocabulary", "_Tools", "apply_bitmask", "DrawnTokens"):
+    for name in ("load_vocabulary", "_GrammarCompiler", "apply_bitmask", "PendingTokens"):
         monkeypatch.setattr(module, name, None)
     answers = Answers()
     answers.take(0, None)
@@ -323,7 +325,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("names", [*([name] for name in CONTRADICTIONS), list(CONTRADICTIONS)[:6]])
-def test_the_grammar_has_the_last_word(names):
+def test_the_grammar_mask_is_applied_last(names):
     wishes = {key: value for name in names for key, value in CONTRADICTIONS[name].items()}
     written = answer(lark(regex="[abc]{4}"), **wishes)
     assert all(re.fullmatch("[abc]{4}", one) for one in written)

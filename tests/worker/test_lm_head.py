@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from swell.configs.schema import ParallelConfig
 from swell.worker.layers.embedding import ParallelLMHead
-from swell.worker.layers.piece import materialize
+from swell.worker.layers.weight_shard import materialize
 from swell.worker.mesh import Group, Mesh, SoloGroup
 from tests.worker.test_mesh import in_threads
 
@@ -21,8 +21,8 @@ def filled(weight: torch.Tensor, group: Group) -> ParallelLMHead:
     materialize(head, weight.device, weight.dtype)
     with torch.no_grad():
         head.weight.zero_()
-        for piece in head.pieces("head"):
-            piece.target.copy_(weight[piece.index])
+        for shard in head.weight_shards("head"):
+            shard.target.copy_(weight[shard.index])
     head.pack()
     return head
 
@@ -30,27 +30,27 @@ def filled(weight: torch.Tensor, group: Group) -> ParallelLMHead:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 3, 4, 7, 100])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_most_likely_word_of_all_ranks(ranks, vocab, dtype):
+def test_argmax_over_ranks(ranks, vocab, dtype):
     """Words that do not divide, ranks without any, equal logits on several, and none above zero,
     which is what the rows of padding would give."""
     torch.manual_seed(vocab)
     weight = -torch.randint(1, 4, (vocab, HIDDEN)).to(dtype)
     hidden = torch.randint(1, 3, (ROWS, HIDDEN)).to(dtype)
     alone = filled(weight, SoloGroup())
-    logits, (wanted, tops) = alone(hidden), alone.most_likely(hidden)
+    logits, (wanted, max_logits) = alone(hidden), alone.argmax(hidden)
     assert wanted.tolist() == [row.index(max(row)) for row in logits.tolist()]
-    assert tops.tolist() == [max(row) for row in logits.tolist()]
+    assert max_logits.tolist() == [max(row) for row in logits.tolist()]
     store = dist.HashStore()
 
     def work(rank: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         mesh = Mesh.build(ParallelConfig(tensor=ranks), rank, store, timeout_s=30)
         try:
             head = filled(weight, mesh.tensor)
-            return head(hidden), head.most_likely(hidden)
+            return head(hidden), head.argmax(hidden)
         finally:
             mesh.close()
 
     for found, (words, largest) in in_threads(ranks, work):
         assert torch.equal(found, logits)
         assert words.dtype == torch.int64 and torch.equal(words, wanted)
-        assert largest.dtype == torch.float32 and torch.equal(largest, tops)
+        assert largest.dtype == torch.float32 and torch.equal(largest, max_logits)

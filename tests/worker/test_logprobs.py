@@ -14,8 +14,8 @@ from swell.worker.block_tables import BlockTables
 from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.request_states import RequestStates
 from swell.worker.sample import logprobs as module
-from swell.worker.sample.logprobs import DrawnLogprobs, PromptReader, rank_tokens
-from swell.worker.sample.sampler import Drawn
+from swell.worker.sample.logprobs import PromptLogprobsReader, SampledLogprobs, rank_tokens
+from swell.worker.sample.sampler import SamplerOutput
 from swell.worker.sample.wire import Extra, PromptLogprobs, SamplerParams, TokenLogprobs
 from swell.worker.wire import ModelRunnerOutput, NewRow, SchedulerOutput
 
@@ -39,7 +39,7 @@ def check(logits: torch.Tensor, token_id: int, top: int, told: TokenLogprobs) ->
     assert logits[told.token_ids[1:]].double().tolist() == best
 
 
-def extras(drawn: Drawn) -> dict[int, list[Extra]]:
+def extras(drawn: SamplerOutput) -> dict[int, list[Extra]]:
     return drawn.fill(ModelRunnerOutput(0), drawn.tensors()).extras
 
 
@@ -123,20 +123,20 @@ class Head:
 
 @settings(max_examples=80, deadline=None)
 @given(steps(), st.integers(1, 50))
-def test_each_computed_position_tells_of_the_prompt_token_behind_it(step, at_once: int) -> None:
+def test_prompt_logprobs_of_each_position(step, at_once: int) -> None:
     rows, plan = step
     states, batch = begin(rows, plan)
     head, hidden = Head(), torch.randn(batch.num_tokens, VOCAB)
-    reader = PromptReader(head, states)
+    reader = PromptLogprobsReader(head, states)
     for row in rows:
         # Whoever had the slot before asked for everything.
-        reader.take_slot(NewRow(row.slot, [1] * LENGTH, LENGTH, [], params(None, 20)))
-        reader.take_slot(row)
+        reader.add_request(NewRow(row.slot, [1] * LENGTH, LENGTH, [], params(None, 20)))
+        reader.add_request(row)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SLICE_POSITIONS", at_once)
         reads = reader.reads(plan)
         nothing = batch.sample_slots[:0]
-        drawn = Drawn(batch, nothing, nothing, reader(hidden, batch, plan) if reads else [])
+        drawn = SamplerOutput(batch, nothing, nothing, reader(hidden, batch, plan) if reads else [])
     given_out = extras(drawn)
     first = total = 0
     for place, row in enumerate(rows):
@@ -163,18 +163,18 @@ def test_each_computed_position_tells_of_the_prompt_token_behind_it(step, at_onc
 
 @settings(max_examples=60, deadline=None)
 @given(steps())
-def test_drawn_tokens_are_told_with_the_logits_that_were_kept(step) -> None:
+def test_sampled_logprobs_use_unmodified_logits(step) -> None:
     rows, plan = step
     states, batch = begin(rows, plan)
-    of_drawn = DrawnLogprobs(states)
+    of_drawn = SampledLogprobs(states)
     for row in rows:
-        of_drawn.take_slot(NewRow(row.slot, [1], 1, [], params(20, None)))
-        of_drawn.take_slot(row)
+        of_drawn.add_request(NewRow(row.slot, [1], 1, [], params(20, None)))
+        of_drawn.add_request(row)
     logits = torch.randn(batch.num_samples, VOCAB)
     own, tokens = logits.clone(), torch.randint(VOCAB, (batch.num_samples,))
     kept = of_drawn.keep(logits, batch, will_change=True)
     logits.fill_(-1e30)  # as stages do
-    given_out = extras(Drawn(batch, tokens, tokens, [some.note(tokens) for some in kept]))
+    given_out = extras(SamplerOutput(batch, tokens, tokens, [some.note(tokens) for some in kept]))
     asking = 0
     for sample, place in enumerate(batch.sample_rows_np.tolist()):
         top = rows[place].sampler.logprobs
@@ -189,7 +189,7 @@ def test_drawn_tokens_are_told_with_the_logits_that_were_kept(step) -> None:
     assert sum(len(some.logits) for some in kept) == asking, "only these rows are copied"
 
 
-def test_nothing_is_computed_for_rows_that_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_computed_without_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_args: object) -> None:
         raise AssertionError("not needed by this batch")
 
@@ -204,10 +204,10 @@ def test_nothing_is_computed_for_rows_that_do_not_ask(monkeypatch: pytest.Monkey
     plan = SchedulerOutput(0, slots=[2, 0], starts=[0, 7], num_tokens=[10, 3], samples=[True, True])
     states, batch = begin(rows, plan)
     head = Head()
-    reader, of_drawn = PromptReader(head, states), DrawnLogprobs(states)
+    reader, of_drawn = PromptLogprobsReader(head, states), SampledLogprobs(states)
     for row in rows:
-        reader.take_slot(row)
-        of_drawn.take_slot(row)
+        reader.add_request(row)
+        of_drawn.add_request(row)
     assert not reader.reads(plan)
     assert of_drawn.keep(torch.randn(2, VOCAB), batch, will_change=False) == []
     assert not head.asked
@@ -218,15 +218,15 @@ def test_both_kinds_of_one_row_leave_together() -> None:
     rows = [NewRow(1, [3, 4, 5], 3, [], params(1, 0)), NewRow(4, [6] * 9, 9, [], params(1, 0))]
     plan = SchedulerOutput(0, slots=[1, 4], starts=[0, 2], num_tokens=[3, 4], samples=[True, False])
     states, batch = begin(rows, plan)
-    reader, of_drawn = PromptReader(Head(), states), DrawnLogprobs(states)
+    reader, of_drawn = PromptLogprobsReader(Head(), states), SampledLogprobs(states)
     for row in rows:
-        reader.take_slot(row)
-        of_drawn.take_slot(row)
+        reader.add_request(row)
+        of_drawn.add_request(row)
     hidden = torch.randn(7, VOCAB)
     kept = of_drawn.keep(hidden[batch.logits_indices], batch, will_change=False)
     tokens = torch.tensor([7])
-    notes = [*reader(hidden, batch, plan), *(some.note(tokens) for some in kept)]
-    drawn = Drawn(batch, tokens, tokens, notes)
+    pending_extras = [*reader(hidden, batch, plan), *(some.note(tokens) for some in kept)]
+    drawn = SamplerOutput(batch, tokens, tokens, pending_extras)
     output = drawn.fill(ModelRunnerOutput(0), drawn.tensors())
     assert output.sampled_token_ids == [7]
     assert {row: [type(extra) for extra in told] for row, told in output.extras.items()} == {

@@ -318,11 +318,11 @@ def test_two_processes_over_tcp() -> None:
     assert got == [(0, [0, 1, 2, 3], 2), (1, [0, 1, 2, 3], 2)]
 
 
-def test_a_rehearsal_needs_no_peers_and_has_no_garbage() -> None:
+def test_a_dry_run_needs_no_peers_and_gives_no_garbage() -> None:
     """What is learned from a model's first tokens must not depend on what lay in the memory."""
     group = Mesh.build(ParallelConfig(tensor=2), 0).tensor
     own = torch.arange(4.0).view(2, 2)
-    with group.rehearsal():
+    with group.dry_run():
         assert group.all_reduce(own.clone()).tolist() == own.tolist()
         assert group.all_gather(own, 0).tolist() == [[0, 1], [2, 3], [0, 1], [2, 3]]
         assert group.all_gather(own, 1).tolist() == [[0, 1, 0, 1], [2, 3, 2, 3]]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.kernels.attention import AttentionMetadata
-from swell.worker.layers.weighted import pack_weights
+from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import load_config, load_weights
 from swell.worker.mesh import Mesh
 from swell.worker.models import build_model
@@ -391,7 +391,7 @@ def test_bfloat16_agrees_with_float32(tiny: Any, backend: str) -> None:
 
 @pytest.mark.parametrize("wanted", [[], [29], [0, 7, 8, 37]])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gpt_neox"])
-def test_wanted_tokens_come_alone_and_unchanged(tiny: Any, family: str, wanted: list[int]) -> None:
+def test_hidden_indices_select_unchanged_states(tiny: Any, family: str, wanted: list[int]) -> None:
     """Later steps see what the others left in the cache all the same."""
     folder, _ = tiny(family)
     config = ModelConfig(path=str(folder), max_model_len=MAX_TOKENS)

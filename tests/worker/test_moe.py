@@ -11,13 +11,13 @@ import torch
 
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.worker.layers.moe import ExpertTraits, MoE
-from swell.worker.layers.piece import materialize
+from swell.worker.layers.weight_shard import materialize
 from swell.worker.loader import load_config
 from swell.worker.mesh import Mesh
 from swell.worker.models import build_model
 from swell.worker.wire import GroupPlan
 from tests.worker import tiny_models
-from tests.worker.moe_fleet import NEW_TOKENS, PROMPTS, Fleet, answers
+from tests.worker.moe_engines import NEW_TOKENS, PROMPTS, EngineGroup, answers
 from tests.worker.test_mesh import in_threads
 
 FAMILIES = ["mixtral", "qwen3_moe", "qwen3_moe-mixed"]
@@ -33,26 +33,26 @@ def test_engines_answer_as_transformers(
     tiny_moe: Any, family: str, engines: int, tensor: int
 ) -> None:
     folder, truth = tiny_moe(family)
-    with Fleet(folder, parallel__tensor=tensor) as fleet:
-        fleet.regroup(*[fleet.add() for _ in range(engines)])
+    with EngineGroup(folder, parallel__tensor=tensor) as engine_group:
+        engine_group.regroup(*[engine_group.add() for _ in range(engines)])
         rows = SPREADS[engines]
-        assert answers(fleet, rows) == [truth[i] for mine in rows for i in mine]
+        assert answers(engine_group, rows) == [truth[i] for mine in rows for i in mine]
 
 
 @pytest.mark.parametrize(("engines", "tensor"), [(1, 2), (2, 1)])
 def test_pipelines_of_engines(tiny_moe: Any, engines: int, tensor: int) -> None:
     folder, truth = tiny_moe("mixtral")
-    with Fleet(folder, parallel__tensor=tensor, parallel__pipeline=2) as fleet:
-        fleet.regroup(*[fleet.add() for _ in range(engines)])
+    with EngineGroup(folder, parallel__tensor=tensor, parallel__pipeline=2) as engine_group:
+        engine_group.regroup(*[engine_group.add() for _ in range(engines)])
         rows = SPREADS[engines]
-        assert answers(fleet, rows) == [truth[i] for mine in rows for i in mine]
+        assert answers(engine_group, rows) == [truth[i] for mine in rows for i in mine]
 
 
-def hidden_states(fleet: Fleet, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def hidden_states(engine_group: EngineGroup, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """What the first member's model gave in each step."""
-    fleet.members[0].hidden.clear()
-    answers(fleet, rows)
-    return list(fleet.members[0].hidden)
+    engine_group.members[0].hidden.clear()
+    answers(engine_group, rows)
+    return list(engine_group.members[0].hidden)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -60,32 +60,32 @@ def hidden_states(fleet: Fleet, rows: Sequence[Sequence[int]]) -> list[torch.Ten
 def test_the_bits_do_not_depend_on_the_engines(tiny_moe: Any, family: str, tensor: int) -> None:
     """Alone, beside two busy engines, beside two idle ones, and with the experts elsewhere."""
     folder, _truth = tiny_moe(family)
-    with Fleet(folder, parallel__tensor=tensor) as fleet:
-        first, second, third = (fleet.add() for _ in range(3))
-        fleet.regroup(first)
-        alone = hidden_states(fleet, [[0, 1, 3]])
+    with EngineGroup(folder, parallel__tensor=tensor) as engine_group:
+        first, second, third = (engine_group.add() for _ in range(3))
+        engine_group.regroup(first)
+        alone = hidden_states(engine_group, [[0, 1, 3]])
         assert len(alone) == NEW_TOKENS
-        fleet.regroup(first, second, third)
+        engine_group.regroup(first, second, third)
         spread = first.held()
         beside = [
-            hidden_states(fleet, [[0, 1, 3], [2, 4, 5], [1]]),
-            hidden_states(fleet, [[0, 1, 3], [], []]),
+            hidden_states(engine_group, [[0, 1, 3], [2, 4, 5], [1]]),
+            hidden_states(engine_group, [[0, 1, 3], [], []]),
         ]
         for worker in first.workers:
             for layer in worker.model.moe_layers():
                 layer.held.clear()
-        fleet.regroup(third, first)
+        engine_group.regroup(third, first)
         assert first.held() != spread
-        fleet.members.reverse()
-        beside.append(hidden_states(fleet, [[0, 1, 3], [5]]))
+        engine_group.members.reverse()
+        beside.append(hidden_states(engine_group, [[0, 1, 3], [5]]))
         for states in beside:
             assert all(torch.equal(a, b) for a, b in zip(states, alone, strict=True))
 
 
-def test_engines_learn_who_works_and_who_votes(tiny_moe: Any) -> None:
-    with Fleet(tiny_moe("mixtral")[0], parallel__pipeline=2) as fleet:
-        engines = [fleet.add() for _ in range(3)]
-        fleet.regroup(*engines)
+def test_dp_sync_counts_work_and_pause_votes(tiny_moe: Any) -> None:
+    with EngineGroup(tiny_moe("mixtral")[0], parallel__pipeline=2) as engine_group:
+        engines = [engine_group.add() for _ in range(3)]
+        engine_group.regroup(*engines)
         engines[1].start([PROMPTS[0]])
         says = [
             # (work, pause) of each engine -> (working, pausing) heard by all
@@ -97,21 +97,21 @@ def test_engines_learn_who_works_and_who_votes(tiny_moe: Any) -> None:
             heard = [e.finish(f) for e, f in zip(engines, started, strict=True)]
             assert [(out.working, out.pausing) for out in heard] == [sums] * 3
             assert all(out.sync_s >= 0 for out in heard)
-        fleet.regroup(engines[0])
+        engine_group.regroup(engines[0])
         alone = engines[0].finish(engines[0].submit(9, True, True))
         assert (alone.working, alone.pausing) == (1, 1)
 
 
-def test_ticks_count_layers_also_of_the_idle_and_stand_still_when_all_are(tiny_moe: Any) -> None:
-    with Fleet(tiny_moe("mixtral")[0]) as fleet:
-        busy, idle = fleet.add(), fleet.add()
-        fleet.regroup(busy, idle)
-        fleet.advance()
-        assert [engine.workers[0].ticks for engine in (busy, idle)] == [0, 0]
+def test_progress_counter_counts_layers_and_stops_when_idle(tiny_moe: Any) -> None:
+    with EngineGroup(tiny_moe("mixtral")[0]) as engine_group:
+        busy, idle = engine_group.add(), engine_group.add()
+        engine_group.regroup(busy, idle)
+        engine_group.advance()
+        assert [engine.workers[0].progress_counter for engine in (busy, idle)] == [0, 0]
         busy.start([PROMPTS[0]])
-        fleet.advance()
+        engine_group.advance()
         # Four layers: each has attention and experts, and the idle one computes experts alone.
-        assert [engine.workers[0].ticks for engine in (busy, idle)] == [8, 4]
+        assert [engine.workers[0].progress_counter for engine in (busy, idle)] == [8, 4]
 
 
 def test_choices_travel_whole_beside_small_types() -> None:

@@ -16,7 +16,7 @@ from swell.worker.experts import place
 from swell.worker.mesh import GroupError
 from swell.worker.wire import GroupPlan
 from tests.worker import tiny_models
-from tests.worker.moe_fleet import NEW_TOKENS, PROMPTS, Engine, Fleet, answers
+from tests.worker.moe_engines import NEW_TOKENS, PROMPTS, Engine, EngineGroup, answers
 
 
 @st.composite
@@ -60,13 +60,13 @@ def test_placements_are_balanced_and_move_the_least(case: tuple[list[set[int]], 
 def test_live_states_survive_regrouping(tiny_moe: Any) -> None:
     """1 -> 3 -> 2 -> 1 engines between the steps of one answer; experts go where `place` says."""
     folder, truth = tiny_moe("mixtral")
-    with Fleet(folder) as fleet:
-        first, second, third = (fleet.add() for _ in range(3))
+    with EngineGroup(folder) as engine_group:
+        first, second, third = (engine_group.add() for _ in range(3))
         rows = [0, 1, 3]
         memberships = [[first], [first, second, third], [first, third], [first]]
         for number, members in enumerate(memberships):
             before = [engine.held()[0] for engine in members]
-            done = fleet.regroup(*members, keep_states=number > 0)
+            done = engine_group.regroup(*members, keep_states=number > 0)
             owners = place(before, 4)
             for rank, (engine, (regrouped,)) in enumerate(zip(members, done, strict=True)):
                 share = {e for e, owner in enumerate(owners) if owner == rank}
@@ -77,9 +77,9 @@ def test_live_states_survive_regrouping(tiny_moe: Any) -> None:
                 assert regrouped.experts_loaded == len(came - had)
             if number == 0:
                 first.start([PROMPTS[i] for i in rows])
-            fleet.advance()
+            engine_group.advance()
         while len(first.tokens[0]) < len(PROMPTS[0]) + NEW_TOKENS:
-            fleet.advance()
+            engine_group.advance()
         got = [tokens[len(PROMPTS[i]) :] for i, tokens in zip(rows, first.tokens, strict=True)]
         assert got == [truth[i] for i in rows]
 
@@ -87,36 +87,36 @@ def test_live_states_survive_regrouping(tiny_moe: Any) -> None:
 def test_live_states_of_a_pipeline_survive_new_groups(tiny_moe: Any) -> None:
     """Tokens on their way from the last stage to the first are taken before the groups go."""
     folder, truth = tiny_moe("mixtral")
-    with Fleet(folder, parallel__pipeline=2) as fleet:
-        first, second = fleet.add(), fleet.add()
-        fleet.regroup(first)
+    with EngineGroup(folder, parallel__pipeline=2) as engine_group:
+        first, second = engine_group.add(), engine_group.add()
+        engine_group.regroup(first)
         first.start([PROMPTS[1]])
         for step in range(NEW_TOKENS):
-            fleet.advance()
-            fleet.regroup(*([first, second] if step % 2 else [first]), keep_states=True)
+            engine_group.advance()
+            engine_group.regroup(*([first, second] if step % 2 else [first]), keep_states=True)
         assert first.tokens[0][len(PROMPTS[1]) :] == truth[1]
 
 
 def test_survivors_go_on_after_a_death(tiny_moe: Any) -> None:
     """The death of one engine breaks the step of all; those who are left read its experts."""
     folder, truth = tiny_moe("mixtral")
-    with Fleet(folder) as fleet:
-        engines = [fleet.add() for _ in range(3)]
-        fleet.regroup(*engines)
-        assert answers(fleet, [[0], [1], [2]]) == truth[:3]
+    with EngineGroup(folder) as engine_group:
+        engines = [engine_group.add() for _ in range(3)]
+        engine_group.regroup(*engines)
+        assert answers(engine_group, [[0], [1], [2]]) == truth[:3]
         lost = engines[2].held()[0]
         engines[2].shutdown()
-        fleet.engines.remove(engines[2])
+        engine_group.engines.remove(engines[2])
         for engine in engines[:2]:
             engine.start([PROMPTS[0]])
         started = [engine.submit(100) for engine in engines[:2]]
         for futures in started:
             error = futures[0].exception(timeout=60)
             assert type(error).__name__ == "GroupError", error
-        done = fleet.regroup(*engines[:2])
+        done = engine_group.regroup(*engines[:2])
         assert sum(answer.experts_loaded for (answer,) in done) == len(lost) > 0
         assert set().union(*(engine.held()[0] for engine in engines[:2])) == set(range(4))
-        assert answers(fleet, [[3], [4, 5]]) == truth[3:]
+        assert answers(engine_group, [[3], [4, 5]]) == truth[3:]
 
 
 def broken(futures: list[Any]) -> None:
@@ -128,14 +128,14 @@ def broken(futures: list[Any]) -> None:
 def test_abort_frees_who_waits_for_a_peer(tiny_moe: Any) -> None:
     """In a regrouping to which nobody else comes, and in a step that nobody else computes."""
     folder, truth = tiny_moe("mixtral")
-    with Fleet(folder) as fleet:
-        first, second = fleet.add(), fleet.add()
+    with EngineGroup(folder) as engine_group:
+        first, second = engine_group.add(), engine_group.add()
         waiting = first.regroup(GroupPlan(0, None, 1, 2, 0, first.store))
         while wait(waiting, timeout=0.05).not_done:
             first.workers[0].abort(first.generation)
         broken(waiting)
-        fleet.epoch = 1
-        fleet.regroup(first, second)
+        engine_group.epoch = 1
+        engine_group.regroup(first, second)
         first.start([PROMPTS[0]])
         waiting = first.submit(1)
         first.workers[0].abort(first.generation - 1)
@@ -143,8 +143,8 @@ def test_abort_frees_who_waits_for_a_peer(tiny_moe: Any) -> None:
         first.workers[0].abort(first.generation)
         broken(waiting)
         broken(second.submit(1))
-        fleet.regroup(first, second)
-        assert answers(fleet, [[0], [1]]) == truth[:2]
+        engine_group.regroup(first, second)
+        assert answers(engine_group, [[0], [1]]) == truth[:2]
 
 
 def test_a_worker_that_cannot_read_its_experts(
@@ -152,26 +152,26 @@ def test_a_worker_that_cannot_read_its_experts(
 ) -> None:
     """It says so; its peer hears of it in the next operation; the next plan mends both."""
     folder, truth = tiny_moe("mixtral")
-    real = experts.load_pieces
+    real = experts.load_weight_shards
 
     def fails(wanted: Any, config: Any) -> int:
         if any(".experts.3." in piece.name for piece in wanted([])):
             raise ValueError("cannot be read")
         return real(wanted, config)
 
-    with Fleet(folder) as fleet:
-        first, second = fleet.add(), fleet.add()
+    with EngineGroup(folder) as engine_group:
+        first, second = engine_group.add(), engine_group.add()
         with monkeypatch.context() as patch:
-            patch.setattr(experts, "load_pieces", fails)
-            (one,), (two,) = fleet.submit_regroup(first, second)
+            patch.setattr(experts, "load_weight_shards", fails)
+            (one,), (two,) = engine_group.submit_regroup(first, second)
             wait([one, two], timeout=60)
         assert isinstance(two.exception(timeout=0), ValueError)
         assert one.exception(timeout=0) is None or isinstance(one.exception(), GroupError)
         first.start([PROMPTS[0]])
         broken(first.submit(1))
-        fleet.regroup(first, second)
+        engine_group.regroup(first, second)
         assert first.held()[0] | second.held()[0] == set(range(4))
-        assert answers(fleet, [[0], [1]]) == truth[:2]
+        assert answers(engine_group, [[0], [1]]) == truth[:2]
 
 
 def test_dummy_experts_are_the_same_wherever_they_lie(tmp_path: Path) -> None:
@@ -185,10 +185,10 @@ def test_dummy_experts_are_the_same_wherever_they_lie(tmp_path: Path) -> None:
             for expert, parts in module.held.items()
         }
 
-    with Fleet(tmp_path, model__load_format="dummy") as fleet:
-        alone, one, two = (fleet.add() for _ in range(3))
-        fleet.regroup(alone)
-        fleet.regroup(one, two)
+    with EngineGroup(tmp_path, model__load_format="dummy") as engine_group:
+        alone, one, two = (engine_group.add() for _ in range(3))
+        engine_group.regroup(alone)
+        engine_group.regroup(one, two)
         whole, halves = weights(alone), [weights(one), weights(two)]
         assert [len(half) for half in halves] == [8, 8]
         assert len({tuple(part.tolist()) for part in whole.values()}) == 16
@@ -212,5 +212,5 @@ def test_room_is_left_for_the_largest_share(
         "cluster__min_engines": least,
         "cache__memory_fraction": 1.0,
     }
-    with Fleet(folder, **settings) as fleet:
-        assert fleet.add().limits[0].num_blocks == 3
+    with EngineGroup(folder, **settings) as engine_group:
+        assert engine_group.add().limits[0].num_blocks == 3

@@ -25,7 +25,7 @@ def setup(rows: list[NewRow]) -> tuple[Sampler, InputBatch]:
     sampler = Sampler(states, VOCAB)
     for row in rows:
         states.stage(row)
-        sampler.take_slot(row)
+        sampler.add_request(row)
     states.apply()
     plan = SchedulerOutput(
         0,
@@ -101,16 +101,16 @@ def test_min_tokens(temperature, outputs, held_back):
     assert draw([held, free], logits) == [30 if held_back else 11, 11]
 
 
-def test_what_no_row_asks_for_is_not_computed(monkeypatch):
+def test_unused_parameters_cost_nothing(monkeypatch):
     def never(*args, **options):
         raise AssertionError("not needed by this batch")
 
     asked = []
     real = module.sample_tokens
 
-    def watch(*args, any_min_p, any_top):
-        asked.append((any_min_p, any_top))
-        return real(*args, any_min_p=any_min_p, any_top=any_top)
+    def watch(*args, any_min_p, any_top_k_or_p):
+        asked.append((any_min_p, any_top_k_or_p))
+        return real(*args, any_min_p=any_min_p, any_top_k_or_p=any_top_k_or_p)
 
     logits = torch.randn(4, VOCAB)
     monkeypatch.setattr(module, "sample_tokens", watch)

@@ -35,14 +35,14 @@ def test_each_is_called_by_one_thread_alone(dtype: torch.dtype) -> None:
 
     watching = tuple(watched(function) for function in vector_math.FUNCTIONS)
     with patch.object(vector_math, "FUNCTIONS", watching):
-        vector_math.settle_vector_math()
+        vector_math.initialize_vector_math()
     # One number is no work to divide.
     assert [(function, dtype, 1) for function in vector_math.FUNCTIONS] == [
         call for call in called if call[1] == dtype
     ]
 
 
-def test_they_are_settled_before_a_worker_computes_anything() -> None:
+def test_initialized_before_a_worker_computes() -> None:
     class Settled(Exception):
         pass
 
@@ -50,7 +50,7 @@ def test_they_are_settled_before_a_worker_computes_anything() -> None:
         raise Settled
 
     with (
-        patch.object(worker, "settle_vector_math", settle),
+        patch.object(worker, "initialize_vector_math", settle),
         patch.object(worker, "_device", side_effect=AssertionError("came first")),
         pytest.raises(Settled),
     ):

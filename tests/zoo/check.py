@@ -32,7 +32,7 @@ ENGINE: dict[str, Any] = {
 }
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The engine refused the model at load; its message is the reason."""
 
 
@@ -62,11 +62,11 @@ def prompts_of(vocab: int, pad: int | None) -> list[list[int]]:
 
 
 def answers(folder: Path, vocab: int, pad: int | None, **overrides: Any) -> list[Any]:
-    """What a new engine answers to the prompts. Raises `Refused` for a refusal at load."""
+    """What a new engine answers to the prompts. Raises `RefusedError` for a refusal at load."""
     try:
         llm = LLM(str(folder), **{**ENGINE, **overrides})
     except ValueError as error:
-        raise Refused(str(error)) from error
+        raise RefusedError(str(error)) from error
     with llm:
         params = [
             SamplingParams(

@@ -73,7 +73,7 @@ KV_HEADS = {
 }
 DERIVED = {"transformers_version", "model_type", "architectures", "per_layer_config", "qk_head_dim"}
 """Not taken over: the class finds them again."""
-WHOLLY = {"blt"}
+RUN_ALL_PARTS = {"blt"}
 """Model types whose parts are all run."""
 DEPTHS = ("num_hidden_layers", "num_layers", "depth", "num_blocks", "encoder_layers")
 FIXED = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True}
@@ -152,7 +152,7 @@ def shrink(values: Mapping[str, Any], layers: int, kind: str = "") -> dict[str, 
         elif isinstance(value, list) and len(value) == layers > LAYERS:
             small[key] = few(value)
         elif isinstance(value, dict) and "model_type" in value:
-            small[key] = shrink(value, 0) if kind in WHOLLY else _shallow(value)
+            small[key] = shrink(value, 0) if kind in RUN_ALL_PARTS else _shallow(value)
     if isinstance(values.get("qk_rope_head_dim"), int) and "head_dim" in values:
         small["head_dim"] = small["qk_rope_head_dim"]  # what is rotated, in latent attention
     return small

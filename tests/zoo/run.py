@@ -17,7 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.zoo import check, configs, specimen
+from tests.zoo import check, configs
+from tests.zoo import tiny_checkpoint as specimen
 
 DEADLINE_S = 120.0
 """Of one specimen with one backend; most take a fifth of a second."""
@@ -111,8 +112,8 @@ def _try(case: Case, folder: Path) -> tuple[str, str]:
         overrides["model.load_format"] = "dummy"
     try:
         found = check.answers(folder, configs.VOCAB, pad, **overrides)
-    except check.Refused as refused:
-        if not _spoken(str(refused)):
+    except check.RefusedError as refused:
+        if not _names_its_cause(str(refused)):
             return "failed", f"refused without saying what: {refused}"
         return "refused", str(refused).replace(str(folder), "FOLDER")
     if isinstance(oracle, Exception):
@@ -124,7 +125,7 @@ def _try(case: Case, folder: Path) -> tuple[str, str]:
     return ("equal" if difference.equal else "failed"), note
 
 
-def _spoken(text: str) -> bool:
+def _names_its_cause(text: str) -> bool:
     """A refusal says what is refused, on one line."""
     return "\n" not in text and any(w in text for w in ("architecture", "model", "rope", "hidden"))
 
@@ -135,14 +136,14 @@ def _place(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({last})"
 
 
-def run_apart(case: Case, deadline_s: float = DEADLINE_S) -> Outcome:
+def run_in_subprocess(case: Case, deadline_s: float = DEADLINE_S) -> Outcome:
     """In a child of this process, which is ended when its time is over. Its files are ours: a child
     that is ended leaves them behind."""
     with tempfile.TemporaryDirectory() as folder:
-        return _run_apart(case, Path(folder), deadline_s)
+        return _run_in_subprocess(case, Path(folder), deadline_s)
 
 
-def _run_apart(case: Case, folder: Path, deadline_s: float) -> Outcome:
+def _run_in_subprocess(case: Case, folder: Path, deadline_s: float) -> Outcome:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -179,6 +180,6 @@ def run_all(wanted: Sequence[Case]) -> Iterator[Outcome]:
         alone = replace(case, split="")
         if whole.get(alone, "equal") != "equal":
             continue  # what one worker does not serve, several do not either
-        outcome = run_apart(case)
+        outcome = run_in_subprocess(case)
         whole[case] = outcome.status
         yield outcome

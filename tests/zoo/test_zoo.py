@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from tests.zoo import configs, page
-from tests.zoo.run import Case, Outcome, cases, run, run_apart
+from tests.zoo.run import Case, Outcome, cases, run, run_in_subprocess
 
 SPREAD = {
     # mechanism -> model types
@@ -75,7 +75,7 @@ def test_the_page_says_what_is_seen(kind: str) -> None:
 def test_a_case_that_is_ended_leaves_no_files(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("tests.zoo.run._try", lambda *_: time.sleep(600))
-    found = run_apart(Case("llama", "", "native"), deadline_s=0.5)
+    found = run_in_subprocess(Case("llama", "", "native"), deadline_s=0.5)
     assert found.status == "failed" and list(tmp_path.iterdir()) == []
 
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import torch
 
 from swell.kernels.linear import embedding, largest, linear
-from swell.worker.layers.piece import ALL, Piece, empty_parameter
-from swell.worker.layers.weighted import Weighted
+from swell.worker.layers.packed_weight import PackedWeight
+from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter
 from swell.worker.mesh import Group
 
 
-class _VocabRows(Weighted):
+class _VocabRows(PackedWeight):
     """This rank's rows of a [vocab, hidden] matrix."""
 
     def __init__(self, vocab: int, hidden: int, group: Group) -> None:
@@ -27,11 +27,11 @@ class _VocabRows(Weighted):
         self.words = max(0, min(self.rows, vocab - self.start))
         self.weight = empty_parameter(self.rows, hidden)
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
         if self.words:
             place = slice(self.start, self.start + self.words)
             target = self.weight[: self.words]
-            yield Piece(f"{name}.weight", target, (place, ALL), (self.vocab, self.hidden))
+            yield WeightShard(f"{name}.weight", target, (place, ALL), (self.vocab, self.hidden))
 
 
 class VocabParallelEmbedding(_VocabRows):
@@ -71,7 +71,7 @@ class ParallelLMHead(_VocabRows):
         logits = logits[:, : self.vocab]
         return logits if logits.dtype == torch.float32 else logits.float()
 
-    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [S, hidden] -> the words of the largest logits, [S] int64, and these, [S] float32
 
         Of each rank two numbers a row go around, not all its logits.
@@ -88,5 +88,5 @@ class ParallelLMHead(_VocabRows):
         pairs = torch.stack((values.double(), which.double() + self.start), -1).unsqueeze(0)
         values, words = self.group.all_gather(pairs, 0).unbind(-1)
         # NaN passes for the largest.
-        tops, ranks = values.max(0, keepdim=True)
-        return words.gather(0, ranks)[0].long(), tops[0].float()
+        max_logits, ranks = values.max(0, keepdim=True)
+        return words.gather(0, ranks)[0].long(), max_logits[0].float()

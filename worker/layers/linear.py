@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from swell.kernels.linear import linear
-from swell.worker.layers.piece import ALL, Piece, empty_parameter, share, whole
-from swell.worker.layers.weighted import Weighted
+from swell.worker.layers.packed_weight import PackedWeight
+from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter, share, whole
 from swell.worker.mesh import Group
 
 
@@ -35,7 +35,7 @@ class Rows:
         return cls(group.rank * count, count, total)
 
 
-class _FusedColumns(Weighted):
+class _FusedColumns(PackedWeight):
     """Rows of several checkpoint matrices, stacked in one parameter: one product for them all."""
 
     bias: nn.Parameter | None
@@ -52,16 +52,16 @@ class _FusedColumns(Weighted):
         """x [..., in] -> [..., this rank's rows]"""
         return linear(x, self.weight, self.bias)
 
-    def pieces(self, *names: str) -> Iterator[Piece]:
+    def weight_shards(self, *names: str) -> Iterator[WeightShard]:
         """One name a part, without `.weight`."""
         start = 0
         for name, part in zip(names, self.parts, strict=True):
             here = slice(start, start + part.count)
             rows = slice(part.start, part.start + part.count)
             shape = (part.total, self.in_features)
-            yield Piece(f"{name}.weight", self.weight[here], (rows, ALL), shape)
+            yield WeightShard(f"{name}.weight", self.weight[here], (rows, ALL), shape)
             if self.bias is not None:
-                yield Piece(f"{name}.bias", self.bias[here], (rows,), (part.total,))
+                yield WeightShard(f"{name}.bias", self.bias[here], (rows,), (part.total,))
             start += part.count
 
 
@@ -138,7 +138,7 @@ class QKVParallelLinear(_FusedColumns):
         return q, k, v
 
 
-class RowParallelLinear(Weighted):
+class RowParallelLinear(PackedWeight):
     """Each rank multiplies its part of the inputs; the sum over the group is on every rank.
 
     `split_input` takes the whole input on every rank and cuts this rank's part out of it.
@@ -172,9 +172,9 @@ class RowParallelLinear(Weighted):
         y = self.group.all_reduce(linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
         columns = slice(self.columns.start, self.columns.start + self.columns.count)
         shape = (self.out_features, self.in_features)
-        yield Piece(f"{name}.weight", self.weight, (ALL, columns), shape)
+        yield WeightShard(f"{name}.weight", self.weight, (ALL, columns), shape)
         if self.bias is not None:
             yield whole(f"{name}.bias", self.bias)

@@ -9,7 +9,7 @@ from torch import nn
 
 from swell.kernels.activation import silu_and_mul
 from swell.worker.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from swell.worker.layers.piece import Piece
+from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.mesh import Group
 
 
@@ -26,6 +26,6 @@ class GatedMLP(nn.Module):
         """x [T, hidden] -> [T, hidden]"""
         return self.down(silu_and_mul(self.gate_up(x)))
 
-    def pieces(self, name: str) -> Iterator[Piece]:
-        yield from self.gate_up.pieces(f"{name}.gate_proj", f"{name}.up_proj")
-        yield from self.down.pieces(f"{name}.down_proj")
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+        yield from self.gate_up.weight_shards(f"{name}.gate_proj", f"{name}.up_proj")
+        yield from self.down.weight_shards(f"{name}.down_proj")

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from swell.kernels.moe import combine_experts, expert_outputs, route
-from swell.worker.layers.piece import ALL, Piece, empty_parameter, whole
+from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter, whole
 from swell.worker.mesh import Mesh
 
 Expert = tuple[torch.Tensor, torch.Tensor]
@@ -80,18 +80,20 @@ class MoE(nn.Module):
         """Memory of one expert."""
         return 3 * self.traits.size * self.hidden * self.router.element_size()
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
         yield whole(f"{name}.gate.weight", self.router)
         for expert, weights in self.held.items():
-            yield from self.expert_pieces(name, expert, weights)
+            yield from self.expert_weight_shards(name, expert, weights)
 
-    def expert_pieces(self, name: str, expert: int, weights: Expert) -> Iterator[Piece]:
+    def expert_weight_shards(
+        self, name: str, expert: int, weights: Expert
+    ) -> Iterator[WeightShard]:
         """What fills the weights of one expert."""
         (gate_up, down), size = weights, self.traits.size
         targets = (gate_up[:size], gate_up[size:], down)
         for part, target in zip(self.traits.names, targets, strict=True):
             shape = tuple(target.shape)
-            yield Piece(f"{name}.experts.{expert}.{part}.weight", target, (ALL, ALL), shape)
+            yield WeightShard(f"{name}.experts.{expert}.{part}.weight", target, (ALL, ALL), shape)
 
     def _outputs(self, x: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
         """[T, hidden], [T, k] -> [T, k, hidden]: what each choice of each token gives."""

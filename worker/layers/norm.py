@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from swell.kernels.norm import add_rms_norm, rms_norm
-from swell.worker.layers.piece import Piece, empty_parameter, whole
+from swell.worker.layers.weight_shard import WeightShard, empty_parameter, whole
 
 
 class RMSNorm(nn.Module):
@@ -27,5 +27,5 @@ class RMSNorm(nn.Module):
         """(norm(x + residual), x + residual), all [T, size]"""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
         yield whole(f"{name}.weight", self.weight)

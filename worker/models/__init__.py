@@ -4,19 +4,19 @@ Every model is one stage and one tensor rank's part, and offers
 
     forward(batch, intermediate) -> hidden [T, hidden] of the last stage, else IntermediateTensors
     compute_logits(hidden [S, hidden]) -> [S, vocab] float32, on every tensor rank
-    most_likely(hidden [S, hidden]) -> ([S] int64, where the largest logits are, and these, [S]
-        float32, as `swell.kernels.sample.greedy_tokens` says), on every tensor rank
+    argmax(hidden [S, hidden]) -> ([S] int64, where the largest logits are, and these, [S]
+        float32, as `swell.kernels.sample.greedy_sample` says), on every tensor rank
     vocab_size: how many tokens there are
     attention_layers() -> the attention layers of the stage, each of which wants a KV cache
     make_empty_intermediate(tokens) -> room for what the stage before sends
-    pieces(stored) -> what it reads from a checkpoint that has the tensors named `stored`
+    weight_shards(stored) -> what it reads from a checkpoint that has the tensors named `stored`
     tied_pairs(hf_config, stored) -> those of `stored`, two and two, that its config makes one
 
 and, if engines can share its experts,
 
     moe_layers() -> the layers of the stage that have experts; every worker of the stage must
         compute each of them in every step
-    expert_pieces(expert, weights) -> what it reads for one expert, with weights one a layer
+    expert_weight_shards(expert, weights) -> what it reads for one expert, with weights one a layer
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def _as_stored(model_config: ModelConfig, hf_config: Any, kind: Any, dtype: torc
 
     What is stored decides, as in transformers: a head that was trained apart is the head.
     """
-    from swell.worker.loader import stored_alike, stored_names
+    from swell.worker.loader import checkpoint_names, stored_equal
 
     text = hf_config.get_text_config()
     if not any(getattr(config, "tie_word_embeddings", False) for config in (hf_config, text)):
         return hf_config
-    pairs = kind.tied_pairs(hf_config, stored_names(model_config))
-    if all(stored_alike(model_config, one, other, dtype) for one, other in pairs):
+    pairs = kind.tied_pairs(hf_config, checkpoint_names(model_config))
+    if all(stored_equal(model_config, one, other, dtype) for one, other in pairs):
         return hf_config
     untied = copy.deepcopy(hf_config)
     untied.tie_word_embeddings = untied.get_text_config().tie_word_embeddings = False

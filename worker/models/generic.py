@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from swell.kernels.sample import greedy_tokens
+from swell.kernels.sample import greedy_sample
 from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from swell.worker.layers.piece import Piece, whole
+from swell.worker.layers.weight_shard import WeightShard, whole
 from swell.worker.mesh import Mesh
 from swell.worker.models import generic_attention, generic_masks, generic_probe
-from swell.worker.models.generic_attention import Mode, PagedCalls, Unservable
-from swell.worker.models.generic_masks import Unfit
-from swell.worker.models.generic_names import Names
-from swell.worker.models.generic_plan import Crossing, split_stages, split_tensors
+from swell.worker.models.generic_attention import Mode, PagedAttentionHook, UnsupportedModelError
+from swell.worker.models.generic_masks import UnsupportedMaskError
+from swell.worker.models.generic_parallel import StageBoundary, split_stages, split_tensors
+from swell.worker.models.generic_weights import WeightsMapper
 from swell.worker.models.intermediate import IntermediateTensors
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ class GenericForCausalLM(nn.Module):
         self.vocab_size = int(base.config.vocab_size)
         self.width = self.hidden
         """Of what the head takes: some models project it before."""
-        self._crossing = Crossing()
-        self._calls = PagedCalls(type(causal).__name__, max_positions)
-        self._names = Names(causal)
+        self._stage_boundary = StageBoundary()
+        self._calls = PagedAttentionHook(type(causal).__name__, max_positions)
+        self._names = WeightsMapper(causal)
         split_tensors(causal, base.config, mesh.tensor)
-        self.range = split_stages(causal, base, mesh, self._crossing)
+        self.range = split_stages(causal, base, mesh, self._stage_boundary)
         if not mesh.is_last_stage:
             _drop_head(causal, base)
         _materialize(causal, device, dtype)
@@ -78,7 +78,7 @@ class GenericForCausalLM(nn.Module):
         self._head_input = _HeadInput()
         setattr(causal, causal.base_model_prefix, self._head_input)
         self.base, self.head = base, causal
-        self._learn()
+        self._trace()
 
     def forward(
         self, batch: InputBatch, intermediate: IntermediateTensors | None = None
@@ -107,10 +107,10 @@ class GenericForCausalLM(nn.Module):
         logits = self.head(input_ids=ids, use_cache=False).logits[0]
         return logits[:, : self.vocab_size].float()
 
-    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [S, hidden] of the last stage -> tokens of the largest logits, [S] int64, and
         these, [S] float32"""
-        return greedy_tokens(self.compute_logits(hidden))
+        return greedy_sample(self.compute_logits(hidden))
 
     def attention_layers(self) -> list[Attention]:
         """Those of this stage, in order: each wants a KV cache."""
@@ -122,9 +122,9 @@ class GenericForCausalLM(nn.Module):
             torch.empty(tokens, self.hidden, dtype=self.dtype, device=self.device)
         )
 
-    def pieces(self, stored: Collection[str] = ()) -> Iterator[Piece]:
+    def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
         """What this rank needs of the checkpoint, under the names that it has (`stored`)."""
-        yield from self._names.in_checkpoint(self._own_pieces(), stored)
+        yield from self._names.in_checkpoint(self._own_weight_shards(), stored)
 
     @staticmethod
     def tied_pairs(config: Any, stored: Collection[str]) -> list[tuple[str, str]]:
@@ -133,15 +133,15 @@ class GenericForCausalLM(nn.Module):
         None of a model that will be refused.
         """
         try:
-            return Names(_on_meta(config)[0]).tied_pairs(stored) if stored else []
+            return WeightsMapper(_on_meta(config)[0]).tied_pairs(stored) if stored else []
         except ValueError:
             return []
 
-    def _own_pieces(self) -> Iterator[Piece]:
+    def _own_weight_shards(self) -> Iterator[WeightShard]:
         seen: set[int] = set()
         for path, module in self._parts:
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                yield from module.pieces(path)
+                yield from module.weight_shards(path)
                 continue
             persistent = [
                 (name, buffer)
@@ -164,17 +164,17 @@ class GenericForCausalLM(nn.Module):
         if incoming is not None:
             # Its values are replaced again right before this stage's first layer, past whatever
             # the model does to embeddings.
-            self._crossing.incoming = incoming[None]
+            self._stage_boundary.incoming = incoming[None]
             inputs = {"inputs_embeds": incoming[None]}
         if positions is not None:
             inputs["position_ids"] = positions[None].long()
         out = self.base(use_cache=False, **inputs)
-        hidden = out.last_hidden_state if self.mesh.is_last_stage else self._crossing.outgoing
-        self._crossing.incoming = self._crossing.outgoing = None
+        hidden = out.last_hidden_state if self.mesh.is_last_stage else self._stage_boundary.outgoing
+        self._stage_boundary.incoming = self._stage_boundary.outgoing = None
         return hidden[0]
 
     @torch.no_grad()
-    def _learn(self) -> None:
+    def _trace(self) -> None:
         """Let two tokens through, so that every attention layer shows its shape and its mask.
 
         Then again without masks, as steps are computed, and up to the logits; and without
@@ -190,28 +190,30 @@ class GenericForCausalLM(nn.Module):
         calls = self._calls
         try:
             modules = [module for _, module in self._parts]
-            with self.mesh.tensor.rehearsal(), generic_probe.flat(modules):
+            with self.mesh.tensor.dry_run(), generic_probe.flat(modules):
                 with generic_masks.recording(self.base):
-                    calls.mode = Mode.LEARN
+                    calls.mode = Mode.TRACE
                     given = generic_probe.integers(self.base, self._run, ids, positions, incoming)
                     calls.mode = Mode.REHEARSE
                     found = generic_probe.integers(self.base, self._run, ids, None, incoming)
                 mixed = generic_probe.mixes_tokens(self.base, self._run, ids, positions, incoming)
                 hidden = self._run(ids, positions, incoming)
                 if not self.mesh.is_last_stage and hidden.shape != (2, self.hidden):
-                    raise Unfit(f"what its layers hand on has the shape {list(hidden.shape)}")
+                    raise UnsupportedMaskError(
+                        f"what its layers hand on has the shape {list(hidden.shape)}"
+                    )
                 if self.mesh.is_last_stage:
                     self.width = hidden.shape[1]
                     logits = self.compute_logits(hidden)
                     assert logits.shape[1] == self.vocab_size, f"logits {list(logits.shape)}"
-        except Unfit as unfit:
-            calls.refuse(f"{unfit}{_whole_again(self.mesh)}")
-        except Unservable:
+        except UnsupportedMaskError as unfit:
+            calls.refuse(f"{unfit}{_unsplit_hint(self.mesh)}")
+        except UnsupportedModelError:
             raise
         except Exception as error:
             raise ValueError(
                 f"architecture {calls.architecture!r} cannot be served: its forward fails on two "
-                f"tokens: {type(error).__name__}: {_first_line(error)}{_whole_again(self.mesh)}"
+                f"tokens: {type(error).__name__}: {_first_line(error)}{_unsplit_hint(self.mesh)}"
             ) from error
         calls.mode = Mode.COMPUTE
         silent = [i for i in self.range if i not in calls.layers]
@@ -222,7 +224,7 @@ class GenericForCausalLM(nn.Module):
             )
         if mixed:
             calls.refuse("its tokens see each other outside of attention (a recurrent state?)")
-        part = generic_probe.differing(given, found)
+        part = generic_probe.first_difference(given, found)
         if part:
             calls.refuse(
                 f"its {part} has other positions than 0, 1, 2, ... whatever the tokens are"
@@ -374,7 +376,7 @@ def _materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
         causal.initialize_weights()
 
 
-def _whole_again(mesh: Mesh) -> str:
+def _unsplit_hint(mesh: Mesh) -> str:
     """The way out, where the model may fit as long as it is not split."""
     split = {"pipeline": mesh.pipeline.size, "tensor": mesh.tensor.size}
     ways = [f"parallel.{key}=1" for key, size in split.items() if size > 1]

@@ -6,10 +6,11 @@ transformers looks attention up by name in one table and calls
         -> out [1, T, H, Dv], weights
 
 We stand in that table as `swell`. Every module of a model that we build carries its model's
-`PagedCalls`, so the function itself keeps no state and models of several threads do not meet.
-How many heads and which window each layer has is not read from its config, whose names vary, but
-learned by letting a few tokens through (`Mode.LEARN`): the window from the mask that transformers
-makes for the layer, and the rest from a comparison with what transformers calls in our place.
+`PagedAttentionHook`, so the function itself keeps no state and models of several threads do not
+meet. How many heads and which window each layer has is not read from its config, whose names vary,
+but learned by letting a few tokens through (`Mode.TRACE`): the window from the mask that
+transformers makes for the layer, and the rest from a comparison with what transformers calls in our
+place.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from torch import nn
 
 from swell.worker.layers.attention import Attention
 from swell.worker.models import generic_masks
-from swell.worker.models.generic_masks import Sees, Unfit, own_difference, sees, window_of
+from swell.worker.models.generic_masks import (
+    MaskFunction,
+    UnsupportedMaskError,
+    difference_from_eager,
+    sees,
+    sliding_window_of,
+)
 
 NAME = "swell"
 
@@ -49,21 +56,21 @@ HARMLESS = {
 cannot do."""
 
 
-class Unservable(ValueError):
+class UnsupportedModelError(ValueError):
     """An architecture does not fit; the message says which, and why."""
 
 
 class Mode(Enum):
     """What a call of attention is for."""
 
-    LEARN = auto()
+    TRACE = auto()
     """It shows what its layer needs; its answer is zeros."""
     REHEARSE = auto()
     """Its answer is zeros."""
     COMPUTE = auto()
 
 
-class PagedCalls:
+class PagedAttentionHook:
     """The attention layers of one model, and the step that it is computing."""
 
     def __init__(self, architecture: str, positions: int) -> None:
@@ -71,7 +78,7 @@ class PagedCalls:
         self.architecture, self.positions = architecture, positions
         self.layers: dict[int, Attention] = {}
         """Layer index -> its attention."""
-        self._windows: dict[Sees, int] = {}
+        self._windows: dict[MaskFunction, int] = {}
         self.mode = Mode.COMPUTE
         self.metadata: Any = None
         """`AttentionMetadata` of the forward under way."""
@@ -93,8 +100,8 @@ class PagedCalls:
     ) -> torch.Tensor:
         index = getattr(module, "layer_idx", None)
         if self.mode is not Mode.COMPUTE:
-            if self.mode is Mode.LEARN:
-                self._learn(module, index, q, k, v, mask, scaling, kwargs)
+            if self.mode is Mode.TRACE:
+                self._trace(module, index, q, k, v, mask, scaling, kwargs)
             return v.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
         layer = self.layers[index]
         tokens, width = q.shape[2], v.shape[3]
@@ -104,7 +111,7 @@ class PagedCalls:
         out = layer(q, k, v, self.metadata).view(1, tokens, -1, layer.head_dim)
         return out[..., :width]
 
-    def _learn(
+    def _trace(
         self,
         module: Any,
         index: int | None,
@@ -128,7 +135,7 @@ class PagedCalls:
             self.refuse(f"its values ({v.shape[3]}) are wider than its keys ({q.shape[3]})")
         try:
             window = self._window(sees(mask), q.device)
-        except Unfit as unfit:
+        except UnsupportedMaskError as unfit:
             self.refuse(f"in its layer {index}, {unfit}")
         layer = Attention(
             q.shape[1],
@@ -138,20 +145,20 @@ class PagedCalls:
             window=window,
             softcap=float(kwargs.get("softcap") or 0.0),
         )
-        difference = own_difference(module, layer, v.shape[3], q.device, scaling, kwargs)
+        difference = difference_from_eager(module, layer, v.shape[3], q.device, scaling, kwargs)
         if difference:
             self.refuse(f"its layer {index} computes another attention: {difference}")
         self.layers[index or 0] = layer
 
-    def _window(self, function: Sees, device: torch.device) -> int:
+    def _window(self, function: MaskFunction, device: torch.device) -> int:
         """Layers share their few masks."""
         if function not in self._windows:
-            self._windows[function] = window_of(function, self.positions, device)
+            self._windows[function] = sliding_window_of(function, self.positions, device)
         return self._windows[function]
 
     def refuse(self, why: str) -> None:
         """Say that the architecture does not fit, and why."""
-        raise Unservable(
+        raise UnsupportedModelError(
             f"architecture {self.architecture!r} cannot be served: {why}, and that does not fit "
             "the paged KV cache; choose a decoder with ordinary causal attention"
         )
@@ -166,7 +173,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    calls: PagedCalls = module.swell_calls
+    calls: PagedAttentionHook = module.swell_calls
     return calls(module, query, key, value, attention_mask, scaling, kwargs), None
 
 

@@ -3,7 +3,8 @@
 transformers' own attention knows nothing of windows: it adds a mask, and the mask alone says which
 tokens a token sees. Keywords and attributes of a layer say it a second time, and not always the
 same. So while a model is being learned (`recording`) its masks are made by `_record`, which keeps
-the function of positions behind each mask; `window_of` asks that function what a token sees.
+the function of positions behind each mask; `sliding_window_of` asks that function what a token
+sees.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import torch
 
 from swell.worker.layers.attention import Attention
 
-LEARNING = "swell-learning"
+TRACE_IMPLEMENTATION = "swell-learning"
 """The attention implementation under which masks are made, and kept."""
 
-Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(batch, head, query's position, key's position), broadcast -> whether the query sees the key."""
 
 SAMPLES = 24
@@ -32,25 +33,25 @@ TOKENS = 6
 """Of the comparison with transformers' own attention."""
 
 
-class Unfit(Exception):
+class UnsupportedMaskError(Exception):
     """The mask is none that our attention can have; the message says which it is."""
 
 
-class _Made(threading.local):
+class _RecordedMasks(threading.local):
     """Masks of the forward under way in this thread."""
 
-    masks: list[tuple[torch.Tensor, Sees]] | None = None
+    masks: list[tuple[torch.Tensor, MaskFunction]] | None = None
 
 
-_made = _Made()
+_made = _RecordedMasks()
 
 
 def register(attention: Any) -> None:
     """Enter the learning implementation into transformers' tables; `attention` is its function."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(LEARNING, attention)
-    AttentionMaskInterface.register(LEARNING, _record)
+    AttentionInterface.register(TRACE_IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(TRACE_IMPLEMENTATION, _record)
 
 
 @contextmanager
@@ -59,7 +60,7 @@ def recording(model: Any) -> Iterator[None]:
     configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
     own = [(c, c._attn_implementation) for c in configs.values() if c is not None]
     for config, _ in own:
-        config._attn_implementation = LEARNING
+        config._attn_implementation = TRACE_IMPLEMENTATION
     _made.masks = []
     try:
         yield
@@ -73,7 +74,7 @@ def _record(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    mask_function: Sees,
+    mask_function: MaskFunction,
     attention_mask: torch.Tensor | None = None,
     device: Any = None,
     **_unused: Any,
@@ -84,7 +85,7 @@ def _record(
     zero = torch.zeros(1, dtype=torch.long, device=device)
     seen = mask_function(zero.view(1, 1, 1, 1), zero.view(1, 1, 1, 1), *_grid(*index))
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise Unfit("it masks tokens by what they are")
+        raise UnsupportedMaskError("it masks tokens by what they are")
     mask = seen.expand(batch_size, 1, q_length, kv_length).clone()
     _made.masks.append((mask, mask_function))
     return mask
@@ -94,10 +95,11 @@ def _grid(queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torc
     return queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1)
 
 
-def sees(mask: torch.Tensor | None) -> Sees:
-    """The function behind a mask that reached a layer. Raises `Unfit` for one that was altered."""
+def sees(mask: torch.Tensor | None) -> MaskFunction:
+    """The function behind a mask that reached a layer. Raises `UnsupportedMaskError` for one that
+    was altered."""
     if mask is None:
-        raise Unfit("it has no mask, so every token sees every other")
+        raise UnsupportedMaskError("it has no mask, so every token sees every other")
     for made, function in _made.masks or ():
         if made is mask or (
             made.dtype == mask.dtype
@@ -105,13 +107,15 @@ def sees(mask: torch.Tensor | None) -> Sees:
             and made.data_ptr() == mask.data_ptr()
         ):
             return function
-    raise Unfit("it adds a bias of its own to the scores")
+    raise UnsupportedMaskError("it adds a bias of its own to the scores")
 
 
-def window_of(function: Sees, positions: int, device: torch.device | str = "cpu") -> int:
+def sliding_window_of(
+    function: MaskFunction, positions: int, device: torch.device | str = "cpu"
+) -> int:
     """Tokens that a token sees, itself included, up to `positions` of them; 0: all.
 
-    Raises `Unfit` where the last position's answer is not the rule of all others.
+    Raises `UnsupportedMaskError` where the last position's answer is not the rule of all others.
     """
     last = _row(function, positions - 1, positions, device)
     width = int(last.sum())
@@ -126,7 +130,7 @@ def window_of(function: Sees, positions: int, device: torch.device | str = "cpu"
         if window:
             want &= keys > query - window
         if not torch.equal(_row(function, query, positions, device), want):
-            raise Unfit(
+            raise UnsupportedMaskError(
                 f"the token at position {query} does not see "
                 + (f"the last {window} tokens" if window else "all tokens up to itself")
                 + f", as that at {positions - 1} does"
@@ -134,19 +138,23 @@ def window_of(function: Sees, positions: int, device: torch.device | str = "cpu"
     return window
 
 
-def _row(function: Sees, query: int, positions: int, device: torch.device | str) -> torch.Tensor:
+def _row(
+    function: MaskFunction, query: int, positions: int, device: torch.device | str
+) -> torch.Tensor:
     """[positions] bool, on the host: what the token at `query` sees."""
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
     keys = torch.arange(positions, device=device)
     try:
         seen = function(zero, zero, *_grid(torch.tensor([query], device=device), keys))
     except Exception as error:
-        raise Unfit(f"its mask depends on more than positions ({type(error).__name__})") from None
+        raise UnsupportedMaskError(
+            f"its mask depends on more than positions ({type(error).__name__})"
+        ) from None
     return seen.expand(1, 1, 1, positions).reshape(positions).cpu()
 
 
 @torch.no_grad()
-def own_difference(
+def difference_from_eager(
     module: Any,
     layer: Attention,
     width: int,

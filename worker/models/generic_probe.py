@@ -55,7 +55,7 @@ def integers(base: nn.Module, run: Callable[..., Any], *arguments: Any) -> Seen:
     return seen
 
 
-def differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> str | None:
+def first_difference(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> str | None:
     """The first module that both saw with different numbers."""
     for key, value in one.items():
         if key in other and other[key] != value:

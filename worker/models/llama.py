@@ -25,8 +25,8 @@ from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from swell.worker.layers.linear import QKVParallelLinear, RowParallelLinear
 from swell.worker.layers.mlp import GatedMLP
 from swell.worker.layers.norm import RMSNorm
-from swell.worker.layers.piece import Piece, materialize
 from swell.worker.layers.rotary import RotaryEmbedding
+from swell.worker.layers.weight_shard import WeightShard, materialize
 from swell.worker.mesh import Group, Mesh
 from swell.worker.models.intermediate import IntermediateTensors, stage_layers
 
@@ -131,12 +131,12 @@ class LlamaAttention(nn.Module):
         q, k = apply_rope(q, k, cos, sin)
         return self.out(_of(self.attention(q.flatten(1), k.flatten(1), v, meta), wanted))
 
-    def pieces(self, name: str) -> Iterator[Piece]:
-        yield from self.qkv.pieces(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-        yield from self.out.pieces(f"{name}.o_proj")
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+        yield from self.qkv.weight_shards(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        yield from self.out.weight_shards(f"{name}.o_proj")
         if self.q_norm is not None and self.k_norm is not None:
-            yield from self.q_norm.pieces(f"{name}.q_norm")
-            yield from self.k_norm.pieces(f"{name}.k_norm")
+            yield from self.q_norm.weight_shards(f"{name}.q_norm")
+            yield from self.k_norm.weight_shards(f"{name}.k_norm")
 
 
 class LlamaLayer(nn.Module):
@@ -171,11 +171,11 @@ class LlamaLayer(nn.Module):
         x, residual = self.mlp_norm.add(x, _of(residual, wanted))
         return self.mlp(x), residual
 
-    def pieces(self, name: str) -> Iterator[Piece]:
-        yield from self.attention_norm.pieces(f"{name}.input_layernorm")
-        yield from self.attention.pieces(f"{name}.self_attn")
-        yield from self.mlp_norm.pieces(f"{name}.post_attention_layernorm")
-        yield from self.mlp.pieces(f"{name}.{self.mlp_name}")
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+        yield from self.attention_norm.weight_shards(f"{name}.input_layernorm")
+        yield from self.attention.weight_shards(f"{name}.self_attn")
+        yield from self.mlp_norm.weight_shards(f"{name}.post_attention_layernorm")
+        yield from self.mlp.weight_shards(f"{name}.{self.mlp_name}")
 
 
 class LlamaForCausalLM(nn.Module):
@@ -254,10 +254,10 @@ class LlamaForCausalLM(nn.Module):
         """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
         return self.head(hidden)
 
-    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [S, hidden] of the last stage -> tokens of the largest logits, [S] int64, and
         these, [S] float32"""
-        return self.head.most_likely(hidden)
+        return self.head.argmax(hidden)
 
     def attention_layers(self) -> list[Attention]:
         """Those of this stage, in order: each wants a KV cache."""
@@ -268,21 +268,21 @@ class LlamaForCausalLM(nn.Module):
         x, residual = torch.empty(2, tokens, self.hidden, dtype=self.dtype, device=self.device)
         return IntermediateTensors(x, residual)
 
-    def pieces(self, stored: Collection[str] = ()) -> Iterator[Piece]:
+    def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
         """What this rank needs of the checkpoint, which has the names `stored`."""
         embedding = EMBEDDING
         if self.tied and stored and f"{EMBEDDING}.weight" not in stored:
             embedding = HEAD  # either name may hold what both share
         if self.mesh.is_first_stage:
-            yield from self.embed.pieces(embedding)
+            yield from self.embed.weight_shards(embedding)
         for i, layer in zip(self.range, self.layers, strict=True):
-            yield from layer.pieces(f"model.layers.{i}")
+            yield from layer.weight_shards(f"model.layers.{i}")
         if self.mesh.is_last_stage:
-            yield from self.norm.pieces("model.norm")
+            yield from self.norm.weight_shards("model.norm")
             if not self.tied:
-                yield from self.head.pieces(HEAD)
+                yield from self.head.weight_shards(HEAD)
             elif not self.mesh.is_first_stage:
-                yield from self.head.pieces(embedding)
+                yield from self.head.weight_shards(embedding)
 
     @staticmethod
     def tied_pairs(config: Any, stored: Collection[str]) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from swell.worker.experts import place
 from swell.worker.layers.moe import Expert, ExpertTraits, MoE
-from swell.worker.layers.piece import Piece
+from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.mesh import Mesh
 from swell.worker.models.llama import LlamaForCausalLM, Traits
 
@@ -76,7 +76,7 @@ class MoeForCausalLM(LlamaForCausalLM):
     """One pipeline stage, one tensor rank's part of its dense layers, and some of its experts.
 
     A rank of engines that share experts starts without any; else the engine's tensor ranks split
-    them, and `pieces` names this rank's share.
+    them, and `weight_shards` names this rank's share.
     """
 
     traits_table = TRAITS
@@ -108,7 +108,7 @@ class MoeForCausalLM(LlamaForCausalLM):
         """Those of this stage that have experts, in order."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
 
-    def expert_pieces(self, expert: int, weights: Sequence[Expert]) -> Iterator[Piece]:
+    def expert_weight_shards(self, expert: int, weights: Sequence[Expert]) -> Iterator[WeightShard]:
         """What fills an expert's weights, one entry a layer of `moe_layers`."""
         names = [
             (f"model.layers.{i}.{layer.mlp_name}", layer.mlp)
@@ -116,4 +116,4 @@ class MoeForCausalLM(LlamaForCausalLM):
             if isinstance(layer.mlp, MoE)
         ]
         for (name, layer), part in zip(names, weights, strict=True):
-            yield from layer.expert_pieces(name, expert, part)
+            yield from layer.expert_weight_shards(name, expert, part)

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 from swell.kernels.bitmask import apply_bitmask
 from swell.kernels.host import to_device
-from swell.worker.askers import Askers
 from swell.worker.failed_rows import FailedRows, describe
 from swell.worker.groups import Group
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.stage import Note, Stage
+from swell.worker.sample.logits_processor import LogitsProcessor, PendingExtra
 from swell.worker.sample.vocabulary import load_vocabulary
 from swell.worker.sample.wire import GRAMMAR_LIMITS
+from swell.worker.slot_set import SlotSet
 from swell.worker.wire import NewRow
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-KEPT_GRAMMARS = 32
+MAX_CACHED_GRAMMARS = 32
 """Compiled grammars that wait for the next request that has them: some hundred KB each."""
 MAX_THREADS = 8
 """For the masks of one step."""
 
 
-class GrammarMask(Stage):
+class GrammarMask(LogitsProcessor):
     """Lets only those tokens pass that continue a sentence; at its end, only those that end an
     answer.
 
@@ -64,107 +64,113 @@ class GrammarMask(Stage):
     ) -> None:
         self._vocab, self._model_path = vocab, model_path
         self._failed, self._tensor = failed, tensor
-        self._followers: list[Follower | None] = [None] * states.max_rows
-        self._askers = Askers(states.max_rows)
+        self._grammar_states: list[GrammarState | None] = [None] * states.max_rows
+        self._active_slots = SlotSet(states.max_rows)
         self._compiled: dict[str, Future[LLMatcher]] = {}
-        self._unread: DrawnTokens | None = None
-        self._stuck = torch.zeros(0, dtype=torch.int64)
+        self._pending_tokens: PendingTokens | None = None
+        self._failed_ranks = torch.zeros(0, dtype=torch.int64)
         """[M] int64 on the device: how many tensor ranks cannot follow each row's grammar."""
-        self._tools: _Tools | None = None
+        self._compiler: _GrammarCompiler | None = None
 
-    def take_slot(self, row: NewRow) -> None:
+    def add_request(self, row: NewRow) -> None:
         grammar, slot = row.sampler.grammar, row.slot
-        self._askers.set(slot, grammar is not None)
-        self._followers[slot] = None
+        self._active_slots.set(slot, grammar is not None)
+        self._grammar_states[slot] = None
         if grammar is not None:
             outputs = row.token_ids[row.prompt_tokens :]
-            self._followers[slot] = Follower(self._compile(grammar.lark), outputs)
+            self._grammar_states[slot] = GrammarState(self._compile(grammar.lark), outputs)
 
     def rows(self, batch: InputBatch) -> np.ndarray:
-        return batch.rows_of(self._askers)
+        return batch.rows_in(self._active_slots)
 
     def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         self._read()
-        followers = self._following(batch, rows_np)
-        bitmask = self._masks(followers)
+        grammar_states = self._states_of_rows(batch, rows_np)
+        bitmask = self._masks(grammar_states)
         device = logits.device
         # Minus infinity, unlike what other stages forbid: a token that all of them forbid, and the
         # grammar wants, is drawn all the same.
         rows = to_device(rows_np, device)
         apply_bitmask(logits, to_device(bitmask, device), rows, float("-inf"))
-        for slot, follower in zip(batch.sample_slots_np[rows_np].tolist(), followers, strict=True):
-            if follower.failure:
-                self._failed.add(slot, follower.failure)
+        for slot, grammar_state in zip(
+            batch.sample_slots_np[rows_np].tolist(), grammar_states, strict=True
+        ):
+            if grammar_state.failure:
+                self._failed.add(slot, grammar_state.failure)
         if self._tensor.size > 1:
-            stuck = np.array([bool(follower.failure) for follower in followers], dtype=np.int64)
-            self._stuck = self._tensor.all_reduce(to_device(stuck, device))
+            stuck = np.array(
+                [bool(grammar_state.failure) for grammar_state in grammar_states], dtype=np.int64
+            )
+            self._failed_ranks = self._tensor.all_reduce(to_device(stuck, device))
 
     def drawn(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
-        self._unread = DrawnTokens(tokens, rows_np, self._following(batch, rows_np))
+        self._pending_tokens = PendingTokens(tokens, rows_np, self._states_of_rows(batch, rows_np))
 
-    def notes(self, batch: InputBatch, rows_np: np.ndarray) -> list[Note]:
+    def pending_extras(self, batch: InputBatch, rows_np: np.ndarray) -> list[PendingExtra]:
         if self._tensor.size == 1:
             return []
-        return [StuckNote([self._stuck], batch.sample_rows_np[rows_np].tolist())]
+        return [
+            PendingGrammarFailures([self._failed_ranks], batch.sample_rows_np[rows_np].tolist())
+        ]
 
-    def _following(self, batch: InputBatch, rows_np: np.ndarray) -> list[Follower]:
-        found = [self._followers[slot] for slot in batch.sample_slots_np[rows_np].tolist()]
-        return [follower for follower in found if follower is not None]
+    def _states_of_rows(self, batch: InputBatch, rows_np: np.ndarray) -> list[GrammarState]:
+        found = [self._grammar_states[slot] for slot in batch.sample_slots_np[rows_np].tolist()]
+        return [grammar_state for grammar_state in found if grammar_state is not None]
 
     def _read(self) -> None:
         """Let all see what the step before drew; who has left its slot since sees it in vain."""
-        if self._unread is not None:
-            for follower, token in self._unread.wait():
-                follower.take(token)
-            self._unread = None
+        if self._pending_tokens is not None:
+            for grammar_state, token in self._pending_tokens.wait():
+                grammar_state.take(token)
+            self._pending_tokens = None
 
-    def _masks(self, followers: list[Follower]) -> np.ndarray:
-        """[followers, ceil(V / 32)] int32; of those that fail all tokens pass."""
+    def _masks(self, grammar_states: list[GrammarState]) -> np.ndarray:
+        """[grammar_states, ceil(V / 32)] int32; of those that fail all tokens pass."""
         words = -(-self._vocab // 32)
-        masks = np.zeros((len(followers), words), dtype=np.int32)
-        able = [(i, m) for i, f in enumerate(followers) if (m := f.matcher()) is not None]
+        masks = np.zeros((len(grammar_states), words), dtype=np.int32)
+        able = [(i, m) for i, f in enumerate(grammar_states) if (m := f.matcher()) is not None]
         if able:
-            own = self._own_masks([matcher for _, matcher in able])
+            own = self._compute_masks([matcher for _, matcher in able])
             # The model's vocabulary may be padded beyond the tokenizer's, or be cut before its end.
             width = min(words, own.shape[1])
             masks[[i for i, _ in able], :width] = own[:, :width]
             if self._vocab % 32:
                 masks[:, -1] &= np.int32((1 << self._vocab % 32) - 1)
         for i, _ in able:
-            followers[i].matcher()  # one that has just failed lets the end pass
+            grammar_states[i].matcher()  # one that has just failed lets the end pass
         for row in np.flatnonzero(~masks.any(axis=1)):
-            followers[row].be_stuck(self._vocab)
-        for row, follower in enumerate(followers):
-            if follower.failure:
+            grammar_states[row].fail_without_token(self._vocab)
+        for row, grammar_state in enumerate(grammar_states):
+            if grammar_state.failure:
                 masks[row] = -1
         return masks
 
-    def _own_masks(self, matchers: list[LLMatcher]) -> np.ndarray:
+    def _compute_masks(self, matchers: list[LLMatcher]) -> np.ndarray:
         """[matchers, words of the tokenizer's vocabulary] int32"""
-        tools = self._tools
-        assert tools is not None, "a grammar has been compiled"
+        compiler = self._compiler
+        assert compiler is not None, "a grammar has been compiled"
         words = -(-load_vocabulary(self._model_path).vocab_size // 32)
         own = np.zeros((len(matchers), words), "i4")
         jobs = [(matcher, i) for i, matcher in enumerate(matchers)]
-        tools.executor().unsafe_compute_mask_ptr(
+        compiler.executor().unsafe_compute_mask_ptr(
             jobs, own.ctypes.data, words * own.itemsize, len(own)
         )
         return own
 
     def _compile(self, lark: str) -> Future[LLMatcher]:
         """The matcher at the beginning of the grammar, to be copied."""
-        if self._tools is None:
-            self._tools = _Tools()
+        if self._compiler is None:
+            self._compiler = _GrammarCompiler()
         matcher = self._compiled.pop(lark, None)
         if matcher is None:
-            matcher = self._tools.begin(_first_step, self._model_path, lark)
+            matcher = self._compiler.begin(_compile_matcher, self._model_path, lark)
         self._compiled[lark] = matcher
-        while len(self._compiled) > KEPT_GRAMMARS:
+        while len(self._compiled) > MAX_CACHED_GRAMMARS:
             del self._compiled[next(iter(self._compiled))]
         return matcher
 
 
-class Follower:
+class GrammarState:
     """How far one answer has come in its grammar."""
 
     failure = ""
@@ -199,7 +205,7 @@ class Follower:
             self._fail(matcher.get_error() or f"token {token} does not continue it")
         self._taken += 1
 
-    def be_stuck(self, vocab: int) -> None:
+    def fail_without_token(self, vocab: int) -> None:
         """None of the model's tokens continues it."""
         if self.matcher() is not None:
             self._fail(
@@ -210,11 +216,11 @@ class Follower:
         if not self.failure:
             first_line = (reason.splitlines() or ["unknown"])[0]
             self.failure = f"its grammar cannot be followed: {first_line}"
-            FactLogger("worker").error("a grammar cannot be followed", reason=first_line)
+            StructuredLogger("worker").error("a grammar cannot be followed", reason=first_line)
 
 
 @dataclass(slots=True)
-class StuckNote(Note):
+class PendingGrammarFailures(PendingExtra):
     """Rows whose grammars some tensor rank cannot follow, perhaps another one."""
 
     tensors: list[Tensor]
@@ -226,26 +232,28 @@ class StuckNote(Note):
                 yield row, f"its grammar cannot be followed by {ranks} of the tensor ranks"
 
 
-class DrawnTokens:
-    """What a step drew for its followers, on its way to the host."""
+class PendingTokens:
+    """What a step drew for its grammar_states, on its way to the host."""
 
-    def __init__(self, tokens: Tensor, rows_np: np.ndarray, followers: list[Follower]) -> None:
-        """tokens [S] int64; followers[i] follows the row rows_np[i]."""
-        self._rows, self._followers = rows_np.tolist(), followers
+    def __init__(
+        self, tokens: Tensor, rows_np: np.ndarray, grammar_states: list[GrammarState]
+    ) -> None:
+        """tokens [S] int64; grammar_states[i] follows the row rows_np[i]."""
+        self._rows, self._grammar_states = rows_np.tolist(), grammar_states
         self._host = tokens.to("cpu", non_blocking=True)
         self._done: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._done = torch.cuda.Event()
             self._done.record(torch.cuda.current_stream(tokens.device))
 
-    def wait(self) -> list[tuple[Follower, int]]:
+    def wait(self) -> list[tuple[GrammarState, int]]:
         if self._done is not None:
             self._done.synchronize()
         drawn = self._host.tolist()
-        return [(f, drawn[row]) for f, row in zip(self._followers, self._rows, strict=True)]
+        return [(f, drawn[row]) for f, row in zip(self._grammar_states, self._rows, strict=True)]
 
 
-class _Tools:
+class _GrammarCompiler:
     """Threads, made for the first grammar."""
 
     def __init__(self) -> None:
@@ -272,7 +280,7 @@ class _Tools:
         return self._executor
 
 
-def _first_step(model_path: str, lark: str) -> LLMatcher:
+def _compile_matcher(model_path: str, lark: str) -> LLMatcher:
     """A matcher that has its first mask ready."""
     try:
         from llguidance import LLMatcher, LLParserLimits

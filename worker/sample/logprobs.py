@@ -17,22 +17,22 @@ from torch import Tensor
 
 from swell.kernels.host import to_device
 from swell.kernels.logprobs import rank_tokens
-from swell.worker.askers import Askers
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.stage import Note, Reader
+from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
 from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
+from swell.worker.slot_set import SlotSet
 from swell.worker.wire import NewRow, SchedulerOutput
 
 SLICE_POSITIONS = 256
 """Prompt positions whose logits exist at the same time: 150 MiB for 150 000 tokens."""
 
-FEW_TOPS = 128
+MAX_BATCHED_LOGPROBS = 128
 """Rows that are told of more tokens of each position are ranked apart."""
 
 
 @dataclass(slots=True)
-class DrawnNote(Note):
+class PendingLogprobs(PendingExtra):
     """Of a step's drawn tokens."""
 
     tensors: list[Tensor]
@@ -62,17 +62,17 @@ class KeptLogits:
     """The same among all rows of the step."""
     tops: list[int]
 
-    def note(self, tokens: Tensor) -> Note:
+    def note(self, tokens: Tensor) -> PendingExtra:
         """tokens [S] int64 were drawn."""
         ranked = rank_tokens(self.logits, tokens[self.samples], max(self.tops))
-        return DrawnNote(list(ranked), self.rows, self.tops)
+        return PendingLogprobs(list(ranked), self.rows, self.tops)
 
 
-class _Tops:
+class _NumLogprobs:
     """How many of the most likely tokens the request of each slot is to be told, if anything."""
 
     def __init__(self, max_rows: int) -> None:
-        self.askers = Askers(max_rows)
+        self.askers = SlotSet(max_rows)
         # [max_rows]
         self.count_np = np.zeros(max_rows, dtype=np.int64)
 
@@ -83,34 +83,34 @@ class _Tops:
         self.askers.set(slot, top is not None)
 
 
-class DrawnLogprobs:
+class SampledLogprobs:
     """Of drawn tokens. `keep` comes before any stage changes the logits."""
 
     def __init__(self, states: RequestStates) -> None:
-        self._tops = _Tops(states.max_rows)
+        self._num_logprobs = _NumLogprobs(states.max_rows)
 
-    def take_slot(self, row: NewRow) -> None:
-        self._tops.set(row.slot, row.sampler.logprobs)
+    def add_request(self, row: NewRow) -> None:
+        self._num_logprobs.set(row.slot, row.sampler.logprobs)
 
-    def are_asked(self, batch: InputBatch) -> bool:
-        return len(batch.rows_of(self._tops.askers)) > 0
+    def any_requested(self, batch: InputBatch) -> bool:
+        return len(batch.rows_in(self._num_logprobs.askers)) > 0
 
     def keep(self, logits: Tensor, batch: InputBatch, will_change: bool) -> list[KeptLogits]:
         """The rows of logits [S, V] float32 that are to be told of, copied if some stage
         `will_change` them; empty: none is told of."""
-        samples = batch.rows_of(self._tops.askers)
+        samples = batch.rows_in(self._num_logprobs.askers)
         if not len(samples):
             return []
         slots = batch.sample_slots_np
         index = to_device(samples, logits.device)
-        tops = self._tops.count_np[slots[samples]].tolist()
+        tops = self._num_logprobs.count_np[slots[samples]].tolist()
         rows = batch.sample_rows_np[samples].tolist()
         all_stay = len(rows) == len(slots) and not will_change
         return [KeptLogits(logits if all_stay else logits[index], index, rows, tops)]
 
 
 @dataclass(slots=True)
-class _Stretch:
+class _PromptSpan:
     """Consecutive prompt positions of one row."""
 
     row: int
@@ -120,17 +120,17 @@ class _Stretch:
 
 
 @dataclass(slots=True)
-class PromptNote(Note):
+class PendingPromptLogprobs(PendingExtra):
     """Of the prompt positions whose predecessors a step computed."""
 
     tensors: list[Tensor]
-    """As `rank_tokens` gives them, the stretches one behind the other."""
-    stretches: list[_Stretch]
+    """As `rank_tokens` gives them, the spans one behind the other."""
+    spans: list[_PromptSpan]
 
     def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra | None]]:
         indices, logprobs = (tensor.tolist() for tensor in host)
         end = 0
-        for part in self.stretches:
+        for part in self.spans:
             begin, end = end, end + part.count
             if any(isnan(of_one[0]) for of_one in logprobs[begin:end]):
                 yield part.row, None
@@ -146,7 +146,7 @@ class PromptNote(Note):
             )
 
 
-class PromptReader(Reader):
+class PromptLogprobsReader(HiddenStatesReader):
     """Of prompts: the hidden state of a position tells of the token behind it.
 
         computed     start ................. start + n - 1
@@ -158,45 +158,49 @@ class PromptReader(Reader):
     def __init__(self, model: Any, states: RequestStates) -> None:
         self._model = model
         self._states = states
-        self._tops = _Tops(states.max_rows)
+        self._num_logprobs = _NumLogprobs(states.max_rows)
         # [max_rows]
         self._prompt_tokens_np = np.zeros(states.max_rows, dtype=np.int64)
 
-    def take_slot(self, row: NewRow) -> None:
-        self._tops.set(row.slot, row.sampler.prompt_logprobs)
+    def add_request(self, row: NewRow) -> None:
+        self._num_logprobs.set(row.slot, row.sampler.prompt_logprobs)
         self._prompt_tokens_np[row.slot] = row.prompt_tokens
 
     def reads(self, plan: SchedulerOutput) -> bool:
-        return self._tops.askers.any and bool(self._find(plan))
+        return self._num_logprobs.askers.any and bool(self._find(plan))
 
-    def __call__(self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput) -> list[Note]:
+    def __call__(
+        self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput
+    ) -> list[PendingExtra]:
         # A row that is told of the whole vocabulary must not make all others' tops as long.
         found = self._find(plan)
         groups = [
-            [one for one in found if one[0].top <= FEW_TOPS],
-            [one for one in found if one[0].top > FEW_TOPS],
+            [one for one in found if one[0].top <= MAX_BATCHED_LOGPROBS],
+            [one for one in found if one[0].top > MAX_BATCHED_LOGPROBS],
         ]
         return [self._rank(hidden, group) for group in groups if group]
 
-    def _rank(self, hidden: Tensor, group: list[tuple[_Stretch, np.ndarray]]) -> Note:
-        stretches = [part for part, _ in group]
+    def _rank(self, hidden: Tensor, group: list[tuple[_PromptSpan, np.ndarray]]) -> PendingExtra:
+        spans = [part for part, _ in group]
         # [3, P] int64: index into T of the position before, slot, position
         packed = to_device(np.concatenate([index for _, index in group], axis=1), hidden.device)
         targets = self._states.token_ids[packed[1], packed[2]].long()
-        top = max(part.top for part in stretches)
+        top = max(part.top for part in spans)
         slices = []
         # The plan alone says how many slices there are, so all tensor ranks make the same calls.
         for start in range(0, packed.shape[1], SLICE_POSITIONS):
             here = slice(start, start + SLICE_POSITIONS)
             logits = self._model.compute_logits(hidden[packed[0, here]])
             slices.append(rank_tokens(logits, targets[here], top))
-        return PromptNote([torch.cat(column) for column in zip(*slices, strict=True)], stretches)
+        return PendingPromptLogprobs(
+            [torch.cat(column) for column in zip(*slices, strict=True)], spans
+        )
 
-    def _find(self, plan: SchedulerOutput) -> list[tuple[_Stretch, np.ndarray]]:
+    def _find(self, plan: SchedulerOutput) -> list[tuple[_PromptSpan, np.ndarray]]:
         """What the step tells of, each with [3, count] int64, see `_rank`."""
-        found: list[tuple[_Stretch, np.ndarray]] = []
+        found: list[tuple[_PromptSpan, np.ndarray]] = []
         slots = np.array(plan.slots, dtype=np.int64)
-        asking = self._tops.askers.among(slots)
+        asking = self._num_logprobs.askers.among(slots)
         if not len(asking):
             return found
         starts = np.array(plan.starts, dtype=np.int64)
@@ -205,13 +209,13 @@ class PromptReader(Reader):
         told = np.minimum(counts, self._prompt_tokens_np[slots] - 1 - starts)
         for row in asking[told[asking] > 0].tolist():
             slot, start, count = slots[row], starts[row] + 1, told[row]
-            part = _Stretch(row, int(start), int(count), int(self._tops.count_np[slot]))
+            part = _PromptSpan(row, int(start), int(count), int(self._num_logprobs.count_np[slot]))
             steps = np.arange(count)
             index = np.stack([firsts[row] + steps, np.full(count, slot), start + steps])
             found.append((part, index))
         return found
 
 
-def make_readers(model: Any, states: RequestStates) -> list[Reader]:
+def make_readers(model: Any, states: RequestStates) -> list[HiddenStatesReader]:
     """What reads hidden states beside the sampler."""
-    return [PromptReader(model, states)]
+    return [PromptLogprobsReader(model, states)]

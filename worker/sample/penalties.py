@@ -10,10 +10,10 @@ from torch import Tensor
 
 from swell.kernels.host import to_device
 from swell.kernels.penalties import apply_penalties, count_tokens
-from swell.worker.askers import Askers
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.stage import Stage
+from swell.worker.sample.logits_processor import LogitsProcessor
+from swell.worker.slot_set import SlotSet
 from swell.worker.wire import NewRow
 
 
@@ -27,7 +27,7 @@ class _Seen:
     anywhere: Tensor
 
 
-class Penalties(Stage):
+class Penalties(LogitsProcessor):
     """What `kernels/penalties.py` says, for all rows that ask for it.
 
     The tables take 5 * max_rows * V bytes of the device (195 MB for 256 rows of 152k tokens). They
@@ -41,7 +41,7 @@ class Penalties(Stage):
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states
-        self._askers = Askers(states.max_rows)
+        self._active_slots = SlotSet(states.max_rows)
         # [3, max_rows]: repetition, frequency, presence
         self._strengths_np = np.zeros((3, states.max_rows), dtype=np.float32)
         # slot -> (prompt tokens, all known tokens) of rows that are not in the tables yet
@@ -50,18 +50,18 @@ class Penalties(Stage):
         # [M] int64 each: the rows of the step that penalize, and their slots
         self._rows = self._slots = torch.zeros(0, dtype=torch.int64)
 
-    def take_slot(self, row: NewRow) -> None:
+    def add_request(self, row: NewRow) -> None:
         wish, slot = row.sampler, row.slot
         strengths = (wish.repetition_penalty, wish.frequency_penalty, wish.presence_penalty)
         self._staged.pop(slot, None)
         asks = strengths != (1, 0, 0)
-        self._askers.set(slot, asks)
+        self._active_slots.set(slot, asks)
         if asks:
             self._strengths_np[:, slot] = strengths
             self._staged[slot] = (row.prompt_tokens, len(row.token_ids))
 
     def rows(self, batch: InputBatch) -> np.ndarray:
-        return batch.rows_of(self._askers)
+        return batch.rows_in(self._active_slots)
 
     def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         self._rows = to_device(rows_np, logits.device)

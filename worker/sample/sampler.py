@@ -9,36 +9,36 @@ from math import isfinite
 import msgspec
 from torch import Tensor
 
-from swell.kernels.sample import greedy_tokens, sample_tokens, uniform_noise
+from swell.kernels.sample import greedy_sample, sample_tokens, uniform_noise
 from swell.worker.failed_rows import FailedRows
 from swell.worker.groups import Group, SoloGroup
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, RequestStates
-from swell.worker.sample.allowed import AllowedTokens
-from swell.worker.sample.edits import Edits
+from swell.worker.sample.allowed_token_ids import AllowedTokenIds
 from swell.worker.sample.grammar import GrammarMask
-from swell.worker.sample.logprobs import DrawnLogprobs
+from swell.worker.sample.logit_bias import LogitBias
+from swell.worker.sample.logits_processor import LogitsProcessor, PendingExtra
+from swell.worker.sample.logprobs import SampledLogprobs
 from swell.worker.sample.penalties import Penalties
-from swell.worker.sample.stage import Note, Stage
 from swell.worker.sample.wire import Extra
 from swell.worker.wire import ModelRunnerOutput, NewRow
 
 
 @dataclass(slots=True)
-class Drawn:
+class SamplerOutput:
     """What a step drew."""
 
     batch: InputBatch
     # [S] int64
     tokens: Tensor
     # [S] float32: the largest logit of each row, as `sample_tokens` says
-    tops: Tensor
-    notes: list[Note] = field(default_factory=list)
+    max_logits: Tensor
+    pending_extras: list[PendingExtra] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
         """All that the host is to see."""
-        noted = (tensor for note in self.notes for tensor in note.tensors)
-        return [self.tokens, self.tops, *noted]
+        noted = (tensor for note in self.pending_extras for tensor in note.tensors)
+        return [self.tokens, self.max_logits, *noted]
 
     def fill(self, output: ModelRunnerOutput, host: list[Tensor]) -> ModelRunnerOutput:
         """The output with what was drawn; `host` are the tensors there."""
@@ -47,7 +47,7 @@ class Drawn:
         parts = iter(host)
         token_ids = next(parts).tolist()
         with_nans = self._with_nans(next(parts).tolist())
-        for note in self.notes:
+        for note in self.pending_extras:
             of_note = list(islice(parts, len(note.tensors)))
             for row, extra in note.extras(of_note):
                 if extra is None:
@@ -63,12 +63,12 @@ class Drawn:
             rows_with_nans=with_nans,
         )
 
-    def _with_nans(self, tops: list[float]) -> list[int]:
+    def _with_nans(self, max_logits: list[float]) -> list[int]:
         """The rows of the step whose largest logits are no numbers."""
-        if isfinite(sum(tops)):  # of all: no sum of so few floats overflows
+        if isfinite(sum(max_logits)):  # of all: no sum of so few floats overflows
             return []
         rows = self.batch.sample_rows_np.tolist()
-        return [row for row, top in zip(rows, tops, strict=True) if not isfinite(top)]
+        return [row for row, top in zip(rows, max_logits, strict=True) if not isfinite(top)]
 
 
 class Sampler:
@@ -90,59 +90,61 @@ class Sampler:
         the slots that cannot go on; `tensor`: the ranks that draw the same tokens."""
         self._states = states
         failed, tensor = failed or FailedRows(), tensor or SoloGroup()
-        self._logprobs = DrawnLogprobs(states)
+        self._logprobs = SampledLogprobs(states)
         # Penalties scale the model's own logits, so they come before anything is added. What the
         # request names by token comes next. Masks come last: nothing lifts a token back above them,
         # and where they contradict each other the grammar has the last word.
-        self._stages: list[Stage] = [
+        self._logits_processors: list[LogitsProcessor] = [
             Penalties(states),
-            Edits(states, vocab_size),
-            AllowedTokens(states, vocab_size),
+            LogitBias(states, vocab_size),
+            AllowedTokenIds(states, vocab_size),
             GrammarMask(states, vocab_size, model_path, failed, tensor),
         ]
 
-    def take_slot(self, row: NewRow) -> None:
+    def add_request(self, row: NewRow) -> None:
         """A request takes its slot. Raises what its own data raises."""
-        self._logprobs.take_slot(row)
-        for stage in self._stages:
-            stage.take_slot(row)
+        self._logprobs.add_request(row)
+        for stage in self._logits_processors:
+            stage.add_request(row)
 
-    def takes_most_likely(self, batch: InputBatch) -> bool:
+    def needs_only_argmax(self, batch: InputBatch) -> bool:
         """Whether it would draw each row's most likely token, and nothing else is asked: who knows
         these tokens needs no logits."""
         return not (
-            len(batch.rows_of(self._states.drawing))
-            or self._logprobs.are_asked(batch)
-            or any(len(stage.rows(batch)) for stage in self._stages)
+            len(batch.rows_in(self._states.drawing))
+            or self._logprobs.any_requested(batch)
+            or any(len(stage.rows(batch)) for stage in self._logits_processors)
         )
 
-    def __call__(self, logits: Tensor, batch: InputBatch) -> Drawn:
+    def __call__(self, logits: Tensor, batch: InputBatch) -> SamplerOutput:
         """logits [S, V] float32, which may be changed in place."""
-        asked = [(stage, rows) for stage in self._stages if len(rows := stage.rows(batch))]
+        asked = [
+            (stage, rows) for stage in self._logits_processors if len(rows := stage.rows(batch))
+        ]
         kept = self._logprobs.keep(logits, batch, will_change=bool(asked))
         for stage, rows in asked:
             stage.apply(logits, batch, rows)
-        tokens, tops = self._draw(logits, batch)
-        notes: list[Note] = [some.note(tokens) for some in kept]
+        tokens, max_logits = self._draw(logits, batch)
+        pending_extras: list[PendingExtra] = [some.note(tokens) for some in kept]
         for stage, rows in asked:
             stage.drawn(tokens, batch, rows)
-            notes += stage.notes(batch, rows)
-        return Drawn(batch, tokens, tops, notes)
+            pending_extras += stage.pending_extras(batch, rows)
+        return SamplerOutput(batch, tokens, max_logits, pending_extras)
 
     def _draw(self, logits: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
         """Tokens [S] int64 by temperature, min_p, top_k and top_p, and the largest logits."""
         states = self._states
-        if not len(batch.rows_of(states.drawing)):
-            return greedy_tokens(logits)
+        if not len(batch.rows_in(states.drawing)):
+            return greedy_sample(logits)
         slots = batch.sample_slots
-        reals, integers = states.reals[slots], states.integers[slots]
+        float_params, int_params = states.float_params[slots], states.int_params[slots]
         return sample_tokens(
             logits,
-            reals[:, TEMPERATURE],
-            integers[:, TOP_K],
-            reals[:, TOP_P],
-            reals[:, MIN_P],
-            uniform_noise(integers[:, SEED], batch.sample_positions),
-            any_min_p=len(batch.rows_of(states.with_min_p)) > 0,
-            any_top=len(batch.rows_of(states.with_top)) > 0,
+            float_params[:, TEMPERATURE],
+            int_params[:, TOP_K],
+            float_params[:, TOP_P],
+            float_params[:, MIN_P],
+            uniform_noise(int_params[:, SEED], batch.sample_positions),
+            any_min_p=len(batch.rows_in(states.with_min_p)) > 0,
+            any_top_k_or_p=len(batch.rows_in(states.with_top_k_or_p)) > 0,
         )

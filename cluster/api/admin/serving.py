@@ -19,9 +19,9 @@ from swell.cluster.api.admin.protocol import (
     SwitchRequest,
 )
 from swell.cluster.api.http import (
+    ApiKeys,
     Handler,
     HTTPError,
-    KeyRing,
     json_response,
     read_short_body,
     route,
@@ -32,11 +32,11 @@ from swell.cluster.control.cluster_status import Change
 from swell.cluster.text.schema.decode import decode
 from swell.configs.schema import ServeConfig
 
-_CALL_S = 10.0
+_ENGINE_CALL_TIMEOUT_S = 10.0
 """How long an engine may take to answer a call: it answers between steps."""
-_MANAGER_S = 30.0
+_MANAGER_TIMEOUT_S = 30.0
 """How long the manager may take: longer than Serve needs to replace it."""
-_BODY_BYTES = 64 * 1024
+_MAX_BODY_BYTES = 64 * 1024
 """The longest body of a request."""
 
 
@@ -50,26 +50,26 @@ class AdminRoutes:
     def __init__(
         self, config: ServeConfig, rules: AccessRules, manager: Any, llm: Callable[[], AsyncLLM]
     ) -> None:
-        self._admins = KeyRing(config.admin_keys_file, "serve.admin_keys_file")
-        self._has_no_admins = config.admin_keys_file is None and config.api_keys_file is not None
+        self._admins = ApiKeys(config.admin_keys_file, "serve.admin_keys_file")
+        self._admin_closed = config.admin_keys_file is None and config.api_keys_file is not None
         self._rules = rules
         self._manager = manager
         self._llm = llm
 
     def routes(self) -> list[Route]:
         return [
-            route("/admin/cluster", self._for_admins(self._cluster), "GET"),
-            route("/admin/idle", self._for_admins(self._idle), "GET"),
-            route("/admin/scale", self._for_admins(self._scale), "POST"),
-            route("/admin/drain", self._for_admins(self._drain), "POST"),
-            route("/admin/pause", self._for_admins(self._pause), "POST"),
-            route("/admin/resume", self._for_admins(self._resume), "POST"),
+            route("/admin/cluster", self._require_admin(self._cluster), "GET"),
+            route("/admin/idle", self._require_admin(self._idle), "GET"),
+            route("/admin/scale", self._require_admin(self._scale), "POST"),
+            route("/admin/drain", self._require_admin(self._drain), "POST"),
+            route("/admin/pause", self._require_admin(self._pause), "POST"),
+            route("/admin/resume", self._require_admin(self._resume), "POST"),
         ]
 
-    def _for_admins(self, handler: Handler) -> Handler:
+    def _require_admin(self, handler: Handler) -> Handler:
         async def run(request: Request) -> Any:
             self._rules.check_admin(request)
-            if self._has_no_admins:
+            if self._admin_closed:
                 raise HTTPError(
                     403,
                     "the admin API is closed: serve.api_keys_file is set, and keys of users open "
@@ -82,7 +82,7 @@ class AdminRoutes:
         return run
 
     async def _cluster(self, request: Request) -> Response:
-        return json_response(await self._ask_manager("describe"))
+        return json_response(await self._call_manager("describe"))
 
     async def _idle(self, request: Request) -> Response:
         """Ask every engine whether all its slots and blocks are free: the conservation check."""
@@ -90,35 +90,39 @@ class AdminRoutes:
         for rank in llm.view.roster.ranks:
             reason = None
             try:
-                await llm.call_engine(rank, "check_idle", timeout_s=_CALL_S)
+                await llm.call_engine(rank, "check_idle", timeout_s=_ENGINE_CALL_TIMEOUT_S)
             except (EngineCallFailed, TimeoutError) as error:
                 reason = str(error) or "busy"
             engines.append(IdleEngine(rank=rank, idle=reason is None, reason=reason))
         return json_response(IdleReport(engines=engines))
 
     async def _scale(self, request: Request) -> Response:
-        body = decode(await read_short_body(request, _BODY_BYTES), ScaleRequest)
-        return _accepted(await self._ask_manager("scale", body.engines, body.drain_timeout_s))
+        body = decode(await read_short_body(request, _MAX_BODY_BYTES), ScaleRequest)
+        return _accepted(await self._call_manager("scale", body.engines, body.drain_timeout_s))
 
     async def _drain(self, request: Request) -> Response:
-        body = decode(await read_short_body(request, _BODY_BYTES), DrainRequest)
-        return _accepted(await self._ask_manager("drain", body.rank))
+        body = decode(await read_short_body(request, _MAX_BODY_BYTES), DrainRequest)
+        return _accepted(await self._call_manager("drain", body.rank))
 
     async def _pause(self, request: Request) -> Response:
-        await _nothing(request)
-        return _accepted(await self._ask_manager("pause"))
+        await _check_empty_body(request)
+        return _accepted(await self._call_manager("pause"))
 
     async def _resume(self, request: Request) -> Response:
-        await _nothing(request)
-        return _accepted(await self._ask_manager("resume"))
+        await _check_empty_body(request)
+        return _accepted(await self._call_manager("resume"))
 
-    async def _ask_manager(self, method: str, *args: object) -> Any:
+    async def _call_manager(self, method: str, *args: object) -> Any:
         """Raises HTTPError 503 where it gives no answer: Serve may be replacing it."""
         try:
-            async with asyncio.timeout(_MANAGER_S):
+            async with asyncio.timeout(_MANAGER_TIMEOUT_S):
                 return await getattr(self._manager, method).remote(*args)
         except Exception as error:  # whatever keeps it from answering
-            reason = f"within {_MANAGER_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+            reason = (
+                f"within {_MANAGER_TIMEOUT_S:g} s"
+                if isinstance(error, TimeoutError)
+                else repr(error)
+            )
             raise HTTPError(
                 503,
                 f"the manager did not answer: {reason}; it may be restarting. What was asked may "
@@ -129,9 +133,9 @@ class AdminRoutes:
             ) from None
 
 
-async def _nothing(request: Request) -> None:
+async def _check_empty_body(request: Request) -> None:
     """An empty object, or an empty body."""
-    body = await read_short_body(request, _BODY_BYTES)
+    body = await read_short_body(request, _MAX_BODY_BYTES)
     if body.strip():
         decode(body, SwitchRequest)
 

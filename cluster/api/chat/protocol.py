@@ -201,7 +201,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     def answer_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def own_wishes(self) -> Mapping[str, Any]:
+    def endpoint_sampling_params(self) -> Mapping[str, Any]:
         return {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
 
 

@@ -21,15 +21,15 @@ from swell.cluster.api.chat.protocol import (
 from swell.cluster.api.logprobs import chat_logprobs, name_by_id, prompt_logprobs_body
 from swell.cluster.api.logprobs_protocol import ChatLogprobs
 from swell.cluster.api.protocol_base import Usage
-from swell.cluster.api.response_writer import Answer, choice_usage, usage_of
-from swell.cluster.api.sse import DONE, PLAIN, ChatStream, Rest
+from swell.cluster.api.response_writer import ResponseWriter, choice_usage, usage_of
+from swell.cluster.api.sse import DONE, TEXT_ONLY, ChatStream, ChunkFields
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
-from swell.cluster.text.parsers import parts
+from swell.cluster.text.parsers import deltas as parts
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.schema.chat_messages import call_rules
 
 
-class ChatAnswer(Answer):
+class ChatResponseWriter(ResponseWriter):
     """`make_parser` makes what reads one choice."""
 
     def __init__(
@@ -42,7 +42,7 @@ class ChatAnswer(Answer):
         self._called: set[int] = set()
         """Choices with a tool call."""
         self._echoed = body.echoed
-        self._tells_more = body.return_token_ids or body.continuous_usage
+        self._extra_fields_per_chunk = body.return_token_ids or body.continuous_usage
         """Every output has more than text."""
         self._stream = ChatStream(self.id, self.created, model, include_usage=body.include_usage)
 
@@ -61,7 +61,7 @@ class ChatAnswer(Answer):
 
     def _choice(self, part: CompletionOutput) -> ChatChoice:
         parser = self._make_parser()
-        said = parts.collect(self._told([*parser.push(part.text), *parser.flush()]))
+        said = parts.collect(self._visible_parts([*parser.push(part.text), *parser.flush()]))
         calls = [
             ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
             for call in said.tool_calls
@@ -84,7 +84,7 @@ class ChatAnswer(Answer):
             token_ids=part.token_ids if self._body.return_token_ids else None,
         )
 
-    def _told(self, said: list[parts.Part]) -> list[parts.Part]:
+    def _visible_parts(self, said: list[parts.AnswerDelta]) -> list[parts.AnswerDelta]:
         """What the client is told of it."""
         if self._body.include_reasoning is not False:
             return said
@@ -99,15 +99,15 @@ class ChatAnswer(Answer):
         said = parser.push(part.text)
         if part.finish_reason is not None:
             said += parser.flush()
-        said = self._told(said)
+        said = self._visible_parts(said)
         for one in said:
             if isinstance(one, parts.ToolCall):
                 self._called.add(choice)
-        rest = self._rest(choice, output, part)
+        rest = self._chunk_fields(choice, output, part)
         if not said:
-            return [] if rest is PLAIN else [self._stream.chunk("", choice, rest)]
+            return [] if rest is TEXT_ONLY else [self._stream.chunk("", choice, rest)]
         *before, last = said
-        more = Rest(usage=rest.usage) if rest.usage is not None else PLAIN
+        more = ChunkFields(usage=rest.usage) if rest.usage is not None else TEXT_ONLY
         return [
             *(self._event(choice, one, more) for one in before),
             self._event(choice, last, rest),
@@ -123,10 +123,10 @@ class ChatAnswer(Answer):
             self._parsers[choice] = self._make_parser()
             yield self._stream.role(choice, ids if choice == 0 else None, used)
             if self._echoed:
-                more = PLAIN if used is None else Rest(usage=used)
+                more = TEXT_ONLY if used is None else ChunkFields(usage=used)
                 yield self._stream.chunk(self._echoed, choice, more)
 
-    def _event(self, choice: int, said: parts.Part, rest: Rest) -> bytes:
+    def _event(self, choice: int, said: parts.AnswerDelta, rest: ChunkFields) -> bytes:
         match said:
             case parts.Content(text):
                 return self._stream.chunk(text, choice, rest)
@@ -139,14 +139,20 @@ class ChatAnswer(Answer):
                 call = ToolCallDelta(index=index, function=FunctionDelta(arguments=text))
         return self._stream.delta(ChatDelta(tool_calls=[call]), choice, rest)
 
-    def _rest(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Rest:
+    def _chunk_fields(
+        self, choice: int, output: RequestOutput, part: CompletionOutput
+    ) -> ChunkFields:
         """What the last event of an output has beside its text."""
-        if part.finish_reason is None and part.logprobs is None and not self._tells_more:
-            return PLAIN
+        if (
+            part.finish_reason is None
+            and part.logprobs is None
+            and not self._extra_fields_per_chunk
+        ):
+            return TEXT_ONLY
         ids = part.token_ids if self._body.return_token_ids else None
         usage = choice_usage(output) if self._body.continuous_usage else None
         reason = self._reason(part, called=choice in self._called)
-        return Rest(reason, part.stop_reason, self._logprobs(part), ids, usage)
+        return ChunkFields(reason, part.stop_reason, self._logprobs(part), ids, usage)
 
     def _logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
         if part.logprobs is None:

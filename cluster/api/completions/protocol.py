@@ -38,13 +38,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             return 1  # an engine draws one token at least; it is not shown
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def own_wishes(self) -> Mapping[str, Any]:
-        wishes: dict[str, Any] = {}
+    def endpoint_sampling_params(self) -> Mapping[str, Any]:
+        sampling: dict[str, Any] = {}
         if self.logprobs is not None:
-            wishes["logprobs"] = self.logprobs
+            sampling["logprobs"] = self.logprobs
             if self.echo and self.prompt_logprobs is None:
-                wishes["prompt_logprobs"] = self.logprobs
-        return wishes
+                sampling["prompt_logprobs"] = self.logprobs
+        return sampling
 
 
 class CompletionChoice(Body, kw_only=True):

@@ -10,12 +10,12 @@ from swell.cluster.api.completions.protocol import Completion, CompletionChoice,
 from swell.cluster.api.logprobs import completion_logprobs, name_by_id, prompt_logprobs_body
 from swell.cluster.api.logprobs_protocol import CompletionLogprobs
 from swell.cluster.api.protocol_base import Usage, usage
-from swell.cluster.api.response_writer import Answer, choice_usage
-from swell.cluster.api.sse import DONE, PLAIN, CompletionStream, Rest
+from swell.cluster.api.response_writer import ResponseWriter, choice_usage
+from swell.cluster.api.sse import DONE, TEXT_ONLY, ChunkFields, CompletionStream
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 
 
-class CompletionAnswer(Answer):
+class CompletionResponseWriter(ResponseWriter):
     """With `echo` every choice begins with the text of its prompt."""
 
     def __init__(self, id: str, model: str, body: CompletionRequest) -> None:
@@ -26,7 +26,7 @@ class CompletionAnswer(Answer):
         )
         self._echoed_chars: dict[int, int] = {}
         """Of each choice of a stream that has begun."""
-        self._tells_more = (
+        self._extra_fields_per_chunk = (
             body.return_token_ids or body.logprobs is not None or body.continuous_usage
         )
         """Every chunk has more than its text."""
@@ -71,9 +71,9 @@ class CompletionAnswer(Answer):
             prompt = self._echo(output)
             prompt_ids = output.prompt_token_ids if body.return_token_ids else None
             self._echoed_chars[choice] = len(prompt)
-        rest = PLAIN
-        if part.finish_reason is not None or self._tells_more:
-            rest = Rest(
+        rest = TEXT_ONLY
+        if part.finish_reason is not None or self._extra_fields_per_chunk:
+            rest = ChunkFields(
                 part.finish_reason,
                 part.stop_reason,
                 self._logprobs(output, part, self._echoed_chars[choice]),

@@ -23,11 +23,11 @@ from swell.cluster.api.messages.message import (
     ThinkingOutput,
     ToolUseOutput,
 )
-from swell.cluster.text.object_text import ObjectText, read_object
-from swell.cluster.text.parsers import parts
+from swell.cluster.text.object_text import PartialObject, read_partial_object
+from swell.cluster.text.parsers import deltas as parts
 
 
-def blocks(said: Iterable[parts.Part], *, hides_thinking: bool) -> list[OutputBlock]:
+def blocks(said: Iterable[parts.AnswerDelta], *, hides_thinking: bool) -> list[OutputBlock]:
     """The content of a whole answer. `hides_thinking`: the text of its thinking is left out."""
     content: list[OutputBlock] = []
     call: ToolUseOutput | None = None
@@ -43,7 +43,7 @@ def blocks(said: Iterable[parts.Part], *, hides_thinking: bool) -> list[OutputBl
                 content.append(call)
             case parts.Arguments(_, text):
                 assert call is not None, "a call is announced before its arguments"
-                call.input = read_object(text)
+                call.input = read_partial_object(text)
     return content
 
 
@@ -57,10 +57,10 @@ class ContentEvents:
         self._open: OutputBlock | None = None
         """The block that has begun, as it began."""
         self._index = 0
-        self._input = ObjectText()
+        self._input = PartialObject()
         self._input_began = False
 
-    def push(self, part: parts.Part) -> Iterator[Event]:
+    def push(self, part: parts.AnswerDelta) -> Iterator[Event]:
         match part:
             case parts.Content(text):
                 if not isinstance(self._open, TextOutput):
@@ -74,7 +74,7 @@ class ContentEvents:
             case parts.ToolCall(_, id, name):
                 self.called = True
                 yield from self._begin(ToolUseOutput(id=tool_use_id(id), name=name, input={}))
-                self._input, self._input_began = ObjectText(), False
+                self._input, self._input_began = PartialObject(), False
             case parts.Arguments(_, text):
                 if given := self._input.push(text):
                     self._input_began = True

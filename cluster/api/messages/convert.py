@@ -28,7 +28,7 @@ from swell.cluster.api.messages.protocol import (
 from swell.cluster.api.models import TokenizeRequest
 from swell.cluster.text.schema import chat_messages as chat
 
-_JOINED = ("user", "assistant")
+_MERGED_BLOCKS = ("user", "assistant")
 """Roles whose messages in a row are one, as Anthropic's API has it."""
 
 
@@ -136,12 +136,12 @@ def chat_messages(body: CountTokensRequest) -> list[chat.ChatMessage]:
     """Messages of one role, one after the other."""
     for message in body.messages:
         for one in _converted(message, called):
-            if row and (one.role not in _JOINED or one.role != row[0].role):
-                said.append(_joined(row))
+            if row and (one.role not in _MERGED_BLOCKS or one.role != row[0].role):
+                said.append(_merge_adjacent(row))
                 row = []
             row.append(one)
         called |= {b.id: b.name for b in message.blocks if isinstance(b, ToolUseBlock)}
-    return [*said, _joined(row)] if row else said
+    return [*said, _merge_adjacent(row)] if row else said
 
 
 def _converted(message: InputMessage, called: Mapping[str, str]) -> Iterator[chat.ChatMessage]:
@@ -180,7 +180,7 @@ def _call(block: ToolUseBlock) -> chat.MessageToolCall:
     )
 
 
-def _joined(row: list[chat.ChatMessage]) -> chat.ChatMessage:
+def _merge_adjacent(row: list[chat.ChatMessage]) -> chat.ChatMessage:
     """Messages of one role as one, their texts on lines of their own."""
     if len(row) == 1:
         return row[0]

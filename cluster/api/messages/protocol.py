@@ -24,16 +24,16 @@ from swell.cluster.text.schema.known_fields import MESSAGES
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
 from swell.cluster.text.validate_params import (
     MAX_STOP_CHARS,
-    MAX_STOP_CHARS_TOGETHER,
+    MAX_STOP_CHARS_TOTAL,
     MAX_STOP_STRINGS,
-    check_together,
+    check_total_chars,
 )
 
 MAX_TOOLS = 1024
 MIN_THINKING_TOKENS = 1024
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}\Z")
 _ROLES = ("user", "assistant", "system")
-_HOMES = {
+_ROLE_OF_BLOCK = {
     ToolResultBlock: "user",
     ToolUseBlock: "assistant",
     ThinkingBlock: "assistant",
@@ -53,7 +53,7 @@ class InputMessage(HistoryPart, kw_only=True):
             )
         for index, block in enumerate(self.blocks):
             where = f"{path}.content[{index}]"
-            home = _HOMES.get(type(block), self.role)
+            home = _ROLE_OF_BLOCK.get(type(block), self.role)
             if home != self.role or (self.role == "system" and not isinstance(block, TextBlock)):
                 kind = block.__struct_config__.tag
                 raise BadRequest(
@@ -330,7 +330,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
                     f"{MAX_STOP_CHARS} are allowed",
                     f"stop_sequences[{index}]",
                 )
-        check_together("stop_sequences", stops, MAX_STOP_CHARS_TOGETHER)
+        check_total_chars("stop_sequences", stops, MAX_STOP_CHARS_TOTAL)
 
     def _check_thinking(self) -> None:
         thinking, choice = self.thinking, self.tool_choice

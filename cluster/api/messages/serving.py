@@ -25,7 +25,7 @@ from swell.cluster.api.messages.message import (
 )
 from swell.cluster.api.messages.protocol import MessagesRequest
 from swell.cluster.api.protocol_base import Usage
-from swell.cluster.api.response_writer import Answer, usage_of
+from swell.cluster.api.response_writer import ResponseWriter, usage_of
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers.base import Parser
 
@@ -40,7 +40,7 @@ _FAILURES = {
 _NOT_ENDED = Ending(stop_reason=None)
 
 
-class MessagesAnswer(Answer):
+class MessagesResponseWriter(ResponseWriter):
     """`make_parser` makes what reads the answer; `request_id` is told beside a failure."""
 
     def __init__(
@@ -62,8 +62,8 @@ class MessagesAnswer(Answer):
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         (output,) = outputs
         (part,) = output.outputs
-        said = [*self._parser.push(part.text), *self._parser.flush()]
-        content = blocks(said, hides_thinking=self._hides_thinking)
+        parts_out = [*self._parser.push(part.text), *self._parser.flush()]
+        content = blocks(parts_out, hides_thinking=self._hides_thinking)
         called = any(isinstance(block, ToolUseOutput) for block in content)
         return self._message(content, self._ended(part, called=called), usage)
 
@@ -94,10 +94,10 @@ class MessagesAnswer(Answer):
             self._started = True
             usage = usage_of([output], part.num_output_tokens)
             yield MessageStart(message=self._message([], _NOT_ENDED, usage)).encoded()
-        said = self._parser.push(part.text)
+        parts_out = self._parser.push(part.text)
         if part.finish_reason is not None:
-            said += self._parser.flush()
-        for one in said:
+            parts_out += self._parser.flush()
+        for one in parts_out:
             for event in self._content.push(one):
                 yield event.encoded()
         if part.finish_reason is not None:

@@ -20,8 +20,8 @@ from swell.cluster.api.messages.message import (
     StreamEvent,
     TokenCount,
 )
-from swell.cluster.api.openapi.fields import state_fields
-from swell.cluster.api.openapi.ranges import GENERATION_LIMITS, state_limits
+from swell.cluster.api.openapi.fields import annotate_fields
+from swell.cluster.api.openapi.ranges import GENERATION_LIMITS, annotate_limits
 from swell.cluster.api.protocol_base import ErrorBody
 from swell.cluster.api.responses import events as response_events
 from swell.cluster.api.responses import protocol as responses
@@ -92,7 +92,7 @@ class Operation(NamedTuple):
     """Whether an event's type stands beside its data; such streams have no `[DONE]`."""
 
     @property
-    def keyed(self) -> bool:
+    def requires_key(self) -> bool:
         return 401 in self.errors
 
 
@@ -271,9 +271,9 @@ def openapi_document(unknown: UnknownFields = "refuse") -> dict[str, Any]:
     references, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS)
     schema_of = dict(zip(kinds, references, strict=True))
     for kind in (completions.CompletionRequest, chat.ChatCompletionRequest):
-        state_limits(schemas[kind.__name__], GENERATION_LIMITS)
+        annotate_limits(schemas[kind.__name__], GENERATION_LIMITS)
     bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
-    state_fields(schemas, bodies, unknown)
+    annotate_fields(schemas, bodies, unknown)
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schema_of)
@@ -339,7 +339,7 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
     if operation.body is not None:
         content = {_JSON: {"schema": schema_of[operation.body]}}
         described["requestBody"] = {"required": True, "content": content}
-    if operation.keyed:
+    if operation.requires_key:
         described["security"] = [{"bearer": []}, {"x-api-key": []}, {}]
     return described
 

@@ -15,7 +15,7 @@ _OPERATORS = (DrainRequest, ScaleRequest, SwitchRequest)
 """Bodies in which an unknown field is refused in any case."""
 
 
-def state_fields(
+def annotate_fields(
     schemas: Schemas, bodies: Iterable[type[RequestBody]], unknown: UnknownFields
 ) -> None:
     for kind in _kinds(RequestBody):
@@ -28,7 +28,7 @@ def state_fields(
         elif unknown == "ignore" and kind not in _OPERATORS:
             _open(schema, "Unknown fields are ignored, and named in the header `x-swell-warning`.")
     for kind in bodies:
-        _state_ecosystem(kind, schemas[kind.__name__])
+        _annotate_ecosystem(kind, schemas[kind.__name__])
 
 
 def _kinds(base: type[RequestBody]) -> Iterable[type[RequestBody]]:
@@ -50,7 +50,7 @@ def _mark_unsupported(kind: type[RequestBody], schema: dict[str, Any]) -> None:
             schema["properties"][name]["description"] = f"Not served; it must be {allowed}."
 
 
-def _state_ecosystem(kind: type[RequestBody], schema: dict[str, Any]) -> None:
+def _annotate_ecosystem(kind: type[RequestBody], schema: dict[str, Any]) -> None:
     properties = schema["properties"]
     for name, neutral in kind.ECOSYSTEM.neutral.items():
         allowed = " or ".join(map(repr, (*neutral, None)))

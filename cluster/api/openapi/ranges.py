@@ -44,7 +44,7 @@ GENERATION_LIMITS: dict[str, Limits] = {
 }
 
 
-def state_limits(schema: dict[str, Any], limits: dict[str, Limits]) -> None:
+def annotate_limits(schema: dict[str, Any], limits: dict[str, Limits]) -> None:
     """Write limits into the schema of a body, at those of its fields that hold numbers."""
     for name, words in limits.items():
         field = schema["properties"].get(name, {})

@@ -26,7 +26,7 @@ from swell.cluster.api.responses.protocol import (
     ResponsesRequest,
     TextFormat,
 )
-from swell.cluster.api.sampling_fields import TokenWishes
+from swell.cluster.api.sampling_fields import SamplingFields
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.chat_messages import (
     AllowedTool,
@@ -42,8 +42,8 @@ from swell.cluster.text.schema.chat_messages import (
     ToolDefinition,
 )
 
-_SAME = (
-    *TokenWishes.__struct_fields__,
+_SHARED_FIELDS = (
+    *SamplingFields.__struct_fields__,
     "parallel_tool_calls",
     "chat_template_kwargs",
     "stream",
@@ -56,14 +56,14 @@ def chat_request(
 ) -> ChatCompletionRequest:
     """`items` are those of the body, `before` those of the conversation that it continues.
     Raises `BadRequest` in the words of a response."""
-    wishes: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _SHARED_FIELDS}
     if LOGPROBS in (body.include or ()):
-        wishes["logprobs"], wishes["top_logprobs"] = True, body.top_logprobs
+        fields["logprobs"], fields["top_logprobs"] = True, body.top_logprobs
     messages = chat_messages([*before, *items])
     if body.instructions is not None:
         messages.insert(0, ChatMessage(role="system", content=body.instructions))
     chat = ChatCompletionRequest(
-        **wishes,
+        **fields,
         model=body.model,
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
@@ -75,7 +75,7 @@ def chat_request(
     try:
         chat.check()
     except BadRequest as error:
-        raise in_our_words(error) from None
+        raise as_responses_error(error) from None
     return chat
 
 
@@ -182,7 +182,7 @@ def _form(form: TextFormat | None) -> ResponseFormat | None:
     return ResponseFormat(type="json_schema", json_schema=schema)
 
 
-_WORDS = {
+_CHAT_TO_RESPONSES = {
     r"messages(\[\d+\])?(\.\w+)?": "input",
     r"max_(completion_)?tokens": "max_output_tokens",
     r"response_format\.json_schema": "text.format",
@@ -193,14 +193,16 @@ _WORDS = {
 """Field of a chat request -> the same of a response."""
 
 
-def in_our_words(error: BadRequest) -> BadRequest:
+def as_responses_error(error: BadRequest) -> BadRequest:
     """An error of a chat request as one of a response."""
     return BadRequest(
-        _renamed(error.message), None if error.param is None else _renamed(error.param), error.code
+        _rename_fields(error.message),
+        None if error.param is None else _rename_fields(error.param),
+        error.code,
     )
 
 
-def _renamed(text: str) -> str:
-    for theirs, ours in _WORDS.items():
+def _rename_fields(text: str) -> str:
+    for theirs, ours in _CHAT_TO_RESPONSES.items():
         text = re.sub(rf"(?<![\w.]){theirs}", ours, text)
     return text

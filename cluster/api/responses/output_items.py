@@ -19,10 +19,10 @@ from swell.cluster.api.responses.items import (
     Status,
     new_id,
 )
-from swell.cluster.text.parsers import parts
+from swell.cluster.text.parsers import deltas as parts
 
 
-class OutputWriter:
+class OutputItemWriter:
     """Parts in, events out; `items` are what the events tell. One item is open at a time, and it
     ends where a part belongs to another: parts of one kind that follow each other are one item.
     """
@@ -30,7 +30,7 @@ class OutputWriter:
     def __init__(self) -> None:
         self.items: list[OutputItem] = []
         """The last of them holds its text only once it is closed."""
-        self._open: _OpenItem | None = None
+        self._open: _ItemBuilder | None = None
 
     @property
     def reasoning(self) -> list[str]:
@@ -38,20 +38,24 @@ class OutputWriter:
         found = [item.content for item in self.items if isinstance(item, ReasoningItem)]
         return [part.text for content in found for part in content]
 
-    def write(self, part: parts.Part, logprobs: Sequence[ChatTokenLogprob] = ()) -> Iterator[Event]:
+    def write(
+        self, part: parts.AnswerDelta, logprobs: Sequence[ChatTokenLogprob] = ()
+    ) -> Iterator[Event]:
         """`logprobs` are those of a content's tokens."""
         match part:
             case parts.Content(text):
-                if not isinstance(self._open, _OpenMessage):
-                    yield from self._begin(_OpenMessage(len(self.items)))
+                if not isinstance(self._open, _MessageBuilder):
+                    yield from self._begin(_MessageBuilder(len(self.items)))
             case parts.Reasoning(text):
-                if not isinstance(self._open, _OpenReasoning):
-                    yield from self._begin(_OpenReasoning(len(self.items)))
+                if not isinstance(self._open, _ReasoningBuilder):
+                    yield from self._begin(_ReasoningBuilder(len(self.items)))
             case parts.ToolCall(_, id, name):
-                yield from self._begin(_OpenCall(len(self.items), id, name))
+                yield from self._begin(_FunctionCallBuilder(len(self.items), id, name))
                 return
             case parts.Arguments(_, text):
-                assert isinstance(self._open, _OpenCall), "calls come one after the other"
+                assert isinstance(self._open, _FunctionCallBuilder), (
+                    "calls come one after the other"
+                )
         assert self._open is not None
         if text:
             yield self._open.more(text, list(logprobs))
@@ -66,17 +70,17 @@ class OutputWriter:
     def finish(self, status: Status) -> Iterator[Event]:
         """Nothing follows. An answer without a word is one empty message."""
         if not self.items:
-            yield from self._begin(_OpenMessage(0))
+            yield from self._begin(_MessageBuilder(0))
         yield from self.close(status)
 
-    def _begin(self, item: _OpenItem) -> Iterator[Event]:
+    def _begin(self, item: _ItemBuilder) -> Iterator[Event]:
         yield from self.close()
         self._open = item
         self.items.append(item.item)
         yield from item.begin()
 
 
-class _OpenItem:
+class _ItemBuilder:
     """An item that grows. `item` is told as it was when it began, and filled when it ends."""
 
     item: OutputItem
@@ -100,7 +104,7 @@ class _OpenItem:
         return "".join(self._texts)
 
 
-class _OpenMessage(_OpenItem):
+class _MessageBuilder(_ItemBuilder):
     item: MessageItem
 
     def __init__(self, index: int) -> None:
@@ -134,7 +138,7 @@ class _OpenMessage(_OpenItem):
         yield from super().end(status)
 
 
-class _OpenReasoning(_OpenItem):
+class _ReasoningBuilder(_ItemBuilder):
     item: ReasoningItem
 
     def __init__(self, index: int) -> None:
@@ -160,7 +164,7 @@ class _OpenReasoning(_OpenItem):
         yield from super().end(status)
 
 
-class _OpenCall(_OpenItem):
+class _FunctionCallBuilder(_ItemBuilder):
     item: FunctionCallItem
 
     def __init__(self, index: int, call_id: str, name: str) -> None:

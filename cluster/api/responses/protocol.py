@@ -9,7 +9,7 @@ import msgspec
 from swell.cluster.api.generation_body import StreamOptions
 from swell.cluster.api.responses.input_items import ITEMS, read_input
 from swell.cluster.api.responses.items import Item
-from swell.cluster.api.sampling_fields import TokenWishes, check_routing
+from swell.cluster.api.sampling_fields import SamplingFields, check_routing
 from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.chat_messages import check_count
 from swell.cluster.text.schema.decode import decode
@@ -52,7 +52,7 @@ class TextFormat(RequestBody, kw_only=True):
     strict: bool | None = None
 
 
-class TextOptions(RequestBody, kw_only=True):
+class TokenizeOptions(RequestBody, kw_only=True):
     format: TextFormat | None = None
     verbosity: Any = None
     """Accepted; no chat template knows it."""
@@ -83,7 +83,7 @@ class AllowedToolsChoice(RequestBody, kw_only=True):
     tools: list[FunctionChoice]
 
 
-class ResponsesRequest(TokenWishes, kw_only=True):
+class ResponsesRequest(SamplingFields, kw_only=True):
     model: str | None = None
     """None: the one that is served."""
     input: str | list[msgspec.Raw]
@@ -98,7 +98,7 @@ class ResponsesRequest(TokenWishes, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
-    text: TextOptions | None = None
+    text: TokenizeOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None

@@ -112,7 +112,7 @@ def begin_response(
         safety_identifier=body.safety_identifier,
         store=store,
         temperature=1.0 if body.temperature is None else body.temperature,
-        text={"format": _told(form), "verbosity": "medium"},
+        text={"format": _text_format(form), "verbosity": "medium"},
         tool_choice="auto"
         if choice is None
         else choice
@@ -146,7 +146,7 @@ def item_list(
     )
 
 
-def _told(form: TextFormat) -> dict[str, Any]:
+def _text_format(form: TextFormat) -> dict[str, Any]:
     if form.type != "json_schema":
         return {"type": form.type}
     told: dict[str, Any] = msgspec.to_builtins(form)

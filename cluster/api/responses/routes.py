@@ -14,13 +14,17 @@ from starlette.routing import Route
 
 from swell.cluster.api.body_reader import body_bytes
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.generation import Generator
-from swell.cluster.api.http import HTTPError, KeyRing, json_response, route, while_awaited
+from swell.cluster.api.http import ApiKeys, HTTPError, json_response, route, with_deadline
 from swell.cluster.api.models import TokenizeRequest
 from swell.cluster.api.response_writer import ENGINES
-from swell.cluster.api.responses.background import Background
-from swell.cluster.api.responses.background_job import detached, items_of, job_of, left_by
-from swell.cluster.api.responses.convert import chat_request, in_our_words
+from swell.cluster.api.responses.background import BackgroundRunner
+from swell.cluster.api.responses.background_job import (
+    detached_request,
+    items_of,
+    make_job,
+    restore_job,
+)
+from swell.cluster.api.responses.convert import as_responses_error, chat_request
 from swell.cluster.api.responses.protocol import LOGPROBS, ResponsesRequest
 from swell.cluster.api.responses.response import (
     ResponseBody,
@@ -29,17 +33,26 @@ from swell.cluster.api.responses.response import (
     begin_response,
     item_list,
 )
-from swell.cluster.api.responses.serving import ResponsesAnswer
-from swell.cluster.api.responses.store_client import ResponseStore, key_of
-from swell.cluster.api.responses.stored import Begin, Cancel, Delete, Fate, Found, Kept, Read
+from swell.cluster.api.responses.response_store import (
+    Begin,
+    Cancel,
+    Delete,
+    Read,
+    StoredLookup,
+    StoredResponse,
+    StoredStatus,
+)
+from swell.cluster.api.responses.serving import ResponsesWriter
+from swell.cluster.api.responses.store_client import ResponseStoreClient, store_key
+from swell.cluster.api.serving_handler import ServingHandler
 from swell.cluster.client.admission import TooManyWaiting
 from swell.cluster.client.deadline import RequestTimedOut
 from swell.cluster.client.request_state import EngineGone, RequestFailed
 from swell.cluster.client.router import NoEngine
-from swell.cluster.text.input_processor import Ask, AskMaker
-from swell.cluster.text.offload import Offload
+from swell.cluster.text.input_processor import InputProcessor, RequestParams
+from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, shown
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 from swell.configs.schema import ServeConfig
 
 _PAGE_ITEMS = 20
@@ -50,7 +63,7 @@ ReadBody = Callable[[Request, type[Any]], Awaitable[Any]]
 
 
 class ResponseRoutes:
-    """`read` gives the checked body of a request, `floor` what makes answers, `is_ready` says
+    """`read` gives the checked body of a request, `get_serving` what makes answers, `is_ready` says
     whether it can. An answer is stored before its end is sent, so a client that has seen the end
     and shows the same API key can continue it, through any ingress."""
 
@@ -58,22 +71,22 @@ class ResponseRoutes:
         self,
         config: ServeConfig,
         model: str,
-        users: KeyRing,
+        users: ApiKeys,
         manager: Any,
         read: ReadBody,
-        floor: Callable[[], tuple[AskMaker, Generator]],
-        offload: Offload,
+        get_serving: Callable[[], tuple[InputProcessor, ServingHandler]],
+        offload: OffloadPool,
         is_ready: Callable[[], bool],
     ) -> None:
         self._config = config
         self._model = model
-        self._users = users
+        self._user_keys = users
         self._read = read
-        self._floor = floor
+        self._get_serving = get_serving
         self._offload = offload
-        self._store = ResponseStore(manager)
-        self._background = Background(self._store, self._resume, is_ready)
-        self._log = FactLogger("cluster.ingress")
+        self._store = ResponseStoreClient(manager)
+        self._background = BackgroundRunner(self._store, self._resume, is_ready)
+        self._log = StructuredLogger("cluster.ingress")
 
     def routes(self) -> list[Route]:
         return [
@@ -95,35 +108,35 @@ class ResponseRoutes:
 
     async def _create(self, request: Request) -> Any:
         body: ResponsesRequest = await self._read(request, ResponsesRequest)
-        response = begin_response(body, self._model, store=self._wants_store(body))
-        owner = self._users.owner(request)
-        found = await self._earlier(owner, body.previous_response_id)
+        response = begin_response(body, self._model, store=self._should_store(body))
+        owner = self._user_keys.owner(request)
+        found = await self._previous_response(owner, body.previous_response_id)
         if body.background and body.seed is None:  # another ingress must draw the same
             body.seed = secrets.randbits(SEED_BITS)
         size = body_bytes(request) + (0 if found is None else found.kept.size_bytes)
         chat, items = await self._offload.run_sized(size, _conversation, body, found)
-        ask = await while_awaited(request, self._ask(chat, size))
+        ask = await with_deadline(request, self._process_chat(chat, size))
         response.temperature, response.top_p = ask.params.temperature, ask.params.top_p
-        _, generator = self._floor()
-        key = key_of(owner, response.id)
+        _, serving = self._get_serving()
+        key = store_key(owner, response.id)
         if body.background:
             answer = self._background_answer(key, body, response, ask, items)
             return await self._begin(key, request, body, ask, answer, items)
-        answer = _answer(body, response, ask, partial(self._settle, key, items))
-        reply = await generator.answer(request, ask, answer)
+        answer = _answer(body, response, ask, partial(self._finalize, key, items))
+        reply = await serving.answer(request, ask, answer)
         if ask.stream:
             return reply
-        await answer.settle()
+        await answer.finalize()
         return json_response(response, headers={ENGINES: reply.headers[ENGINES]})
 
-    async def _ask(self, chat: ChatCompletionRequest, size_bytes: int) -> Ask:
-        asks, _ = self._floor()
+    async def _process_chat(self, chat: ChatCompletionRequest, size_bytes: int) -> RequestParams:
+        asks, _ = self._get_serving()
         try:
             return await asks.chat(chat, size_bytes)
         except BadRequest as error:
-            raise in_our_words(error) from None
+            raise as_responses_error(error) from None
 
-    def _wants_store(self, body: ResponsesRequest) -> bool:
+    def _should_store(self, body: ResponsesRequest) -> bool:
         possible = self._config.stored_responses > 0
         wanted = body.background or body.store
         if wanted and not possible:
@@ -135,12 +148,12 @@ class ResponseRoutes:
             )
         return possible and body.store is not False
 
-    async def _earlier(self, owner: str, id: str | None) -> Found | None:
+    async def _previous_response(self, owner: str, id: str | None) -> StoredLookup | None:
         """The response that a request continues."""
         if id is None:
             return None
         try:
-            return await self._store.found(Read(key_of(owner, id)))
+            return await self._store.found(Read(store_key(owner, id)))
         except HTTPError as error:
             if error.status != 404:
                 raise
@@ -150,23 +163,23 @@ class ResponseRoutes:
                 "previous_response_not_found",
             ) from None
 
-    async def _settle(
+    async def _finalize(
         self, key: str, items: bytes, response: ResponseBody, reasoning: list[str]
     ) -> None:
         await self._count_reasoning(response, reasoning)
         if response.store:
-            response.store = await self._store.keep(key, Kept(_encode(response), items))
+            response.store = await self._store.keep(key, StoredResponse(_encode(response), items))
 
     async def _count_reasoning(self, response: ResponseBody, reasoning: list[str]) -> None:
-        asks, _ = self._floor()
+        asks, _ = self._get_serving()
         usage = response.usage
         if usage is None:
             return
         count = 0
         for text in filter(None, reasoning):
-            wish = TokenizeRequest(prompt=text, add_special_tokens=False)
+            tokenize_body = TokenizeRequest(prompt=text, add_special_tokens=False)
             try:
-                count += len(await asks.tokens(wish, len(text)))
+                count += len(await asks.tokens(tokenize_body, len(text)))
             except BadRequest:  # written otherwise than the model did, it would not fit
                 count = usage.output_tokens
         usage.output_tokens_details.reasoning_tokens = min(count, usage.output_tokens)
@@ -178,20 +191,20 @@ class ResponseRoutes:
         key: str,
         request: Request,
         body: ResponsesRequest,
-        ask: Ask,
-        answer: ResponsesAnswer,
+        ask: RequestParams,
+        answer: ResponsesWriter,
         items: bytes,
     ) -> Response:
         """The reply says `queued`; who asks later sees `in_progress`, also while the request waits
         for an engine or for another ingress."""
         response = answer.response
-        kept = Kept(_encode(response), items, background=True)
+        kept = StoredResponse(_encode(response), items, background=True)
         queued = _encode(msgspec.structs.replace(response, status="queued"))
-        job = job_of(request, body)
-        again = detached(job)
+        job = make_job(request, body)
+        again = detached_request(job)
         again.state.deadline = getattr(request.state, "deadline", None)
-        _, generator = self._floor()
-        work = self._run(partial(generator.answer, again, ask, answer), answer)
+        _, serving = self._get_serving()
+        work = self._run(partial(serving.answer, again, ask, answer), answer)
         await self._background.begin(key, kept, job, work)
         return json_response(queued)
 
@@ -199,26 +212,35 @@ class ResponseRoutes:
         """Compute again, to the same answer, what another ingress has left."""
         assert begun.job is not None, "the store gives nothing else"
         size, items = begun.kept.size_bytes, begun.kept.items
-        body, response, chat = await self._offload.run_sized(size, left_by, begun.job, begun.kept)
+        body, response, chat = await self._offload.run_sized(
+            size, restore_job, begun.job, begun.kept
+        )
         try:
-            ask = await self._ask(chat, size)
+            ask = await self._process_chat(chat, size)
         except BadRequest as error:  # this ingress has other limits
             _mark_failed(response, f"it could not be taken over by another ingress: {error}")
-            await self._background.store(begun.id, Kept(_encode(response), items, background=True))
+            await self._background.store(
+                begun.id, StoredResponse(_encode(response), items, background=True)
+            )
             return
         answer = self._background_answer(begun.id, body, response, ask, items)
-        _, generator = self._floor()
-        again = detached(begun.job)
-        await self._run(partial(generator.answer_admitted, again, ask, answer), answer)
+        _, serving = self._get_serving()
+        again = detached_request(begun.job)
+        await self._run(partial(serving.handle_admitted, again, ask, answer), answer)
 
     def _background_answer(
-        self, key: str, body: ResponsesRequest, response: ResponseBody, ask: Ask, items: bytes
-    ) -> ResponsesAnswer:
-        return _answer(body, response, ask, partial(self._settle_in_background, key, items))
+        self,
+        key: str,
+        body: ResponsesRequest,
+        response: ResponseBody,
+        ask: RequestParams,
+        items: bytes,
+    ) -> ResponsesWriter:
+        return _answer(body, response, ask, partial(self._finalize_background, key, items))
 
-    async def _run(self, give: Callable[[], Awaitable[Any]], answer: ResponsesAnswer) -> None:
+    async def _run(self, handle: Callable[[], Awaitable[Any]], answer: ResponsesWriter) -> None:
         try:
-            await give()
+            await handle()
         except (
             EngineGone,
             NoEngine,
@@ -232,19 +254,19 @@ class ResponseRoutes:
         except Exception as error:
             self._log.error("unexpected", error=f"{type(error).__name__}: {error}")
             answer.fail("internal error")
-        await answer.settle()
+        await answer.finalize()
 
-    async def _settle_in_background(
+    async def _finalize_background(
         self, key: str, items: bytes, response: ResponseBody, reasoning: list[str]
     ) -> None:
         """Where another ingress has it now, neither the answer nor the failure is stored."""
         await self._count_reasoning(response, reasoning)
-        kept = Kept(_encode(response), items, background=True)
+        kept = StoredResponse(_encode(response), items, background=True)
         if await self._background.store(key, kept):
             return
         response.output = []
         _mark_failed(response, "there is no room for the answer in serve.stored_response_bytes")
-        await self._background.store(key, Kept(_encode(response), items, background=True))
+        await self._background.store(key, StoredResponse(_encode(response), items, background=True))
 
     # ---------------------------------------------------------------- what is kept
 
@@ -257,7 +279,7 @@ class ResponseRoutes:
                 "stream",
                 "unsupported_value",
             )
-        return _told(await self._store.found(Read(self._key(request))))
+        return _current_body(await self._store.found(Read(self._key(request))))
 
     async def _cancel(self, request: Request) -> Response:
         """Also of one that has ended: the answer tells how."""
@@ -270,7 +292,7 @@ class ResponseRoutes:
                 "id",
                 "not_in_background",
             )
-        return _told(found)
+        return _current_body(found)
 
     async def _delete(self, request: Request) -> Response:
         self._query(request)
@@ -293,11 +315,11 @@ class ResponseRoutes:
         return json_response(page)
 
     def _key(self, request: Request) -> str:
-        return key_of(self._users.owner(request), request.path_params["id"])
+        return store_key(self._user_keys.owner(request), request.path_params["id"])
 
     def _query(self, request: Request, *known: str) -> dict[str, str]:
         """The query of somebody who may ask."""
-        self._users.check(request)
+        self._user_keys.check(request)
         query = dict(request.query_params)
         for name in query:
             if name not in known:
@@ -311,13 +333,13 @@ class ResponseRoutes:
 
 
 def _conversation(
-    body: ResponsesRequest, found: Found | None
+    body: ResponsesRequest, found: StoredLookup | None
 ) -> tuple[ChatCompletionRequest, bytes]:
     """The request as one of chat, behind what was `found` of an earlier response; and the items of
     the whole conversation, as JSON."""
     own, before = body.items(), []
     if found is not None:
-        response = _as_it_is(found)
+        response = _current_response(found)
         if response.status not in ("completed", "incomplete"):
             raise BadRequest(
                 f"previous_response_id={shown(body.previous_response_id)} is {response.status}; "
@@ -344,20 +366,20 @@ def _limit(text: str) -> int:
 def _answer(
     body: ResponsesRequest,
     response: ResponseBody,
-    ask: Ask,
-    settle: Callable[[ResponseBody, list[str]], Awaitable[None]],
-) -> ResponsesAnswer:
+    ask: RequestParams,
+    finalize: Callable[[ResponseBody, list[str]], Awaitable[None]],
+) -> ResponsesWriter:
     logprobs = LOGPROBS in (body.include or ())
-    return ResponsesAnswer(
-        response, ask.make_parser, settle, body.top_logprobs or 0 if logprobs else None
+    return ResponsesWriter(
+        response, ask.make_parser, finalize, body.top_logprobs or 0 if logprobs else None
     )
 
 
-def _as_it_is(found: Found) -> ResponseBody:
+def _current_response(found: StoredLookup) -> ResponseBody:
     response = msgspec.json.decode(found.kept.body, type=ResponseBody)
-    if found.fate is Fate.CANCELLED:
+    if found.status is StoredStatus.CANCELLED:
         response.status = "cancelled"
-    if found.fate is Fate.LOST:
+    if found.status is StoredStatus.LOST:
         _mark_failed(
             response,
             "the ingresses that computed the response are gone, one after the other; it is not "
@@ -370,7 +392,7 @@ def _mark_failed(response: ResponseBody, why: str) -> None:
     response.status, response.error = "failed", ResponseFailure(message=why)
 
 
-def _told(found: Found) -> Response:
-    if found.fate in (Fate.CANCELLED, Fate.LOST):
-        return json_response(_as_it_is(found))
+def _current_body(found: StoredLookup) -> Response:
+    if found.status in (StoredStatus.CANCELLED, StoredStatus.LOST):
+        return json_response(_current_response(found))
     return json_response(found.kept.body)

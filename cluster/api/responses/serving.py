@@ -6,12 +6,12 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 
-from swell.cluster.api.answer_readers import make_reader
+from swell.cluster.api.output_parts import make_part_reader
 from swell.cluster.api.protocol_base import Usage
-from swell.cluster.api.response_writer import Answer, Batches
+from swell.cluster.api.response_writer import Batches, ResponseWriter
 from swell.cluster.api.responses import events
 from swell.cluster.api.responses.events import Event, sse
-from swell.cluster.api.responses.output_items import OutputWriter
+from swell.cluster.api.responses.output_items import OutputItemWriter
 from swell.cluster.api.responses.response import (
     IncompleteDetails,
     InputTokensDetails,
@@ -30,30 +30,30 @@ _LAST = {
 }
 
 
-class ResponsesAnswer(Answer):
+class ResponsesWriter(ResponseWriter):
     """Fills `response`, which was begun.
 
-    Whole or streamed, the answer goes through the same writer, so both hold the same. `settle` is
+    Whole or streamed, the answer goes through the same writer, so both hold the same. `finalize` is
     awaited once the response has ended, before it is told to anybody: what is stored by then can
-    be asked for by whoever has seen the end. `top_logprobs` as in `make_reader`.
+    be asked for by whoever has seen the end. `top_logprobs` as in `make_part_reader`.
     """
 
     def __init__(
         self,
         response: ResponseBody,
         make_parser: Callable[[], Parser],
-        settle: Callable[[ResponseBody, list[str]], Awaitable[None]],
+        finalize: Callable[[ResponseBody, list[str]], Awaitable[None]],
         top_logprobs: int | None = None,
     ) -> None:
         super().__init__(response.id, response.model)
         self.response = response
-        self._settle = settle
-        self._reader = make_reader(make_parser, top_logprobs)
-        self._writer = OutputWriter()
+        self._finalize = finalize
+        self._reader = make_part_reader(make_parser, top_logprobs)
+        self._writer = OutputItemWriter()
         self._sequence = 0
 
-    async def settle(self) -> None:
-        await self._settle(self.response, self._writer.reasoning)
+    async def finalize(self) -> None:
+        await self._finalize(self.response, self._writer.reasoning)
 
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> ResponseBody:
         """Not settled yet."""
@@ -81,7 +81,7 @@ class ResponsesAnswer(Answer):
         async with contextlib.aclosing(answer):
             async for event in answer:
                 yield event
-        await self.settle()
+        await self.finalize()
         yield self._event(_LAST[self.response.status](response=self.response))
 
     def opening(self, choices: int) -> Iterable[bytes]:

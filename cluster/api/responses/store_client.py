@@ -7,36 +7,36 @@ import time
 from typing import Any
 
 from swell.cluster.api.http import HTTPError
-from swell.cluster.api.responses.stored import (
-    Beat,
+from swell.cluster.api.responses.response_store import (
     Begin,
-    Found,
-    Kept,
-    Leave,
-    Orders,
+    Heartbeat,
+    HeartbeatReply,
+    RunnerExit,
     Store,
+    StoredLookup,
+    StoredResponse,
     StoreReply,
-    StoreWish,
+    StoreRequest,
 )
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 
-_ASK_S = 2.0
+_MANAGER_TIMEOUT_S = 2.0
 """How long an answer may wait for the manager to keep it."""
-_AWAY_S = 10.0
+_UNAVAILABLE_S = 10.0
 """A manager that did not answer is not asked to keep anything for so long."""
 
 
-def key_of(owner: str, id: str) -> str:
-    """The name under which the store has the response `id` of `owner` (`KeyRing.owner`): who
+def store_key(owner: str, id: str) -> str:
+    """The name under which the store has the response `id` of `owner` (`ApiKeys.owner`): who
     shows another key finds nothing under it. Where there are no keys, all share one namespace."""
     return f"{owner}/{id}" if owner else id
 
 
-def id_of(key: str) -> str:
+def response_id_of(key: str) -> str:
     return key.rpartition("/")[2]
 
 
-class StoreAway(HTTPError):
+class StoreUnavailable(HTTPError):
     """The manager does not answer: perhaps it is being replaced."""
 
     def __init__(self, error: Exception) -> None:
@@ -49,45 +49,46 @@ class StoreAway(HTTPError):
         )
 
 
-class ResponseStore:
-    """Every call is one call of the manager; whatever keeps it from answering is `StoreAway`."""
+class ResponseStoreClient:
+    """Every call is one call of the manager; whatever keeps it from answering is
+    `StoreUnavailable`."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._away_until_s = 0.0
-        self._log = FactLogger("cluster.ingress")
+        self._unavailable_until_s = 0.0
+        self._log = StructuredLogger("cluster.ingress")
 
-    async def keep(self, id: str, kept: Kept) -> bool:
+    async def keep(self, id: str, kept: StoredResponse) -> bool:
         """Whether it is kept. Never raises, and waits for the manager only if it answered lately:
         an answer is given whatever becomes of the store."""
-        if time.monotonic() < self._away_until_s:
+        if time.monotonic() < self._unavailable_until_s:
             return False
         try:
             return await self.store(id, kept)
-        except StoreAway as away:
-            self._away_until_s = time.monotonic() + _AWAY_S
+        except StoreUnavailable as away:
+            self._unavailable_until_s = time.monotonic() + _UNAVAILABLE_S
             self._log.warning("responses are not kept", error=str(away))
             return False
 
-    async def store(self, id: str, kept: Kept, runner: str = "") -> bool:
+    async def store(self, id: str, kept: StoredResponse, runner: str = "") -> bool:
         """False: there is no room, or it was cancelled or deleted while it ran, or taken over."""
-        return await self._ask(Store(id, kept, runner)) is True
+        return await self._call_manager(Store(id, kept, runner)) is True
 
     async def begin(self, begin: Begin) -> bool:
-        return await self._ask(begin) is True
+        return await self._call_manager(begin) is True
 
-    async def beat(self, runner: str, ids: list[str], takes: int) -> Orders:
-        orders = await self._ask(Beat(runner, ids, takes))
-        return orders if isinstance(orders, Orders) else Orders([], [])
+    async def heartbeat(self, runner: str, ids: list[str], takes: int) -> HeartbeatReply:
+        orders = await self._call_manager(Heartbeat(runner, ids, takes))
+        return orders if isinstance(orders, HeartbeatReply) else HeartbeatReply([], [])
 
     async def leave(self, runner: str) -> None:
-        await self._ask(Leave(runner))
+        await self._call_manager(RunnerExit(runner))
 
-    async def found(self, wish: StoreWish) -> Found:
-        """What a wish to read, cancel or delete finds. HTTPError 404 where there is nothing."""
-        found = await self._ask(wish)
-        if not isinstance(found, Found):
-            id = id_of(getattr(wish, "id", ""))
+    async def found(self, request: StoreRequest) -> StoredLookup:
+        """What a request to read, cancel or delete finds. HTTPError 404 where there is nothing."""
+        found = await self._call_manager(request)
+        if not isinstance(found, StoredLookup):
+            id = response_id_of(getattr(request, "id", ""))
             raise HTTPError(
                 404,
                 f"there is no response {id!r}: it was not stored, was deleted, or had to make room "
@@ -96,10 +97,10 @@ class ResponseStore:
             )
         return found
 
-    async def _ask(self, wish: StoreWish) -> StoreReply:
+    async def _call_manager(self, request: StoreRequest) -> StoreReply:
         try:
-            async with asyncio.timeout(_ASK_S):
-                reply: StoreReply = await self._manager.stored.remote(wish)
+            async with asyncio.timeout(_MANAGER_TIMEOUT_S):
+                reply: StoreReply = await self._manager.stored.remote(request)
         except Exception as error:  # whatever keeps the manager from answering
-            raise StoreAway(error) from None
+            raise StoreUnavailable(error) from None
         return reply

@@ -11,7 +11,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-from swell.configs.log import FactLogger
+from swell.configs.log import StructuredLogger
 
 PER_TURN = 256
 """Some 20 ms of work with the first bytes of each. A full queue of the kernel is empty after 16
@@ -26,19 +26,19 @@ class Acceptor:
     def __init__(
         self,
         listener: socket.socket,
-        make_protocol: Callable[[], asyncio.Protocol],
+        protocol_factory: Callable[[], asyncio.Protocol],
         *,
         per_turn: int = PER_TURN,
         pause_s: float = _PAUSE_S,
     ) -> None:
         self._listener = listener
-        self._make_protocol = make_protocol
+        self._protocol_factory = protocol_factory
         self._per_turn = per_turn
         self._pause_s = pause_s
         self._loop = asyncio.get_running_loop()
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
         self._paused: asyncio.TimerHandle | None = None
-        self._log = FactLogger("cluster.ingress")
+        self._log = StructuredLogger("cluster.ingress")
         self._listen()
 
     def close(self) -> None:
@@ -48,8 +48,8 @@ class Acceptor:
             self._paused.cancel()
 
     async def wait_closed(self) -> None:
-        if self._beginning:
-            await asyncio.wait(self._beginning)
+        if self._connecting:
+            await asyncio.wait(self._connecting)
 
     def _listen(self) -> None:
         self._paused = None
@@ -69,13 +69,13 @@ class Acceptor:
                 self._paused = self._loop.call_later(self._pause_s, self._listen)
                 return
             begun = self._loop.create_task(self._begin(connection))
-            self._beginning.add(begun)
-            begun.add_done_callback(self._beginning.discard)
+            self._connecting.add(begun)
+            begun.add_done_callback(self._connecting.discard)
 
     async def _begin(self, connection: socket.socket) -> None:
         try:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+            await self._loop.connect_accepted_socket(self._protocol_factory, connection)
         except OSError:  # it has left already
             connection.close()

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from swell.cluster.api.http import HTTPError, KeyRing
+from swell.cluster.api.http import ApiKeys, HTTPError
 from swell.cluster.text.sampling_params import shown
 from swell.configs.schema import ServeConfig
 
@@ -33,12 +33,12 @@ class AccessRules:
         own = {"localhost", socket.gethostname().lower(), config.host.lower()}
         self._hosts = own | {name.lower() for name in config.allowed_hosts}
         self._origins = {origin.lower().rstrip("/") for origin in config.allowed_origins}
-        self._names_are_known = bool(config.allowed_hosts) or _is_loopback(config.host)
+        self._checks_host = bool(config.allowed_hosts) or _is_loopback(config.host)
 
     def check(self, request: Request) -> None:
         """Of somebody who wants an answer of the model. A server that the network reaches has
         names that it does not know, unless they were listed."""
-        if self._names_are_known:
+        if self._checks_host:
             self._check_host(request)
 
     def check_admin(self, request: Request) -> None:
@@ -70,7 +70,7 @@ class AccessRules:
                 )
 
 
-class Users(KeyRing):
+class UserKeys(ApiKeys):
     """Those who may ask the model: they show a key, where there are keys, and know the server by a
     name of its own."""
 

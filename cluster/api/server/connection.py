@@ -2,7 +2,7 @@
 
     connect ── head ──────────► body ───────────► answer ──► idle ── head ...
                head_timeout_s   transfer_timeout_s           75 s
-               HEAD_BYTES       1 KiB/s
+               MAX_HEAD_BYTES       1 KiB/s
 
 uvicorn parses with llhttp, which has no limits of its own: a header that never ends is gathered
 anew with each piece of it, and a client that sends half a request is waited for without end. So
@@ -25,19 +25,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from swell.cluster.api.protocol_base import error_body
 from swell.cluster.api.server.cors import CorsRules
-from swell.cluster.api.server.early_response import announcing_end
-from swell.cluster.api.server.half_close import HalfClosed
-from swell.cluster.api.server.http10 import is_first, without_chunks
+from swell.cluster.api.server.early_response import close_after_early_response
+from swell.cluster.api.server.half_close import HalfCloseWatcher
+from swell.cluster.api.server.http10 import is_http10, without_chunks
 from swell.configs.schema import ServeConfig
 
-HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers together; also what may come between two parts of a chunked body, or
 behind it."""
-URL_BYTES = 8 * 1024
-HEADERS = 256
-PIPELINED = 16
+MAX_URL_BYTES = 8 * 1024
+MAX_HEADERS = 256
+MAX_PIPELINED = 16
 """Requests that may wait behind one on the same connection."""
-CHUNKS = 4096
+MAX_CHUNKS = 4096
 """Parts of a chunked body that may come in one piece of the network's; a client that sends chunks
 of a few bytes makes much work of little."""
 MIN_BODY_RATE = 1024
@@ -45,7 +45,7 @@ MIN_BODY_RATE = 1024
 LINGER_S = 2.0
 """A client that is still sending may read the answer to what it sent for so long."""
 _SLICE_BYTES = 8 * 1024
-_OWN_DESCRIPTORS = 512
+_RESERVED_FDS = 512
 """What else a process has open, and connections that are being refused."""
 
 
@@ -58,15 +58,15 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     cors: CorsRules = CorsRules()
     """Which pages may read why they were refused."""
 
-    def within_descriptors(self) -> ConnectionLimits:
+    def capped_by_fd_limit(self) -> ConnectionLimits:
         """These, or with as many connections as this process may have file descriptors for: beyond
         them no client could be refused with an answer. Its own limit is raised where it may be."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = self.connections + _OWN_DESCRIPTORS
+        wanted = self.connections + _RESERVED_FDS
         if soft < wanted:
             soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        room = max(1, soft - _OWN_DESCRIPTORS)
+        room = max(1, soft - _RESERVED_FDS)
         return msgspec.structs.replace(self, connections=min(self.connections, room))
 
     @staticmethod
@@ -87,38 +87,38 @@ class Refusal(msgspec.Struct, frozen=True):
     code: str
 
 
-class _Stage(enum.Enum):
+class _ReadState(enum.Enum):
     """What the client is sending, or was."""
 
     HEAD = enum.auto()
     BODY = enum.auto()
-    WHOLE = enum.auto()
+    COMPLETE = enum.auto()
     """A whole request has come."""
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """`limits` is set by a subclass that `limited` makes: uvicorn makes the instances."""
+    """`limits` is set by a subclass that `limited_protocol` makes: uvicorn makes the instances."""
 
     limits: ConnectionLimits
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stage = _Stage.HEAD
+        self._read_state = _ReadState.HEAD
         self._head_bytes = 0
         """Of the stage HEAD, or since the last part of a body."""
         self._chunks = 0
         """Parts of a body in this piece of the network's."""
         self._refusal: Refusal | None = None
-        self._repeats_head = False
+        self._reparsing_head = False
         """The parser reads a head that was read."""
         self._closing = False
         """What still comes is not read."""
         self._answering: RequestResponseCycle | None = None
         """The request that the application has; `cycle` is the newest one."""
-        self._half_closed: HalfClosed | None = None
+        self._half_closed: HalfCloseWatcher | None = None
         self._deadline_s = 0.0
-        self._alarm: asyncio.TimerHandle | None = None
-        self._write_alarm: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------------------ the transport
 
@@ -135,14 +135,14 @@ class LimitedConnection(HttpToolsProtocol):
                 )
             )
             return
-        self._expect_within(self.limits.head_timeout_s)
+        self._arm_read_timer(self.limits.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = True
-        for alarm in (self._alarm, self._write_alarm):
+        for alarm in (self._read_timer, self._write_timer):
             if alarm is not None:
                 alarm.cancel()
-        self._alarm = self._write_alarm = None
+        self._read_timer = self._write_timer = None
         if self._half_closed is not None:
             self._half_closed.stop()
         if self._answering is not None and self._answering is not self.cycle:
@@ -163,15 +163,15 @@ class LimitedConnection(HttpToolsProtocol):
             self.pipeline.popleft()
         newest = self.pipeline[0][0] if self.pipeline else answering
         newest.keep_alive = False
-        self._expect_nothing()
+        self._cancel_read_timer()
         if self._half_closed is None:
-            self._half_closed = HalfClosed(self.loop, self.transport, lambda: self._answering)
+            self._half_closed = HalfCloseWatcher(self.loop, self.transport, lambda: self._answering)
         return True
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        app = without_chunks(cycle, app) if is_first(cycle) else app
-        super()._start_asgi_task(cycle, announcing_end(cycle, app))
+        app = without_chunks(cycle, app) if is_http10(cycle) else app
+        super()._start_asgi_task(cycle, close_after_early_response(cycle, app))
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -182,11 +182,11 @@ class LimitedConnection(HttpToolsProtocol):
             at += len(part)
             self._head_bytes += len(part)
             self._feed(part)
-            if refusal := self._refusal or self._crossed():
+            if refusal := self._refusal or self._exceeded_limit():
                 self._refuse(refusal)
-        if self._stage is _Stage.WHOLE and self._is_idle() and self._alarm is None:
+        if self._read_state is _ReadState.COMPLETE and self._is_idle() and self._read_timer is None:
             # Blank lines have ended uvicorn's wait for the next request.
-            self._expect_within(self.limits.head_timeout_s)
+            self._arm_read_timer(self.limits.head_timeout_s)
 
     def _feed(self, part: bytes) -> None:
         """As uvicorn's `data_received`, but who offers another protocol is answered in this one,
@@ -203,7 +203,7 @@ class LimitedConnection(HttpToolsProtocol):
         try:
             self.parser.feed_data(part)
         except httptools.HttpParserUpgrade as offer:
-            if self._stage is _Stage.BODY:
+            if self._read_state is _ReadState.BODY:
                 self._parse_body()
             return part[offer.args[0] :]
         return b""
@@ -214,11 +214,11 @@ class LimitedConnection(HttpToolsProtocol):
         between, could pass that proxy's rules."""
         version = self.scope["http_version"].encode()
         head = [b"POST / HTTP/" + version, *(b": ".join(pair) for pair in self._framing())]
-        self._repeats_head = True
+        self._reparsing_head = True
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.parser.feed_data(b"\r\n".join(head) + b"\r\n\r\n")
-        self._repeats_head = False
+        self._reparsing_head = False
 
     def _framing(self) -> list[tuple[bytes, bytes]]:
         names = (b"content-length", b"transfer-encoding")
@@ -227,52 +227,52 @@ class LimitedConnection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client takes nothing of its answer for now."""
         super().pause_writing()
-        self._write_alarm = self.loop.call_later(
+        self._write_timer = self.loop.call_later(
             self.limits.transfer_timeout_s, self.transport.abort
         )
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._write_alarm is not None:
-            self._write_alarm.cancel()
-            self._write_alarm = None
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     # --------------------------------------------------------------------------------- the parser
 
     def on_message_begin(self) -> None:
-        if self._repeats_head:
+        if self._reparsing_head:
             return
         super().on_message_begin()
-        self._stage, self._head_bytes = _Stage.HEAD, 0
-        if self._alarm is None:
-            self._expect_within(self.limits.head_timeout_s)
+        self._read_state, self._head_bytes = _ReadState.HEAD, 0
+        if self._read_timer is None:
+            self._arm_read_timer(self.limits.head_timeout_s)
 
     def on_url(self, url: bytes) -> None:
-        if self._repeats_head:
+        if self._reparsing_head:
             return
-        if len(self.url) + len(url) > URL_BYTES:
+        if len(self.url) + len(url) > MAX_URL_BYTES:
             self._refusal = Refusal(
-                414, f"the URL has more than {URL_BYTES} bytes", "request_too_large"
+                414, f"the URL has more than {MAX_URL_BYTES} bytes", "request_too_large"
             )
             return
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._repeats_head:
+        if self._reparsing_head:
             return
-        if len(self.headers) >= HEADERS:
+        if len(self.headers) >= MAX_HEADERS:
             self._refusal = Refusal(
-                431, f"the request has more than {HEADERS} headers", "request_too_large"
+                431, f"the request has more than {MAX_HEADERS} headers", "request_too_large"
             )
             return
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._refusal is not None or self._repeats_head:
+        if self._refusal is not None or self._reparsing_head:
             return
-        self._stage, self._head_bytes = _Stage.BODY, 0
+        self._read_state, self._head_bytes = _ReadState.BODY, 0
         super().on_headers_complete()
-        self._expect_within(self.limits.transfer_timeout_s)
+        self._arm_read_timer(self.limits.transfer_timeout_s)
 
     def on_body(self, body: bytes) -> None:
         if self._refusal is not None:
@@ -286,12 +286,12 @@ class LimitedConnection(HttpToolsProtocol):
         )
 
     def on_message_complete(self) -> None:
-        offers_protocol = self.parser.should_upgrade() and self._stage is _Stage.BODY
+        offers_protocol = self.parser.should_upgrade() and self._read_state is _ReadState.BODY
         if self._refusal is not None or (offers_protocol and self._framing()):
             return
-        self._stage, self._head_bytes = _Stage.WHOLE, 0
+        self._read_state, self._head_bytes = _ReadState.COMPLETE, 0
         super().on_message_complete()
-        self._expect_nothing()
+        self._cancel_read_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -303,46 +303,50 @@ class LimitedConnection(HttpToolsProtocol):
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    def _crossed(self) -> Refusal | None:
-        if self._head_bytes > HEAD_BYTES:
-            what = "head" if self._stage is _Stage.HEAD else "framing"
+    def _exceeded_limit(self) -> Refusal | None:
+        if self._head_bytes > MAX_HEAD_BYTES:
+            what = "head" if self._read_state is _ReadState.HEAD else "framing"
             return Refusal(
-                431, f"the request's {what} has more than {HEAD_BYTES} bytes", "request_too_large"
+                431,
+                f"the request's {what} has more than {MAX_HEAD_BYTES} bytes",
+                "request_too_large",
             )
-        if len(self.pipeline) > PIPELINED:
+        if len(self.pipeline) > MAX_PIPELINED:
             return Refusal(
-                400, f"more than {PIPELINED} requests wait on this connection", "too_many_requests"
+                400,
+                f"more than {MAX_PIPELINED} requests wait on this connection",
+                "too_many_requests",
             )
-        if self._chunks > CHUNKS:
+        if self._chunks > MAX_CHUNKS:
             return Refusal(400, "the body comes in chunks that are too small", "chunks_too_small")
         return None
 
-    def _expect_within(self, timeout_s: float) -> None:
+    def _arm_read_timer(self, timeout_s: float) -> None:
         """More must come within this time; a request that is being computed is not waited for."""
         self._deadline_s = self.loop.time() + timeout_s
-        if self._alarm is not None and self._alarm.when() <= self._deadline_s:
+        if self._read_timer is not None and self._read_timer.when() <= self._deadline_s:
             return  # it will look at the deadline
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm = self.loop.call_at(self._deadline_s, self._look_at_the_clock)
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+        self._read_timer = self.loop.call_at(self._deadline_s, self._on_read_timer)
 
-    def _expect_nothing(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+    def _cancel_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
-    def _look_at_the_clock(self) -> None:
-        self._alarm = None
+    def _on_read_timer(self) -> None:
+        self._read_timer = None
         limits = self.limits
         if self.loop.time() < self._deadline_s:
-            self._alarm = self.loop.call_at(self._deadline_s, self._look_at_the_clock)
+            self._read_timer = self.loop.call_at(self._deadline_s, self._on_read_timer)
         elif self.flow.read_paused:
             # What the client has sent waits here for its reader.
-            self._expect_within(limits.transfer_timeout_s)
-        elif self._stage is _Stage.WHOLE:
+            self._arm_read_timer(limits.transfer_timeout_s)
+        elif self._read_state is _ReadState.COMPLETE:
             if self._is_idle():
                 self.transport.close()
-        elif self._stage is _Stage.HEAD:
+        elif self._read_state is _ReadState.HEAD:
             what = f"no whole head came within serve.head_timeout_s={limits.head_timeout_s:g} s"
             self._refuse(Refusal(408, what, "request_timeout"))
         else:
@@ -356,7 +360,7 @@ class LimitedConnection(HttpToolsProtocol):
         """Answer, where nothing else is being answered on this connection, and close it."""
         if self._closing or self.transport.is_closing():
             return
-        cycle, waiting = self.cycle, self._stage is _Stage.BODY
+        cycle, waiting = self.cycle, self._read_state is _ReadState.BODY
         answering = cycle is not None and not cycle.response_complete and not waiting
         if cycle is not None:
             answering = answering or (cycle.response_started and not cycle.response_complete)
@@ -383,15 +387,15 @@ class LimitedConnection(HttpToolsProtocol):
         answer from it. What comes is thrown away, for a moment."""
         self._closing = True
         self._unset_keepalive_if_required()
-        self._expect_nothing()
+        self._cancel_read_timer()
         self.flow.resume_reading()
         if self.transport.is_closing():
             return
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._alarm = self.loop.call_later(LINGER_S, self.transport.close)
+        self._read_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
 
-def limited(limits: ConnectionLimits) -> type[LimitedConnection]:
+def limited_protocol(limits: ConnectionLimits) -> type[LimitedConnection]:
     """The protocol of a server with these limits."""
     return type("LimitedConnection", (LimitedConnection,), {"limits": limits})

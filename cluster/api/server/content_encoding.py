@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from swell.cluster.text.sampling_params import BadRequest, shown
 
-PIECE_BYTES = 64 * 1024
+DECODED_CHUNK_BYTES = 64 * 1024
 """Unpacked in some 0.1 ms; the event loop has its turn between two of them."""
 MAX_MEMBERS = 1024
 """Of a body of gzip: one of 20 bytes unpacks to nothing, and takes a microsecond at least. Those of
@@ -29,7 +29,7 @@ class UnknownEncoding(Exception):
     """The body is encoded in a way that is not read here."""
 
 
-class Unpacker(Protocol):
+class BodyDecoder(Protocol):
     def pieces(self, part: bytes) -> Iterator[bytes]:
         """What a part of the body holds. Raises BadRequest where it is damaged."""
 
@@ -37,7 +37,7 @@ class Unpacker(Protocol):
         """Nothing follows. Raises BadRequest where something is missing."""
 
 
-class Plain:
+class IdentityDecoder:
     """A body that is not packed."""
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
@@ -47,7 +47,7 @@ class Plain:
         pass
 
 
-class Zipped:
+class ZlibDecoder:
     """`deflate` means zlib's format (RFC 9110, 8.4.1.2); clients that leave its head and its sum
     out are understood by the head that is missing."""
 
@@ -66,13 +66,13 @@ class Zipped:
         while True:
             inflate = self._inflate = self._next(self._inflate, part)
             try:
-                piece = inflate.decompress(part, PIECE_BYTES)
+                piece = inflate.decompress(part, DECODED_CHUNK_BYTES)
             except zlib.error as error:
                 raise self._damaged(f"is not valid: {error}") from None
             if piece:
                 yield piece
             part = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
-            if not part and (inflate.eof or len(piece) < PIECE_BYTES):
+            if not part and (inflate.eof or len(piece) < DECODED_CHUNK_BYTES):
                 return
 
     def _next(self, inflate: Any, part: bytes) -> Any:
@@ -101,16 +101,16 @@ def _is_zlib(head: bytes) -> bool:
     return head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0
 
 
-def unpacker(request: Request) -> Unpacker:
+def body_decoder(request: Request) -> BodyDecoder:
     """What reads the body of this request. Raises UnknownEncoding."""
     sent = ",".join(request.headers.getlist("content-encoding"))
     names = [name.strip().lower() for name in sent.split(",")]
     names = [name for name in names if name not in ("", "identity")]
     if not names:
-        return Plain()
+        return IdentityDecoder()
     if len(names) > 1 or names[0] not in _NAMES:
         raise UnknownEncoding(
             f"content-encoding {shown(', '.join(names))} is not supported; send one of "
             f"{ACCEPTED}, or a body without an encoding"
         )
-    return Zipped(_NAMES[names[0]])
+    return ZlibDecoder(_NAMES[names[0]])

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swell.cluster.api.http import HTTPError, guarded
+from swell.cluster.api.http import HTTPError, with_error_handling
 from swell.cluster.api.server.paths import route_path
 from swell.cluster.text.sampling_params import shown
 from swell.configs.schema import ServeConfig
@@ -124,7 +124,7 @@ def _preflight(rules: CorsRules) -> ASGIApp:
         )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = await guarded(answer)(Request(scope))
+        response = await with_error_handling(answer)(Request(scope))
         await response(scope, receive, send)
 
     return app

@@ -13,7 +13,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
-def announcing_end(cycle: RequestResponseCycle, app: Any) -> Any:
+def close_after_early_response(cycle: RequestResponseCycle, app: Any) -> Any:
     """The application, whose early answers say so. `cycle.keep_alive` is false only while the head
     is written, or when the body has come after all: uvicorn would close at once, which takes the
     answer from a client that is still sending."""

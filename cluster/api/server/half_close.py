@@ -24,22 +24,22 @@ from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from swell.cluster.api.http import EVENTS
-from swell.cluster.api.server.http10 import is_first
+from swell.cluster.api.http import IS_EVENT_STREAM
+from swell.cluster.api.server.http10 import is_http10
 
 PROBE_S = 1.0
 """Most answers begin sooner, so that their clients see nothing else; longer would keep engines at
 work for those who have left."""
 KEEPALIVE_S = 10
-_FIRST_LOOK_S = 0.02
-_LONGEST_PAUSE_S = 1.0
+_MIN_POLL_S = 0.02
+_MAX_POLL_S = 1.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT = b":\n\n"
 _CHUNK = b"%x\r\n%b\r\n"
 """Between two events, which are whole chunks."""
 
 
-class HalfClosed:
+class HalfCloseWatcher:
     """Looks after one such connection, and aborts it once its client has left. `answering`
     gives the request that the application has."""
 
@@ -53,17 +53,17 @@ class HalfClosed:
         self._transport = transport
         self._answering = answering
         self._probe_at_s = loop.time() + PROBE_S
-        self._pause_s = _FIRST_LOOK_S
+        self._pause_s = _MIN_POLL_S
         self._poll = select.poll()
         connection = transport.get_extra_info("socket")
         self._poll.register(connection.fileno(), 0)  # resets and errors are always reported
         _keep_alive(connection)
-        self._timer = loop.call_later(self._pause_s, self._look)
+        self._timer = loop.call_later(self._pause_s, self._poll_socket)
 
     def stop(self) -> None:
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _poll_socket(self) -> None:
         if self._transport.is_closing():
             return
         if self._poll.poll(0):
@@ -73,10 +73,10 @@ class HalfClosed:
             self._probe_at_s = float("inf")
             if said := _probe(self._answering()):
                 self._transport.write(said)
-                self._pause_s = _FIRST_LOOK_S
-        left_s = max(_FIRST_LOOK_S, self._probe_at_s - self._loop.time())
-        self._timer = self._loop.call_later(min(self._pause_s, left_s), self._look)
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+                self._pause_s = _MIN_POLL_S
+        left_s = max(_MIN_POLL_S, self._probe_at_s - self._loop.time())
+        self._timer = self._loop.call_later(min(self._pause_s, left_s), self._poll_socket)
+        self._pause_s = min(2 * self._pause_s, _MAX_POLL_S)
 
 
 def _probe(answering: RequestResponseCycle | None) -> bytes:
@@ -84,10 +84,10 @@ def _probe(answering: RequestResponseCycle | None) -> bytes:
     if answering is None:
         return b""
     if answering.response_started:
-        if EVENTS not in answering.scope["state"]:
+        if IS_EVENT_STREAM not in answering.scope["state"]:
             return b""
-        return _COMMENT if is_first(answering) else _CHUNK % (len(_COMMENT), _COMMENT)
-    return b"" if is_first(answering) else _CONTINUE
+        return _COMMENT if is_http10(answering) else _CHUNK % (len(_COMMENT), _COMMENT)
+    return b"" if is_http10(answering) else _CONTINUE
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
-def is_first(cycle: RequestResponseCycle) -> bool:
+def is_http10(cycle: RequestResponseCycle) -> bool:
     return bool(cycle.scope["http_version"] == "1.0")
 
 

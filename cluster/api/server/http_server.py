@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 
 from swell.cluster.api.server.acceptor import Acceptor
-from swell.cluster.api.server.connection import ConnectionLimits, limited
+from swell.cluster.api.server.connection import ConnectionLimits, limited_protocol
 from swell.configs import process
 from swell.configs.schema import ServeConfig
 from swell.coordinator.ports import address_family
@@ -84,7 +84,9 @@ class EdgeServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=limited((limits or ConnectionLimits.of(ServeConfig())).within_descriptors()),
+                http=limited_protocol(
+                    (limits or ConnectionLimits.of(ServeConfig())).capped_by_fd_limit()
+                ),
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -112,7 +114,7 @@ class EdgeServer:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """A replica that has stopped listening, though `stop` was not called, is replaced."""
         if not self._server.should_exit and not task.cancelled():
-            process.end_process("HTTP server", task.exception() or RuntimeError("it returned"))
+            process.exit_process("HTTP server", task.exception() or RuntimeError("it returned"))
 
     async def stop(self) -> None:
         """Stop accepting, finish the streams, then return."""

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from swell.cluster.text.parsers.base import ContentParser, Parser, ReasoningFormat
-from swell.cluster.text.parsers.parts import Tool
+from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.tools import ToolParser
 
 if TYPE_CHECKING:

@@ -34,20 +34,20 @@ class ArrayParser(ToolParser):
             self._begin_call(CallReader(argument_keys=self.argument_keys))
         return at
 
-    def _behind_element(self, text: str, at: int) -> int:
+    def _after_element(self, text: str, at: int) -> int:
         end = end_of(SPACE, text, at)
-        self._lead.append(text[at:end])
+        self._leading_space.append(text[at:end])
         if end == len(text):
             return end
         if text[end] == ",":
             self._open_head(",", self._before_element)
             return end + 1
-        self._state = self._behind_array
+        self._state = self._after_array
         if text[end] != "]":
             return end
-        self._lead.clear()
+        self._leading_space.clear()
         return end + 1
 
-    def _behind_array(self, text: str, at: int) -> int:
+    def _after_array(self, text: str, at: int) -> int:
         self._state = self._gap
         return at

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol
 
-from swell.cluster.text.parsers.parts import Content, Part, merge
+from swell.cluster.text.parsers.deltas import AnswerDelta, Content, merge
 from swell.cluster.text.stop_strings import StopAutomaton
 
 
@@ -35,11 +35,11 @@ class Parser(ABC):
     """What stood behind the marker of `until`; None before it was there. Nothing more is read."""
 
     @abstractmethod
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerDelta]:
         """The parts that this piece of text makes certain."""
 
     @abstractmethod
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[AnswerDelta]:
         """The answer has ended: what was held back comes out as what it is."""
 
     def until(self, marker: str) -> None:
@@ -57,11 +57,11 @@ class ReasoningFormat(Protocol):
     """Characters that belong to a tag beside them."""
 
     @classmethod
-    def begun_by(cls, prompt: str) -> bool:
+    def opened_by_prompt(cls, prompt: str) -> bool:
         """An answer behind this prompt begins inside."""
 
     @classmethod
-    def closed_by(cls, prompt: str) -> bool:
+    def closed_by_prompt(cls, prompt: str) -> bool:
         """Behind this prompt no reasoning can begin."""
 
 
@@ -71,9 +71,9 @@ class StateParser(Parser):
 
     def __init__(self, state: Callable[[str, int], int]) -> None:
         self._state = state
-        self._parts: list[Part] = []
+        self._parts: list[AnswerDelta] = []
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerDelta]:
         self._read(text)
         return self._take()
 
@@ -82,7 +82,7 @@ class StateParser(Parser):
         while at < len(text):
             at = self._state(text, at)
 
-    def _take(self) -> list[Part]:
+    def _take(self) -> list[AnswerDelta]:
         parts, self._parts = self._parts, []
         return merge(parts)
 
@@ -136,7 +136,7 @@ class ContentParser(Parser):
 
     _end: Matcher | None = None
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerDelta]:
         shown = text
         if self._end is not None:
             shown, found, at = self._end.push(text, 0)
@@ -144,7 +144,7 @@ class ContentParser(Parser):
                 self.rest = text[at:]
         return [Content(shown)] if shown else []
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[AnswerDelta]:
         held = self._end.flush() if self._end is not None else ""
         return [Content(held)] if held else []
 

@@ -47,7 +47,7 @@ class Call:
         """Nothing follows."""
 
 
-class Literals:
+class LiteralMatcher:
     """Finds which of some texts stands at a place, behind whitespace; none begins another."""
 
     def __init__(self, *literals: str) -> None:
@@ -75,17 +75,17 @@ class MarkedCall(Call):
     """A call between texts that its format fixes: states read those, or a run of characters."""
 
     def __init__(self) -> None:
-        self._literals = Literals()
+        self._literals = LiteralMatcher()
         self._then: dict[str, Callable[[str], None]] = {}
         self._run = ""
         self._pattern = _SPACE
-        self._behind_run: Callable[[str], None]
+        self._after_run: Callable[[str], None]
         self._state = self._at_literal
 
     def _expect(self, then: dict[str, Callable[[str], None]]) -> None:
         """One of these texts follows, behind whitespace; what is to be done with it."""
         self._then = then
-        self._literals = Literals(*then)
+        self._literals = LiteralMatcher(*then)
         self._state = self._at_literal
 
     def _at_literal(self, text: str, at: int) -> int:
@@ -99,7 +99,7 @@ class MarkedCall(Call):
     def _read_run(self, pattern: re.Pattern[str], then: Callable[[str], None]) -> None:
         """A name follows, behind whitespace: characters of `pattern`, one at least. It matches
         `MAX_NAME_CHARS` + 1 at most at a time."""
-        self._run, self._pattern, self._behind_run = "", pattern, then
+        self._run, self._pattern, self._after_run = "", pattern, then
         self._state = self._before_run
 
     def _before_run(self, text: str, at: int) -> int:
@@ -114,7 +114,7 @@ class MarkedCall(Call):
         if len(self._run) > MAX_NAME_CHARS or (end < len(text) and not self._run):
             self._break(self._run if self.known else "")
         elif end < len(text):
-            self._behind_run(self._run)
+            self._after_run(self._run)
         return end
 
     def _break(self, unread: str) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 
 from swell.cluster.text.parsers import grammar
 from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, Call
-from swell.cluster.text.parsers.framed import FramedArguments
+from swell.cluster.text.parsers.delimited import DelimitedArguments
+from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import CallGrammar
-from swell.cluster.text.parsers.parts import Tool
 from swell.cluster.text.parsers.sections import SectionParser
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -29,7 +29,7 @@ _NAME = re.compile(rf"[^\s<>]{{0,{MAX_NAME_CHARS + 1}}}")
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class DeepSeekCall(FramedArguments):
+class DeepSeekCall(DelimitedArguments):
     ends = (FENCE_END + CALL_END, CALL_END)
     fence = "<`"
 
@@ -39,9 +39,9 @@ class DeepSeekCall(FramedArguments):
 
     def _end_word(self, word: str) -> None:
         self.name = word
-        self._expect({SEP: self._behind_sep})
+        self._expect({SEP: self._after_sep})
 
-    def _behind_sep(self, _: str) -> None:
+    def _after_sep(self, _: str) -> None:
         self._state = self._at_name
 
     def _at_name(self, text: str, at: int) -> int:
@@ -61,7 +61,7 @@ class DeepSeekCall(FramedArguments):
 
 class DeepSeekV3Parser(SectionParser):
     markers = (SECTION, SECTION_END, CALL, SEP, CALL_END)
-    openers = (SECTION, CALL)
+    start_markers = (SECTION, CALL)
     section = SECTION
     section_ends = (SECTION_END,)
     call_begin = CALL
@@ -78,7 +78,7 @@ class DeepSeekV3Parser(SectionParser):
         return CallGrammar(
             marker=SECTION,
             body=f"{begin} call {end}{more} {section_end}",
-            rules=grammar.framed_calls(tools, heads, tail),
+            rules=grammar.delimited_calls(tools, heads, tail),
         )
 
     @classmethod

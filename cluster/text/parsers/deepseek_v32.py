@@ -15,7 +15,7 @@ OPEN, CLOSE = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
 
 class DeepSeekV32Parser(MarkupParser):
     markers = (OPEN, CLOSE, DSML)
-    openers = (OPEN, "\n" + OPEN, "\n\n" + OPEN)
+    start_markers = (OPEN, "\n" + OPEN, "\n\n" + OPEN)
     section = OPEN
     section_ends = (CLOSE,)
     call_begin = f'<{DSML}invoke name="'

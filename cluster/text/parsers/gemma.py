@@ -13,22 +13,22 @@ from collections.abc import Mapping, Sequence
 
 from swell.cluster.text.parsers import grammar
 from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, end_of
-from swell.cluster.text.parsers.closed import ClosedCallParser
+from swell.cluster.text.parsers.deltas import Tool
+from swell.cluster.text.parsers.end_marked import EndMarkedCallParser
 from swell.cluster.text.parsers.grammar import CallGrammar
-from swell.cluster.text.parsers.notation import FUNCTION_GEMMA, GEMMA4, NotedCall
+from swell.cluster.text.parsers.notation import FUNCTION_GEMMA, GEMMA4, NotationCall
 from swell.cluster.text.parsers.notation_grammar import gemma_calls
-from swell.cluster.text.parsers.parts import Tool
 from swell.cluster.text.parsers.tools import SPACE
 
 _PREFIX = "call:"
 _NAME = re.compile(r"[-.\w]*")
 
 
-class FunctionGemmaParser(ClosedCallParser):
-    openers = ("<start_function_call>",)
-    closers = ("<end_function_call>",)
+class FunctionGemmaParser(EndMarkedCallParser):
+    start_markers = ("<start_function_call>",)
+    end_markers = ("<end_function_call>",)
     notation = FUNCTION_GEMMA
-    markers = (*openers, *closers, notation.mark)
+    markers = (*start_markers, *end_markers, notation.mark)
     keeps_special_tokens = True
 
     _head = ""
@@ -38,7 +38,7 @@ class FunctionGemmaParser(ClosedCallParser):
     def calls(
         cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
     ) -> CallGrammar:
-        (marker,), (closer,) = cls.openers, cls.closers
+        (marker,), (closer,) = cls.start_markers, cls.end_markers
         body = f"call {grammar.mark(closer, special)}"
         return CallGrammar(
             marker=marker,
@@ -77,13 +77,13 @@ class FunctionGemmaParser(ClosedCallParser):
                 self._give_up()
                 return end
             self._held.append("{")
-            self._begin_call(NotedCall(name, self.notation))
+            self._begin_call(NotationCall(name, self.notation))
             return end + 1
         return end
 
 
 class Gemma4Parser(FunctionGemmaParser):
-    openers = ("<|tool_call>",)
-    closers = ("<tool_call|>",)
+    start_markers = ("<|tool_call>",)
+    end_markers = ("<tool_call|>",)
     notation = GEMMA4
-    markers = (*openers, *closers, notation.mark)
+    markers = (*start_markers, *end_markers, notation.mark)

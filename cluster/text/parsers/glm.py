@@ -14,7 +14,7 @@ VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 
 class GlmParser(MarkupParser):
     markers = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
-    openers = (OPEN, "\n" + OPEN)
+    start_markers = (OPEN, "\n" + OPEN)
     section = OPEN
     calls_share_section = False
     markup = Markup(

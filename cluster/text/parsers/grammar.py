@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.text.parsers.parts import Tool
-from swell.cluster.text.structured_output import Form, inline_json
+from swell.cluster.text.parsers.deltas import Tool
+from swell.cluster.text.structured_output import GrammarFragment, inline_json
 
 MAX_BLANKS = 4
 """Before a mark that opens reasoning."""
@@ -52,7 +52,7 @@ class ReasoningGrammar(msgspec.Struct, frozen=True, kw_only=True):
     """The most tokens between opening and closing."""
 
 
-class Messages(msgspec.Struct, frozen=True, kw_only=True):
+class MessageGrammar(msgspec.Struct, frozen=True, kw_only=True):
     """Of a format that writes an answer as messages, each behind a header. Calls end an answer."""
 
     content: str
@@ -102,15 +102,15 @@ def json_calls(tools: Sequence[Tool], key: str) -> list[str]:
         literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ')
         for tool in tools
     ]
-    return framed_calls(tools, heads, literal("}"))
+    return delimited_calls(tools, heads, literal("}"))
 
 
 def named_calls(tools: Sequence[Tool], args: str) -> list[str]:
     """Rules of `call`: the name, the mark `args`, and the arguments."""
-    return framed_calls(tools, [f"{literal(tool.name)} {args}" for tool in tools], "")
+    return delimited_calls(tools, [f"{literal(tool.name)} {args}" for tool in tools], "")
 
 
-def framed_calls(tools: Sequence[Tool], heads: Sequence[str], tail: str) -> list[str]:
+def delimited_calls(tools: Sequence[Tool], heads: Sequence[str], tail: str) -> list[str]:
     """Rules of `call`: the head of its tool, the arguments as JSON, the tail."""
     if not tools:
         raise ValueError("a grammar of calls needs at least one tool")
@@ -139,27 +139,27 @@ def answer(
     *,
     special: Mapping[str, int],
     required: bool = False,
-    form: Form | None = None,
+    form: GrammarFragment | None = None,
     reasoning: ReasoningGrammar | None = None,
-    openers: Sequence[str] = (),
-    messages: Messages | None = None,
+    start_markers: Sequence[str] = (),
+    messages: MessageGrammar | None = None,
 ) -> str:
     """The grammar of an answer: calls where they are `required`; the form or calls where both are
     given; the form; text, calls, or text and then calls; without both, anything. Reasoning may
     stand before it, and does where it has begun.
 
-    `special`: text -> id of this tokenizer's added tokens. `openers`: what the parser takes for the
-    beginning of a call, beside the marker. Neither text nor reasoning holds one, nor do forms begin
-    with one where calls are possible, not even spelled by ordinary tokens: the parser could not
-    tell the difference. ValueError for a budget that cannot be held.
+    `special`: text -> id of this tokenizer's added tokens. `start_markers`: what the parser takes
+    for the beginning of a call, beside the marker. Neither text nor reasoning holds one, nor do
+    forms begin with one where calls are possible, not even spelled by ordinary tokens: the parser
+    could not tell the difference. ValueError for a budget that cannot be held.
     """
-    marks = tuple(dict.fromkeys([calls.marker, *openers])) if calls else tuple(openers)
+    marks = tuple(dict.fromkeys([calls.marker, *start_markers])) if calls else tuple(start_markers)
     marks = tuple(one for one in marks if not any(two in one for two in marks if two != one))
-    rest = _Rest(calls, special, required, form, marks)
+    rest = _AnswerRules(calls, special, required, form, marks)
     if messages is not None:
         marks = messages.marks
         calls = messages.free if calls is None and form is None else calls
-        rest = _Messages(calls, special, required, form, marks, messages)
+        rest = _MessageRules(calls, special, required, form, marks, messages)
     if reasoning is None:
         lines = rest.rules("start", ())
     else:
@@ -172,7 +172,10 @@ def answer(
 
 
 def _reasoned(
-    rest: _Rest, reasoning: ReasoningGrammar, special: Mapping[str, int], marks: tuple[str, ...]
+    rest: _AnswerRules,
+    reasoning: ReasoningGrammar,
+    special: Mapping[str, int],
+    marks: tuple[str, ...],
 ) -> list[str]:
     opening, closing = mark(reasoning.opening, special), mark(reasoning.closing, special)
     gap = "GAP? " if reasoning.padding else ""
@@ -209,16 +212,16 @@ def _inside(closing: str, reasoning: ReasoningGrammar, marks: tuple[str, ...]) -
     return [f"inside[lazy]: THOUGHTS {closing}", f"THOUGHTS: {_text(holding=marks)}"]
 
 
-class _Rest(msgspec.Struct, frozen=True):
+class _AnswerRules(msgspec.Struct, frozen=True):
     """What stands behind reasoning, or without it."""
 
     calls: CallGrammar | None
     special: Mapping[str, int]
     required: bool
-    form: Form | None
+    form: GrammarFragment | None
     marks: tuple[str, ...]
 
-    def behind(self, reasoning: ReasoningGrammar) -> _Rest:
+    def behind(self, reasoning: ReasoningGrammar) -> _AnswerRules:
         """The same behind reasoning, whose padding no form begins with."""
         if self.form is None:
             return self
@@ -257,7 +260,7 @@ class _Rest(msgspec.Struct, frozen=True):
         start, behind = mark(calls.marker, self.special), f"{calls.body} {calls.more}"
         ahead, rest = cut(calls.marker, self.special)
         text, bare = f"{name.upper()}_TEXT", calls.bare
-        first = rf"/[ \t\r\n]*[^ \t\r\n{escaped(bare)}](?s:.*)/" if bare else "/(?s:.+)/"
+        first = rf"/[ \t\r\n]*[^ \t\r\n{regex_escaped(bare)}](?s:.*)/" if bare else "/(?s:.+)/"
         lines = [f"{text}: {_text(first, holding=self.marks, begins=begins)}"]
         if bare:
             lines.append(f"{name}: {text}? | {start}? {behind}")
@@ -266,7 +269,7 @@ class _Rest(msgspec.Struct, frozen=True):
         elif rest:
             # The added token in the marker ends the text before it.
             lead = f"{name.upper()}_LEAD"
-            pattern = f"/(?s:.*){escaped(ahead)}/"
+            pattern = f"/(?s:.*){regex_escaped(ahead)}/"
             lines += [
                 f"{name}: {text}? | {lead} {rest} {behind}",
                 f"{lead}: {_text(pattern, holding=self.marks, begins=begins)}",
@@ -293,10 +296,10 @@ class _Rest(msgspec.Struct, frozen=True):
         return [f"{name}: {text}?{other}", *lines]
 
 
-class _Messages(_Rest, frozen=True):
+class _MessageRules(_AnswerRules, frozen=True):
     """The same in messages, whose headers say what they are."""
 
-    messages: Messages
+    messages: MessageGrammar
 
     def rules(self, name: str, begins: tuple[str, ...]) -> list[str]:
         calls, form = self.calls, self.form
@@ -341,17 +344,17 @@ def _unless(expression: str, begins: Sequence[str]) -> str:
     return expression + (rf" & ~/[ \t\r\n]*{_one_of(begins)}(?s:.*)/" if begins else "")
 
 
-def unpadded(form: Form, padding: str) -> Form:
+def unpadded(form: GrammarFragment, padding: str) -> GrammarFragment:
     """The texts of a form that do not begin with a padding; all of them where it is no terminal."""
     if not padding or not form.terminal:
         return form
-    return Form(terminal=f"({form.terminal}) & ~/{escaped(padding)}(?s:.*)/")
+    return GrammarFragment(terminal=f"({form.terminal}) & ~/{regex_escaped(padding)}(?s:.*)/")
 
 
 def _one_of(marks: Sequence[str]) -> str:
-    return f"({'|'.join(map(escaped, marks))})"
+    return f"({'|'.join(map(regex_escaped, marks))})"
 
 
-def escaped(text: str) -> str:
+def regex_escaped(text: str) -> str:
     """A text in an expression between slashes."""
     return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", r"\n")

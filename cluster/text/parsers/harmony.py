@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from swell.cluster.text.parsers import grammar
 from swell.cluster.text.parsers.base import Matcher
 from swell.cluster.text.parsers.calls import end_of
-from swell.cluster.text.parsers.grammar import CallGrammar, Messages
-from swell.cluster.text.parsers.parts import Arguments, Content, Part, Reasoning, Tool
+from swell.cluster.text.parsers.deltas import AnswerDelta, Arguments, Content, Reasoning, Tool
+from swell.cluster.text.parsers.grammar import CallGrammar, MessageGrammar
 from swell.cluster.text.parsers.tools import SPACE, ToolParser
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -41,7 +41,7 @@ _CALL = f"{CHANNEL}commentary to={_NAMESPACE}"
 
 class HarmonyParser(ToolParser):
     markers = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
-    openers = (START, CHANNEL)
+    start_markers = (START, CHANNEL)
     keeps_special_tokens = True
 
     open = f"{CHANNEL}analysis{MESSAGE}"
@@ -66,7 +66,7 @@ class HarmonyParser(ToolParser):
         self._may_call = tools is not None
         self._held_to_last = False
         self._begin_between()
-        self._make_part: Callable[[str], Part] = Content
+        self._make_part: Callable[[str], AnswerDelta] = Content
         self._num_header_chars = 0
         self._num_messages = 0
         """Those that have begun, and texts outside of any."""
@@ -78,24 +78,24 @@ class HarmonyParser(ToolParser):
         self._held_to_last = held
 
     @classmethod
-    def begun_by(cls, prompt: str) -> bool:
+    def opened_by_prompt(cls, prompt: str) -> bool:
         return prompt.endswith(cls.open)
 
     @classmethod
-    def closed_by(cls, prompt: str) -> bool:
+    def closed_by_prompt(cls, prompt: str) -> bool:
         return not prompt.endswith(_ASSISTANT)
 
     @classmethod
-    def messages(cls, prompt: str, special: Mapping[str, int]) -> Messages:
+    def messages(cls, prompt: str, special: Mapping[str, int]) -> MessageGrammar:
         """How a grammar writes what follows this prompt."""
-        header_follows = prompt.endswith(_ASSISTANT) or cls.begun_by(prompt)
+        header_follows = prompt.endswith(_ASSISTANT) or cls.opened_by_prompt(prompt)
         constrain, message = (grammar.mark(text, special) for text in (CONSTRAIN, MESSAGE))
         free = CallGrammar(
             marker=_CALL,
             body=f'FREE_NAME ({constrain} "json")? {message} FREE_ARGUMENTS?',
             rules=[r"FREE_NAME: /[-\w.]{1,128} ?/", "FREE_ARGUMENTS: /(?s:.+)/"],
         )
-        return Messages(
+        return MessageGrammar(
             content=f"{CHANNEL}final{MESSAGE}" if header_follows else "",
             before_calls=f"{CHANNEL}commentary{MESSAGE}",
             between=cls.close,
@@ -115,7 +115,7 @@ class HarmonyParser(ToolParser):
             rules=grammar.named_calls(tools, f'" " {constrain} "json" {message}'),
         )
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[AnswerDelta]:
         held = "".join(self._held)
         if self._state == self._in_message:
             self._parts.append(self._make_part(self._matcher.flush()))
@@ -133,7 +133,7 @@ class HarmonyParser(ToolParser):
         """Before a message or text: whitespace is dropped if a message follows."""
         if not self._in_marker:
             end = end_of(SPACE, text, at)
-            self._lead.append(text[at:end])
+            self._leading_space.append(text[at:end])
             self._in_marker = end < len(text)
             return end
         shown, marker, at = self._matcher.push(text, at)
@@ -179,18 +179,18 @@ class HarmonyParser(ToolParser):
         elif marker in ENDS:
             self._begin_between()
         else:
-            self._begin_header("".join(self._lead) + marker)
+            self._begin_header("".join(self._leading_space) + marker)
 
     def _begin_between(self) -> None:
         self._held.clear()
-        self._lead.clear()
+        self._leading_space.clear()
         self._in_marker = False
         self._matcher = Matcher(TO, START, CHANNEL, MESSAGE, *ENDS)
         self._state = self._between
 
     def _begin_header(self, text: str) -> None:
         self._held[:] = [text]
-        self._lead.clear()
+        self._leading_space.clear()
         self._num_header_chars = len(text)
         self._matcher = Matcher(*self.markers)
         self._matcher_is_idle = True
@@ -205,7 +205,7 @@ class HarmonyParser(ToolParser):
     def _begin_text(self, known: str, rest: str) -> None:
         """Content outside of a message. `known` holds no marker that counts."""
         self._make_part = Content
-        self._parts.append(Content("".join([*self._lead, known])))
+        self._parts.append(Content("".join([*self._leading_space, known])))
         self._begin_body()
         self._read(rest)
 
@@ -225,7 +225,7 @@ class HarmonyParser(ToolParser):
 
     def _begin_body(self) -> None:
         self._held.clear()
-        self._lead.clear()
+        self._leading_space.clear()
         self._num_messages += 1
         self._matcher = Matcher(START, CHANNEL, *ENDS)
         self._state = self._in_message

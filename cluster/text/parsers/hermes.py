@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from swell.cluster.text.parsers import grammar
-from swell.cluster.text.parsers.closed import ClosedCallParser
+from swell.cluster.text.parsers.deltas import Tool
+from swell.cluster.text.parsers.end_marked import EndMarkedCallParser
 from swell.cluster.text.parsers.grammar import CallGrammar
 from swell.cluster.text.parsers.json_stream import CallReader, end_of
-from swell.cluster.text.parsers.parts import Tool
 from swell.cluster.text.parsers.tools import SPACE
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class HermesParser(ClosedCallParser):
+class HermesParser(EndMarkedCallParser):
     markers = (OPEN, CLOSE)
-    closers = (CLOSE,)
-    openers = (OPEN, "\n" + OPEN)
+    end_markers = (CLOSE,)
+    start_markers = (OPEN, "\n" + OPEN)
 
     @classmethod
     def calls(

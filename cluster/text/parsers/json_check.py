@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from swell.cluster.text.parsers.calls import end_of
 
-KINDS = frozenset(("object", "array", "string", "number", "boolean", "null"))
+JSON_TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"))
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
@@ -39,14 +39,14 @@ _NUMBER_ENDS = frozenset(("zero", "int", "fraction", "exponent"))
 class JsonChecker:
     """Reads one value, with whitespace around it."""
 
-    def __init__(self, kinds: frozenset[str] = KINDS) -> None:
+    def __init__(self, types: frozenset[str] = JSON_TYPES) -> None:
         self.broken = False
-        """No continuation is a value of one of the `kinds`."""
-        self._kinds = kinds
+        """No continuation is a value of one of the `types`."""
+        self._types = types
         self._closers: list[str] = []
         """Of the arrays and objects that are open."""
         self._state: Callable[[str, int], int] = self._before_value
-        self._behind_string: Callable[[str, int], int] = self._behind_value
+        self._after_string: Callable[[str, int], int] = self._after_value
         self._part = ""
         """Of a number: what it ends with. Of a word: its characters so far."""
         self._hex_digits = 0
@@ -57,7 +57,7 @@ class JsonChecker:
         if self.broken or self._closers:
             return False
         in_number = self._state == self._in_number and self._part in _NUMBER_ENDS
-        return in_number or self._state == self._behind_value
+        return in_number or self._state == self._after_value
 
     @property
     def in_string(self) -> bool:
@@ -81,14 +81,14 @@ class JsonChecker:
             return at
         char = text[at]
         kind = _FIRST.get(char)
-        if kind is None or (not self._closers and kind not in self._kinds):
+        if kind is None or (not self._closers and kind not in self._types):
             return self._break(at)
         if kind == "object" or kind == "array":
             self._closers.append("}" if kind == "object" else "]")
             self._state = self._first_key if kind == "object" else self._first_item
             return at + 1
         if kind == "string":
-            return self._begin_string(self._behind_value, at)
+            return self._begin_string(self._after_value, at)
         self._part = ""
         self._state = self._in_number if kind == "number" else self._in_word
         return at
@@ -97,14 +97,14 @@ class JsonChecker:
         at = end_of(_SPACE, text, at)
         if at == len(text):
             return at
-        self._state = self._behind_value if text[at] == "]" else self._before_value
+        self._state = self._after_value if text[at] == "]" else self._before_value
         return at
 
     def _first_key(self, text: str, at: int) -> int:
         at = end_of(_SPACE, text, at)
         if at == len(text):
             return at
-        self._state = self._behind_value if text[at] == "}" else self._before_key
+        self._state = self._after_value if text[at] == "}" else self._before_key
         return at
 
     def _before_key(self, text: str, at: int) -> int:
@@ -122,7 +122,7 @@ class JsonChecker:
         self._state = self._before_value
         return at + 1
 
-    def _behind_value(self, text: str, at: int) -> int:
+    def _after_value(self, text: str, at: int) -> int:
         at = end_of(_SPACE, text, at)
         if at == len(text):
             return at
@@ -138,7 +138,7 @@ class JsonChecker:
     # -------------------------------------------------------------------------------- scalars
 
     def _begin_string(self, behind: Callable[[str, int], int], at: int) -> int:
-        self._behind_string = behind
+        self._after_string = behind
         self._state = self._in_string
         return at + 1
 
@@ -148,7 +148,7 @@ class JsonChecker:
             return at
         if text[at] not in '"\\':
             return self._break(at)
-        self._state = self._behind_string if text[at] == '"' else self._in_escape
+        self._state = self._after_string if text[at] == '"' else self._in_escape
         return at + 1
 
     def _in_escape(self, text: str, at: int) -> int:
@@ -176,14 +176,14 @@ class JsonChecker:
             return at + 1
         if self._part not in _NUMBER_ENDS:
             return self._break(at)
-        self._state = self._behind_value
+        self._state = self._after_value
         return at
 
     def _in_word(self, text: str, at: int) -> int:
         self._part += text[at]
         words = _WORDS if self._closers else (*_WORDS, *PYTHON_WORDS)
         if self._part in words:
-            self._state = self._behind_value
+            self._state = self._after_value
         elif not any(word.startswith(self._part) for word in words):
             return self._break(at)
         return at + 1

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 
 from swell.cluster.text.parsers import grammar
 from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, Call
-from swell.cluster.text.parsers.framed import FramedArguments
+from swell.cluster.text.parsers.delimited import DelimitedArguments
+from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import CallGrammar
-from swell.cluster.text.parsers.parts import Tool
 from swell.cluster.text.parsers.sections import SectionParser
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -30,7 +30,7 @@ _ID = re.compile(rf"[^\s<>]{{0,{MAX_NAME_CHARS + 1}}}")
 _NUMBERED = re.compile(r"(?:functions\.)?(.+):[0-9]+")
 
 
-class KimiCall(FramedArguments):
+class KimiCall(DelimitedArguments):
     ends = (CALL_END,)
     fence = "<"
 
@@ -57,7 +57,7 @@ class KimiCall(FramedArguments):
 
 class KimiK2Parser(SectionParser):
     markers = (SECTION, SECTION_END, CALL, ARGUMENTS, CALL_END)
-    openers = (SECTION, CALL)
+    start_markers = (SECTION, CALL)
     section = SECTION
     section_ends = (SECTION_END,)
     call_begin = CALL
@@ -75,7 +75,7 @@ class KimiK2Parser(SectionParser):
         return CallGrammar(
             marker=SECTION,
             body=f"{'call+' if parallel else 'call'} {section_end}",
-            rules=[*grammar.framed_calls(tools, heads, end), "INDEX: /[0-9]{1,3}/"],
+            rules=[*grammar.delimited_calls(tools, heads, end), "INDEX: /[0-9]{1,3}/"],
         )
 
     def _new_call(self, *, bare: bool) -> Call:

@@ -22,13 +22,13 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from swell.cluster.text.parsers import grammar
 from swell.cluster.text.parsers.base import Matcher
 from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, end_of
-from swell.cluster.text.parsers.closed import ClosedCallParser
+from swell.cluster.text.parsers.deltas import AnswerDelta, Arguments, Tool
+from swell.cluster.text.parsers.end_marked import EndMarkedCallParser
 from swell.cluster.text.parsers.grammar import CallGrammar
 from swell.cluster.text.parsers.json_stream import BareArguments, CallReader
-from swell.cluster.text.parsers.notation import PYTHON, NotedCall
-from swell.cluster.text.parsers.parts import Arguments, Part, Tool
+from swell.cluster.text.parsers.notation import PYTHON, NotationCall
 from swell.cluster.text.parsers.tools import SPACE
-from swell.cluster.text.parsers.values import escaped
+from swell.cluster.text.parsers.values import json_escaped
 
 PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -41,10 +41,10 @@ _OTHER_KEYS = ("type", "id")
 _CALL = ".call"
 
 
-class Llama3Parser(ClosedCallParser):
+class Llama3Parser(EndMarkedCallParser):
     markers = (PYTHON_TAG, PYTHON_START, PYTHON_END)
-    openers = (PYTHON_TAG, PYTHON_START, FUNCTION)
-    closers = (FUNCTION_END, PYTHON_END)
+    start_markers = (PYTHON_TAG, PYTHON_START, FUNCTION)
+    end_markers = (FUNCTION_END, PYTHON_END)
     keeps_special_tokens = True
 
     _name = ""
@@ -55,7 +55,7 @@ class Llama3Parser(ClosedCallParser):
         self, make_id: Callable[[], str] | None = None, tools: Sequence[Tool] = ()
     ) -> None:
         super().__init__(make_id, tools)
-        self._matcher = Matcher(*self.openers, "{")
+        self._matcher = Matcher(*self.start_markers, "{")
         self._code_tool = next((name for name in CODE_TOOLS if name in self._tools), "")
 
     @classmethod
@@ -70,7 +70,7 @@ class Llama3Parser(ClosedCallParser):
             bare="{",
         )
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[AnswerDelta]:
         if self._held and self._is_code():
             self._begin_code()
         if self._state == self._in_code:
@@ -92,7 +92,7 @@ class Llama3Parser(ClosedCallParser):
 
     def _gap(self, text: str, at: int) -> int:
         end = end_of(_SEPARATOR if self._num_calls else SPACE, text, at)
-        self._lead.append(text[at:end])
+        self._leading_space.append(text[at:end])
         if end == len(text):
             return end
         self._state = self._content
@@ -100,7 +100,7 @@ class Llama3Parser(ClosedCallParser):
             self._tag = "{"
             self._begin_bare(None)
         elif text[end] == "<" and self._num_calls:
-            self._closer = Matcher(*self.closers)
+            self._end_matcher = Matcher(*self.end_markers)
             self._state = self._closing
         return end
 
@@ -134,7 +134,7 @@ class Llama3Parser(ClosedCallParser):
             self._give_up()
             return end
         self._held.append("(")
-        self._begin_call(NotedCall(name, PYTHON))
+        self._begin_call(NotationCall(name, PYTHON))
         return end + 1
 
     def _in_function(self, text: str, at: int) -> int:
@@ -173,10 +173,10 @@ class Llama3Parser(ClosedCallParser):
         name = "code" if "code" in properties else next(iter(properties), "code")
         self._held.clear()
         self._begin_parts(self._code_tool)
-        start = f'{{{json.dumps(name)}: "{escaped(code)}'
+        start = f'{{{json.dumps(name)}: "{json_escaped(code)}'
         self._parts.append(Arguments(self._num_calls - 1, start))
         self._state = self._in_code
 
     def _in_code(self, text: str, at: int) -> int:
-        self._parts.append(Arguments(self._num_calls - 1, escaped(text[at:])))
+        self._parts.append(Arguments(self._num_calls - 1, json_escaped(text[at:])))
         return len(text)

@@ -18,11 +18,11 @@ import msgspec
 from swell.cluster.text.parsers import markup_grammar
 from swell.cluster.text.parsers.base import Matcher
 from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, MarkedCall
+from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import CallGrammar
-from swell.cluster.text.parsers.json_check import KINDS
-from swell.cluster.text.parsers.parts import Tool
+from swell.cluster.text.parsers.json_check import JSON_TYPES
 from swell.cluster.text.parsers.sections import SectionParser
-from swell.cluster.text.parsers.values import STRING, TypedText, escaped, parameter_kinds
+from swell.cluster.text.parsers.values import STRING, TypedText, json_escaped, parameter_types
 
 _NAME = re.compile(rf'[^\s<>"]{{0,{MAX_NAME_CHARS + 1}}}')
 _KEY = re.compile(rf'[^\r\n<>"]{{0,{MAX_NAME_CHARS + 1}}}')
@@ -57,20 +57,20 @@ class MarkupCall(MarkedCall):
     def __init__(
         self,
         markup: Markup,
-        kinds: Callable[[str, str], frozenset[str]],
+        types: Callable[[str, str], frozenset[str]],
         names: Iterable[str] | None = None,
     ) -> None:
-        """`kinds`: what values a tool's argument may have. `names`: the tools that may be called;
+        """`types`: what values a tool's argument may have. `names`: the tools that may be called;
         None: any."""
         super().__init__()
         self._markup = markup
-        self._kinds = kinds
+        self._types = types
         self._pieces: list[str] = []
         self._num_keys = 0
         self._element = ""
         """What of one was read before its value."""
         self._key = ""
-        self._value = TypedText(KINDS)
+        self._value = TypedText(JSON_TYPES)
         self._matcher = Matcher(*markup.value_ends())
         self._heads = [name + markup.name_end for name in names or ()]
         self._head = ""
@@ -111,16 +111,16 @@ class MarkupCall(MarkedCall):
         return at + 1
 
     def _end_head(self, _: str) -> None:
-        self._know()
+        self._mark_known()
         self._begin_element("")
 
-    def _know(self) -> None:
+    def _mark_known(self) -> None:
         if not self.known:
             self.known = True
             self._pieces.append("{")
 
     def _end_call(self, _: str) -> None:
-        self._know()
+        self._mark_known()
         self._pieces.append("}")
         self.ended = True
 
@@ -132,20 +132,20 @@ class MarkupCall(MarkedCall):
         self._expect({self._markup.key_begin: self._begin_key, **ends})
 
     def _begin_key(self, begin: str) -> None:
-        self._know()
+        self._mark_known()
         self._element = begin
         self._read_run(_KEY, self._end_key)
 
     def _end_key(self, key: str) -> None:
         self._element += key
         self._key = key.strip()
-        self._expect(dict.fromkeys(self._markup.key_ends, self._behind_key))
+        self._expect(dict.fromkeys(self._markup.key_ends, self._after_key))
 
-    def _behind_key(self, end: str) -> None:
-        kinds = self._kinds(self.name, self._key)
+    def _after_key(self, end: str) -> None:
+        types = self._types(self.name, self._key)
         if len(self._markup.key_ends) > 1:
-            kinds = _marked_kinds(kinds, is_string=end == self._markup.key_ends[0])
-        self._value = TypedText(kinds)
+            types = _marked_types(types, is_string=end == self._markup.key_ends[0])
+        self._value = TypedText(types)
         if self._markup.value_begin:
             self._element += end
             self._expect({self._markup.value_begin: self._begin_value})
@@ -156,7 +156,7 @@ class MarkupCall(MarkedCall):
         comma = ", " if self._num_keys else ""
         self._num_keys += 1
         self._element = ""
-        self._pieces.append(f'{comma}"{escaped(self._key)}": {self._value.push("")}')
+        self._pieces.append(f'{comma}"{json_escaped(self._key)}": {self._value.push("")}')
         self._state = self._at_value
 
     def _at_value(self, text: str, at: int) -> int:
@@ -179,11 +179,11 @@ class MarkupCall(MarkedCall):
         return at
 
 
-def _marked_kinds(kinds: frozenset[str], *, is_string: bool) -> frozenset[str]:
+def _marked_types(types: frozenset[str], *, is_string: bool) -> frozenset[str]:
     """Of a value of which the model says whether it is a string."""
     if is_string:
-        return STRING if kinds >= STRING else kinds
-    return kinds if kinds == KINDS else kinds - STRING or STRING
+        return STRING if types >= STRING else types
+    return types if types == JSON_TYPES else types - STRING or STRING
 
 
 class MarkupParser(SectionParser):
@@ -202,14 +202,14 @@ class MarkupParser(SectionParser):
         return markup_grammar.calls(cls, tools, parallel=parallel, special=special)
 
     def _new_call(self, *, bare: bool) -> MarkupCall:
-        return MarkupCall(self.markup, self._kinds, self._tools if bare else None)
+        return MarkupCall(self.markup, self._types, self._tools if bare else None)
 
-    def _kinds(self, name: str, key: str) -> frozenset[str]:
+    def _types(self, name: str, key: str) -> frozenset[str]:
         tool = self._tools.get(name)
         if tool is None:
-            return KINDS
-        kinds = self._known_kinds.get((name, key))
-        if kinds is None:
-            kinds = parameter_kinds(tool.parameters, key)
-            self._known_kinds[name, key] = kinds
-        return kinds
+            return JSON_TYPES
+        types = self._known_kinds.get((name, key))
+        if types is None:
+            types = parameter_types(tool.parameters, key)
+            self._known_kinds[name, key] = types
+        return types

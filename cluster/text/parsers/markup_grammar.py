@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from swell.cluster.text.parsers import grammar
+from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import CallGrammar
-from swell.cluster.text.parsers.parts import Tool
 from swell.cluster.text.parsers.text_grammar import ANNOTATIONS, TextGrammar, field, split_schema
-from swell.cluster.text.parsers.values import STRING, schema_kinds
+from swell.cluster.text.parsers.values import STRING, schema_types
 from swell.cluster.text.structured_output import MAX_BYTES, inline_json
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class _ToolRules:
         rule, names = f"{self._index}_{number}", set(self._properties())
         begin = grammar.mark(self._markup.key_begin + key, self._special)
         if not key:
-            taken = "|".join(map(grammar.escaped, sorted(names)))
+            taken = "|".join(map(grammar.regex_escaped, sorted(names)))
             but = f" & ~/({taken})/" if names else ""
             self._rules.append(f"KEY_{rule}: /{_EXTRA_KEY}/{but}")
             begin = f"{begin} KEY_{rule}"
@@ -139,11 +139,11 @@ class _ToolRules:
     def _values(self, rule: str, schema: Any) -> list[str]:
         """What may stand behind the key."""
         texts, other = split_schema(schema, self._schema)
-        kinds = schema_kinds(schema, self._schema) - STRING if other is not None else frozenset()
+        types = schema_types(schema, self._schema) - STRING if other is not None else frozenset()
         values = []
         for number, text in enumerate(texts):
             name = f"text_{rule}_{number}"
-            self._rules += self._text.rules(name, text, kinds)
+            self._rules += self._text.rules(name, text, types)
             values.append(f"{self._begin(0)} {name}")
         if other is not None:
             line = f"json_{rule}: {inline_json(self._with_defs(other))}"

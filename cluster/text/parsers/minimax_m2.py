@@ -13,7 +13,7 @@ OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 
 class MiniMaxM2Parser(MarkupParser):
     markers = (OPEN, CLOSE)
-    openers = (OPEN, "\n" + OPEN)
+    start_markers = (OPEN, "\n" + OPEN)
     section = OPEN
     section_ends = (CLOSE,)
     call_begin = '<invoke name="'

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from swell.cluster.text.parsers import grammar
 from swell.cluster.text.parsers.arrays import ArrayParser
 from swell.cluster.text.parsers.calls import MAX_NAME_CHARS
+from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import CallGrammar
 from swell.cluster.text.parsers.json_stream import BareArguments
-from swell.cluster.text.parsers.parts import Tool
 from swell.cluster.text.parsers.tools import SPACE
 
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -31,7 +31,7 @@ _ID = re.compile(r"[0-9A-Za-z]*")
 
 class MistralParser(ArrayParser):
     markers = (TOOL_CALLS, CALL_ID, ARGS)
-    openers = (TOOL_CALLS,)
+    start_markers = (TOOL_CALLS,)
     keeps_special_tokens = True
 
     _in_array = False
@@ -61,7 +61,7 @@ class MistralParser(ArrayParser):
         self._open_head(marker, self._head)
 
     def _on_call_end(self) -> None:
-        self._state = self._behind_element if self._in_array else self._gap
+        self._state = self._after_element if self._in_array else self._gap
 
     def _head(self, text: str, at: int) -> int:
         _, at = self._hold(SPACE, text, at)

@@ -19,7 +19,7 @@ import msgspec
 from swell.cluster.text.parsers.base import Matcher
 from swell.cluster.text.parsers.calls import Call, end_of
 from swell.cluster.text.parsers.json_stream import Value
-from swell.cluster.text.parsers.values import escaped
+from swell.cluster.text.parsers.values import json_escaped
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(r"[-+.$\w]*")
@@ -76,10 +76,10 @@ class QuotedString(Value):
                 return at
             self._quotes, self._quotes_needed = 0, 1
         if self._quotes:
-            self._pieces.append(escaped(self._quote * self._quotes))
+            self._pieces.append(json_escaped(self._quote * self._quotes))
             self._quotes = 0
         end = end_of(self._plain, text, at)
-        self._pieces.append(escaped(text[at:end]))
+        self._pieces.append(json_escaped(text[at:end]))
         if end < len(text) and text[end] == "\\":
             self._escape = "\\"
             return end + 1
@@ -103,7 +103,7 @@ class QuotedString(Value):
         return at + 1
 
     def _show(self, text: str) -> None:
-        self._pieces.append(escaped(text))
+        self._pieces.append(json_escaped(text))
         self._escape = ""
 
     def _show_code(self, code: int) -> None:
@@ -122,11 +122,11 @@ class QuotedString(Value):
         if not self._quotes_needed and self._quotes == 2:
             self._end()
         elif self._quotes_needed:
-            self._pieces.append(escaped(self._quote * self._quotes))
+            self._pieces.append(json_escaped(self._quote * self._quotes))
             self._quotes = 0
 
 
-class MarkedString(Value):
+class DelimitedString(Value):
     """Between two equal marks, without escapes, from behind the first on."""
 
     def __init__(self, mark: str) -> None:
@@ -136,17 +136,17 @@ class MarkedString(Value):
 
     def push(self, text: str, at: int) -> int:
         shown, found, at = self._matcher.push(text, at)
-        self._pieces.append(escaped(shown))
+        self._pieces.append(json_escaped(shown))
         if found:
             self._pieces.append('"')
             self.done = True
         return at
 
     def flush(self) -> None:
-        self._pieces.append(escaped(self._matcher.flush()))
+        self._pieces.append(json_escaped(self._matcher.flush()))
 
 
-class ScalarWord(Value):
+class BareScalar(Value):
     """A number, a word of the notation, or another word, which is a string: from the character on
     that makes it one. The others are known when they end, at a character that is of no word."""
 
@@ -166,7 +166,7 @@ class ScalarWord(Value):
             self._push_char(text[at])
             at += 1
         if self._is_string:
-            self._pieces.append(escaped(text[at:end]))
+            self._pieces.append(json_escaped(text[at:end]))
         self.done = end < len(text)
         if self.done:
             self.flush()
@@ -188,7 +188,7 @@ class ScalarWord(Value):
 
     def _begin_string(self) -> None:
         self._is_string = True
-        self._pieces.append('"' + escaped("".join(self._held)))
+        self._pieces.append('"' + json_escaped("".join(self._held)))
         self._held.clear()
 
     def flush(self) -> None:
@@ -202,7 +202,7 @@ class ScalarWord(Value):
             self._begin_string()
 
 
-class KeyWord(ScalarWord):
+class BareKey(BareScalar):
     """A key: a string, whatever the word would be as a value."""
 
     def __init__(self) -> None:
@@ -248,7 +248,7 @@ FUNCTION_GEMMA = Notation(":", "}", '"', "<escape>", {"[": "]"}, _PYTHON_WORDS)
 GEMMA4 = Notation(":", "}", '"', '<|"|>', {"[": "]"}, _PYTHON_WORDS)
 
 
-class NotedCall(Call):
+class NotationCall(Call):
     """A call from behind the bracket that opens its arguments.
 
     `known` where the first argument's value begins, or the arguments end without any.
@@ -286,7 +286,7 @@ class NotedCall(Call):
             return at
         if text[at] == self._open[-1][0]:
             return self._close(at)
-        return self._begin(text[at], at, self._before_assign, KeyWord())
+        return self._begin(text[at], at, self._before_assign, BareKey())
 
     def _before_assign(self, text: str, at: int) -> int:
         at = end_of(_SPACE, text, at)
@@ -311,7 +311,7 @@ class NotedCall(Call):
             return self._nest("[", (notation.brackets[char], ""), self._before_value, at)
         if char == "{":
             return self._nest("{", ("}", ":"), self._before_key, at)
-        return self._begin(char, at, self._after_value, ScalarWord(notation.words))
+        return self._begin(char, at, self._after_value, BareScalar(notation.words))
 
     def _after_value(self, text: str, at: int) -> int:
         at = end_of(_SPACE, text, at)
@@ -359,7 +359,7 @@ class NotedCall(Call):
             return at
         self._mark += text[at]
         if self._mark == self._notation.mark:
-            self._begin_value(MarkedString(self._mark), self._after)
+            self._begin_value(DelimitedString(self._mark), self._after)
         return at + 1
 
     def _in_value(self, text: str, at: int) -> int:

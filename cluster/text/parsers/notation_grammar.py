@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import literal, mark, parameters_of
-from swell.cluster.text.parsers.parts import Tool
 from swell.cluster.text.structured_output import inline_json
 
 MAX_DEPTH = 32

@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 
 from swell.cluster.text.parsers import grammar
 from swell.cluster.text.parsers.arrays import ArrayParser
-from swell.cluster.text.parsers.closed import ClosedCallParser
+from swell.cluster.text.parsers.deltas import Tool
+from swell.cluster.text.parsers.end_marked import EndMarkedCallParser
 from swell.cluster.text.parsers.grammar import CallGrammar
-from swell.cluster.text.parsers.parts import Tool
 
 OPEN, CLOSE, FUNCTOOLS = "<|tool_call|>", "<|/tool_call|>", "functools"
 
 
-class Phi4Parser(ArrayParser, ClosedCallParser):
+class Phi4Parser(ArrayParser, EndMarkedCallParser):
     markers = (OPEN, CLOSE)
-    openers = (OPEN, FUNCTOOLS)
-    closers = (CLOSE,)
+    start_markers = (OPEN, FUNCTOOLS)
+    end_markers = (CLOSE,)
     argument_keys = ("arguments", "parameters")
 
     @classmethod
@@ -41,7 +41,7 @@ class Phi4Parser(ArrayParser, ClosedCallParser):
         self._open_head(marker, self._before_array)
 
     def _on_call_end(self) -> None:
-        self._state = self._behind_element
+        self._state = self._after_element
 
-    def _behind_array(self, text: str, at: int) -> int:
-        return self._behind_call(text, at)
+    def _after_array(self, text: str, at: int) -> int:
+        return self._after_call(text, at)

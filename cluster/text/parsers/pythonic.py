@@ -16,11 +16,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, end_of
-from swell.cluster.text.parsers.closed import ClosedCallParser
+from swell.cluster.text.parsers.deltas import Tool
+from swell.cluster.text.parsers.end_marked import EndMarkedCallParser
 from swell.cluster.text.parsers.grammar import CallGrammar
-from swell.cluster.text.parsers.notation import PYTHON, NotedCall
+from swell.cluster.text.parsers.notation import PYTHON, NotationCall
 from swell.cluster.text.parsers.notation_grammar import python_calls
-from swell.cluster.text.parsers.parts import Tool
 from swell.cluster.text.parsers.tools import SPACE
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
@@ -29,10 +29,10 @@ TOOL_CODE, FENCE = "```tool_code", "```"
 _NAME = re.compile(r"[-.\w]*")
 
 
-class PythonicParser(ClosedCallParser):
+class PythonicParser(EndMarkedCallParser):
     markers = (PYTHON_START, PYTHON_END)
-    openers = (PYTHON_START, TOOL_CODE)
-    closers = (PYTHON_END, FENCE)
+    start_markers = (PYTHON_START, TOOL_CODE)
+    end_markers = (PYTHON_END, FENCE)
 
     _in_list = False
     _name = ""
@@ -81,26 +81,26 @@ class PythonicParser(ClosedCallParser):
             self._give_up()
         elif end < len(text) and text[end] == "(" and self._name:
             self._held.append("(")
-            self._begin_call(NotedCall(self._name, PYTHON))
+            self._begin_call(NotationCall(self._name, PYTHON))
             return end + 1
         elif end < len(text):
             self._give_up()
         return end
 
     def _on_call_end(self) -> None:
-        self._state = self._behind_element
+        self._state = self._after_element
 
-    def _behind_element(self, text: str, at: int) -> int:
+    def _after_element(self, text: str, at: int) -> int:
         """A list goes on with a comma, and a block of code with a line."""
         end = end_of(SPACE, text, at)
-        self._lead.append(text[at:end])
+        self._leading_space.append(text[at:end])
         if end == len(text):
             return end
         if self._in_list and text[end] == ",":
             self._open_head(",", self._before_call)
             return end + 1
-        self._state = self._behind_call
+        self._state = self._after_call
         if not self._in_list or text[end] != "]":
             return end
-        self._lead.clear()
+        self._leading_space.clear()
         return end + 1

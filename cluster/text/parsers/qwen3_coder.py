@@ -17,7 +17,7 @@ PARAMETER = "<parameter="
 
 class Qwen3CoderParser(MarkupParser):
     markers = (OPEN, CLOSE, FUNCTION)
-    openers = tuple("\n" * count + one for count in range(3) for one in (OPEN, FUNCTION))
+    start_markers = tuple("\n" * count + one for count in range(3) for one in (OPEN, FUNCTION))
     section = OPEN
     section_ends = (CLOSE,)
     calls_share_section = False

@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable
 
 from swell.cluster.text.parsers.base import ContentParser, Matcher, Parser, StateParser
-from swell.cluster.text.parsers.parts import Content, Part, Reasoning, ToolCall
+from swell.cluster.text.parsers.deltas import AnswerDelta, Content, Reasoning, ToolCall
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -49,17 +49,17 @@ class ThinkParser(StateParser):
         """Whitespace before what may be `<think>`."""
         self._padding: list[str] = []
         """Before what may be `</think>` or a call."""
-        self._begun = self.begun_by(prompt)
+        self._prompt_opened = self.opened_by_prompt(prompt)
 
     @classmethod
-    def begun_by(cls, prompt: str) -> bool:
+    def opened_by_prompt(cls, prompt: str) -> bool:
         return prompt.rstrip().endswith(cls.open.rstrip())
 
     @classmethod
-    def closed_by(cls, prompt: str) -> bool:
+    def closed_by_prompt(cls, prompt: str) -> bool:
         return prompt.rstrip().endswith(cls.close)
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[AnswerDelta]:
         if self._state in (self._before, self._opening):
             self._begin_unmarked("".join(self._space) + self._matcher.flush())
         if self._state == self._inside:
@@ -90,7 +90,7 @@ class ThinkParser(StateParser):
 
     def _begin_unmarked(self, text: str) -> None:
         """The answer begins with `text` instead of `<think>`."""
-        self._state = self._after_open if self._begun else self._content
+        self._state = self._after_open if self._prompt_opened else self._content
         self._read(text)
 
     def _after_open(self, text: str, at: int) -> int:
@@ -112,7 +112,7 @@ class ThinkParser(StateParser):
         self._state = self._after_close
         return len(text) - len(rest)
 
-    def _reason(self, parts: list[Part]) -> None:
+    def _reason(self, parts: list[AnswerDelta]) -> None:
         """What the inner parser has read is reasoning until a call begins."""
         for part in parts:
             if isinstance(part, ToolCall) and self._state == self._inside:
@@ -148,8 +148,8 @@ class OpenThinkParser(ThinkParser):
     """The answer begins inside (DeepSeek-R1), unless the prompt ends with `</think>`."""
 
     @classmethod
-    def begun_by(cls, prompt: str) -> bool:
-        return not cls.closed_by(prompt)
+    def opened_by_prompt(cls, prompt: str) -> bool:
+        return not cls.closed_by_prompt(prompt)
 
 
 class MistralThinkParser(ThinkParser):

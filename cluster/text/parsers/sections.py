@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from swell.cluster.text.parsers.calls import Call, Literals
-from swell.cluster.text.parsers.parts import Part
+from swell.cluster.text.parsers.calls import Call, LiteralMatcher
+from swell.cluster.text.parsers.deltas import AnswerDelta
 from swell.cluster.text.parsers.tools import ToolParser
 
 
@@ -36,7 +36,7 @@ class SectionParser(ToolParser):
         if begins_call:
             self._begin_call(self._new_call(bare=bool(self.call_begin)))
         else:
-            self._literals = Literals(self.call_begin)
+            self._literals = LiteralMatcher(self.call_begin)
 
     def _before_first(self, text: str, at: int) -> int:
         start = at
@@ -50,27 +50,27 @@ class SectionParser(ToolParser):
 
     def _on_call_end(self) -> None:
         if self.call_begin:
-            self._literals = Literals(self.call_begin, *self.section_ends)
-            self._state = self._behind_call
+            self._literals = LiteralMatcher(self.call_begin, *self.section_ends)
+            self._state = self._after_call
         else:
             self._state = self._gap
 
-    def _behind_call(self, text: str, at: int) -> int:
+    def _after_call(self, text: str, at: int) -> int:
         start = at
         found, possible, at = self._literals.push(text, at)
-        self._lead.append(text[start:at])
+        self._leading_space.append(text[start:at])
         if found == self.call_begin:
-            self._open_head("", self._behind_call)
+            self._open_head("", self._after_call)
             self._begin_call(self._new_call(bare=False))
         elif found:
-            self._lead.clear()
+            self._leading_space.clear()
             self._state = self._gap
         elif not possible:
-            self._read_again(self._literals.begun, self._lead)
+            self._read_again(self._literals.begun, self._leading_space)
         return at
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[AnswerDelta]:
         """What may have been the end of a section is taken for it."""
-        if self._state == self._behind_call and self._literals.begun:
-            self._lead.clear()
+        if self._state == self._after_call and self._literals.begun:
+            self._leading_space.clear()
         return super().flush()

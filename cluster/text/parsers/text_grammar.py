@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from swell.cluster.text.parsers import grammar
-from swell.cluster.text.parsers.json_check import KINDS, JsonChecker
-from swell.cluster.text.parsers.values import MAX_SCHEMA_NODES, STRING, resolve, schema_kinds
+from swell.cluster.text.parsers.json_check import JSON_TYPES, JsonChecker
+from swell.cluster.text.parsers.values import MAX_SCHEMA_NODES, STRING, resolve, schema_types
 from swell.cluster.text.structured_output import lark_expression
 
 _Kind = TypeVar("_Kind")
@@ -24,7 +24,7 @@ ANNOTATIONS = frozenset(
 MAX_LENGTH = 100_000
 """Of a string that has a `maxLength`; a longer one is not held to it."""
 
-_LOOKS = {
+_LOOKALIKES = {
     "null": "null|None",
     "boolean": "true|false|True|False",
     "number": r"-?[0-9][-+.0-9eE]*",
@@ -77,11 +77,11 @@ class _Splitter:
         self._nodes_left -= 1
         if self._nodes_left < 0:
             raise ValueError(f"has more than {MAX_SCHEMA_NODES} alternatives, or refers to itself")
-        kinds = schema_kinds(schema, self._root)
-        if not kinds & STRING:
+        types = schema_types(schema, self._root)
+        if not types & STRING:
             return [], schema
         if not isinstance(schema, dict):
-            return [{}], {"type": sorted(KINDS - STRING)}
+            return [{}], {"type": sorted(JSON_TYPES - STRING)}
         asked = set(schema) - ANNOTATIONS
         if asked == {"$ref"}:
             return self.split(resolve(field(schema, "$ref", str), self._root))
@@ -89,7 +89,7 @@ class _Splitter:
             return self._split_options(schema, asked.pop())
         if asked & {"anyOf", "oneOf", "allOf", "$ref"}:
             raise ValueError("combines anyOf, oneOf, allOf or $ref with other keywords")
-        return _split_plain(schema, kinds)
+        return _split_plain(schema, types)
 
     def _split_options(
         self, schema: dict[str, Any], keyword: str
@@ -108,14 +108,14 @@ def field(schema: dict[str, Any], keyword: str, kind: type[_Kind]) -> _Kind:
 
 
 def _split_plain(
-    schema: dict[str, Any], kinds: frozenset[str]
+    schema: dict[str, Any], types: frozenset[str]
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     if "const" in schema or "enum" in schema:
         values = [schema["const"]] if "const" in schema else field(schema, "enum", list)
         texts = [{"enum": [value for value in values if isinstance(value, str)]}]
         others = [value for value in values if not isinstance(value, str)]
         return texts, {"enum": others} if others else None
-    others = sorted(kinds - STRING)
+    others = sorted(types - STRING)
     rest = {key: value for key, value in schema.items() if key not in _TEXT_KEYWORDS}
     return [schema], {**rest, "type": others} if others else None
 
@@ -127,17 +127,17 @@ class TextGrammar:
         self._end = end
         self._lead, self._rest = grammar.cut(end, special)
         self._forbidden = forbidden
-        pattern = "|".join(map(grammar.escaped, forbidden))
+        pattern = "|".join(map(grammar.regex_escaped, forbidden))
         self._bare = f"~/(?s:.*)({pattern})(?s:.*)/"
 
     def rules(self, name: str, schema: dict[str, Any], others: frozenset[str]) -> list[str]:
-        """Of the string and its end. `others`: the kinds that the parser looks for in the text.
+        """Of the string and its end. `others`: the types that the parser looks for in the text.
         ValueError for what cannot be held."""
         if "enum" in schema:
             return self._choice(name, schema["enum"], others)
         bodies, nullable = _bodies(schema)
         if others:
-            looks = "|".join(_LOOKS[kind] for kind in sorted(others))
+            looks = "|".join(_LOOKALIKES[kind] for kind in sorted(others))
             bodies.append(f"~/[ \\t\\r\\n]*({looks})[ \\t\\r\\n]*/")
         text = " & ".join([*bodies, self._bare])
         terminal = name.upper()
@@ -184,7 +184,7 @@ def _bodies(schema: dict[str, Any]) -> tuple[list[str], bool]:
         bodies.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
     if "pattern" in schema:
         pattern = field(schema, "pattern", str)
-        bodies.append(f"/{searched(pattern)}/")
+        bodies.append(f"/{search_expression(pattern)}/")
         nullable = nullable and _finds_nothing(pattern)
     if known_format := _FORMATS.get(str(schema.get("format"))):
         bodies.append(f"/{known_format}/")
@@ -200,7 +200,7 @@ def _finds_nothing(pattern: str) -> bool:
         return False
 
 
-def searched(pattern: str) -> str:
+def search_expression(pattern: str) -> str:
     """The expression for a whole text in which an ECMA pattern is found. ValueError for one with
     `^` or `$` inside."""
     head = "" if pattern.startswith("^") else "(?s:.*)"

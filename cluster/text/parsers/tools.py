@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from swell.cluster.text.parsers.base import Matcher, StateParser
 from swell.cluster.text.parsers.calls import Call, end_of
+from swell.cluster.text.parsers.deltas import AnswerDelta, Arguments, Content, Tool, ToolCall
 from swell.cluster.text.parsers.grammar import CallGrammar
-from swell.cluster.text.parsers.parts import Arguments, Content, Part, Tool, ToolCall
 
 SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -32,7 +32,7 @@ def random_call_id() -> str:
 class ToolParser(StateParser):
     """Content and tool calls. A format says what its markers begin."""
 
-    openers: tuple[str, ...]
+    start_markers: tuple[str, ...]
     """The markers that may stand anywhere in content and begin calls."""
 
     def __init__(
@@ -41,9 +41,9 @@ class ToolParser(StateParser):
         self._make_id = make_id or self.random_id
         self._tools = {tool.name: tool for tool in tools}
         """Those that the model was shown: the schemas say what the text of an argument means."""
-        self._matcher = Matcher(*self.openers)
+        self._matcher = Matcher(*self.start_markers)
         super().__init__(self._gap)
-        self._lead: list[str] = []
+        self._leading_space: list[str] = []
         self._held: list[str] = []
         """A call that is not announced: content if it turns out to be none."""
         self._call: Call | None = None
@@ -75,10 +75,10 @@ class ToolParser(StateParser):
 
     def until(self, marker: str) -> None:
         self._end = marker
-        self._matcher = Matcher(*self.openers, marker)
+        self._matcher = Matcher(*self.start_markers, marker)
         self._state = self._content
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[AnswerDelta]:
         if self._call is not None and self._announced:
             self._call.flush()
             self._forward(self._call)
@@ -101,7 +101,7 @@ class ToolParser(StateParser):
 
     def _gap(self, text: str, at: int) -> int:
         end = end_of(SPACE, text, at)
-        self._lead.append(text[at:end])
+        self._leading_space.append(text[at:end])
         if end < len(text):
             self._state = self._content
         return end
@@ -139,13 +139,13 @@ class ToolParser(StateParser):
 
     def _show(self, text: str) -> None:
         """Content, and whitespace before it is content too."""
-        self._parts.append(Content("".join([*self._lead, text])))
-        self._lead.clear()
+        self._parts.append(Content("".join([*self._leading_space, text])))
+        self._leading_space.clear()
 
     def _open_head(self, text: str, state: Callable[[str, int], int]) -> None:
         """`text` may begin a call, and `state` reads what follows."""
-        self._held += [*self._lead, text]
-        self._lead.clear()
+        self._held += [*self._leading_space, text]
+        self._leading_space.clear()
         self._state = state
 
     def _give_up(self, unread: str = "") -> None:
@@ -177,7 +177,7 @@ class ToolParser(StateParser):
     def _begin_parts(self, name: str) -> None:
         """A call is certain. Reasoning that it stood in is over."""
         if self._end is not None:
-            self._end, self._matcher = None, Matcher(*self.openers)
+            self._end, self._matcher = None, Matcher(*self.start_markers)
         call_id, self._call_id = self._call_id or self._make_id(), ""
         self._parts.append(ToolCall(self._num_calls, call_id, name))
         self._num_calls += 1

@@ -6,7 +6,7 @@
     <parameter=x>nulls</parameter>     {"type": ["string", "null"]}     "nulls"
 
 A text is the JSON value that it is if the schema allows values of that kind, or none of text; it is
-a string otherwise. Where nothing is known of a parameter, all kinds are allowed.
+a string otherwise. Where nothing is known of a parameter, all types are allowed.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from swell.cluster.text.parsers.json_check import KINDS, PYTHON_WORDS, JsonChecker
+from swell.cluster.text.parsers.json_check import JSON_TYPES, PYTHON_WORDS, JsonChecker
 
 STRING = frozenset(("string",))
 MAX_SCHEMA_NODES = 256
-"""Read for the kinds of one parameter: references may multiply without end."""
+"""Read for the types of one parameter: references may multiply without end."""
 
-_TYPES = {kind: frozenset((kind,)) for kind in KINDS}
+_TYPES = {kind: frozenset((kind,)) for kind in JSON_TYPES}
 _TYPES["integer"] = _TYPES["float"] = _TYPES["number"]
 _PYTHON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number"}
 _PYTHON_TYPES |= {list: "array", dict: "object", type(None): "null"}
 
 
-def escaped(text: str) -> str:
+def json_escaped(text: str) -> str:
     """As it stands in a JSON string, character by character."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
@@ -35,12 +35,14 @@ class TypedText:
     """One value while it is written: a string comes out at once, and any other value when it is
     whole, or as a string from the character on that makes it none."""
 
-    def __init__(self, kinds: frozenset[str]) -> None:
-        """`kinds`: those that the value may have."""
-        others = kinds - STRING
+    def __init__(self, types: frozenset[str]) -> None:
+        """`types`: those that the value may have."""
+        others = types - STRING
         self._checker = None
         if others:
-            self._checker = JsonChecker(others if "string" in kinds and kinds != KINDS else KINDS)
+            self._checker = JsonChecker(
+                others if "string" in types and types != JSON_TYPES else JSON_TYPES
+            )
         self._held: list[str] = []
         self._begun = False
 
@@ -52,7 +54,7 @@ class TypedText:
     def push(self, text: str) -> str:
         """More of the text; what of the value is now certain, as JSON."""
         if self._checker is None:
-            return self._opened() + escaped(text)
+            return self._opened() + json_escaped(text)
         self._held.append(text)
         self._checker.push(text)
         if not self._checker.broken:
@@ -77,12 +79,12 @@ class TypedText:
     def _as_string(self) -> str:
         self._checker = None
         held, self._held = "".join(self._held), []
-        return self._opened() + escaped(held)
+        return self._opened() + json_escaped(held)
 
 
-def parameter_kinds(parameters: dict[str, Any], key: str) -> frozenset[str]:
-    """The kinds that a tool's schema allows for one of its arguments."""
-    return _Kinds(parameters).of(parameter_schema(parameters, key))
+def parameter_types(parameters: dict[str, Any], key: str) -> frozenset[str]:
+    """The types that a tool's schema allows for one of its arguments."""
+    return _SchemaTypes(parameters).of(parameter_schema(parameters, key))
 
 
 def parameter_schema(parameters: dict[str, Any], key: str) -> Any:
@@ -93,12 +95,12 @@ def parameter_schema(parameters: dict[str, Any], key: str) -> Any:
     return parameters.get("additionalProperties", True)
 
 
-def schema_kinds(schema: Any, root: dict[str, Any]) -> frozenset[str]:
-    """The kinds of values that a schema allows; its references point into `root`."""
-    return _Kinds(root).of(schema)
+def schema_types(schema: Any, root: dict[str, Any]) -> frozenset[str]:
+    """The types of values that a schema allows; its references point into `root`."""
+    return _SchemaTypes(root).of(schema)
 
 
-class _Kinds:
+class _SchemaTypes:
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._nodes_left = MAX_SCHEMA_NODES
@@ -106,30 +108,32 @@ class _Kinds:
     def of(self, schema: Any) -> frozenset[str]:
         self._nodes_left -= 1
         if not isinstance(schema, dict) or self._nodes_left < 0:
-            return KINDS
-        kinds = _named(schema.get("type")) & self._of_values(schema)
+            return JSON_TYPES
+        types = _named(schema.get("type")) & self._of_values(schema)
         reference = schema.get("$ref")
         if isinstance(reference, str):
-            kinds &= self.of(resolve(reference, self._root))
+            types &= self.of(resolve(reference, self._root))
         for keyword in ("anyOf", "oneOf"):
             if isinstance(options := schema.get(keyword), list) and options:
-                kinds &= frozenset().union(*map(self.of, options))
+                types &= frozenset().union(*map(self.of, options))
         if isinstance(parts := schema.get("allOf"), list):
             for part in parts:
-                kinds &= self.of(part)
-        return kinds or KINDS
+                types &= self.of(part)
+        return types or JSON_TYPES
 
     @staticmethod
     def _of_values(schema: dict[str, Any]) -> frozenset[str]:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if not isinstance(values, list):
-            return KINDS
+            return JSON_TYPES
         return frozenset(_PYTHON_TYPES.get(type(value), "string") for value in values)
 
 
 def _named(names: Any) -> frozenset[str]:
     listed = names if isinstance(names, list) else [names]
-    known = [_TYPES.get(name, KINDS) if isinstance(name, str) else KINDS for name in listed]
+    known = [
+        _TYPES.get(name, JSON_TYPES) if isinstance(name, str) else JSON_TYPES for name in listed
+    ]
     return frozenset().union(*known)
 
 

@@ -169,10 +169,10 @@ def check_messages(messages: list[ChatMessage]) -> None:
             "are allowed",
             "messages",
         )
-    _renew_calls(messages)
+    _upgrade_function_call(messages)
 
 
-def _renew_calls(messages: list[ChatMessage]) -> None:
+def _upgrade_function_call(messages: list[ChatMessage]) -> None:
     """`function_call` and role `function`, as `tool_calls` and role `tool`. A result belongs to the
     last call of its name."""
     called: dict[str, str] = {}

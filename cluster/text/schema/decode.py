@@ -13,11 +13,15 @@ import msgspec
 from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.json_size import check_size
 from swell.cluster.text.schema.request_body import RequestBody
-from swell.cluster.text.schema.unknown_fields import Findings, Sifter, UnknownFields
+from swell.cluster.text.schema.unknown_fields import (
+    StrippedFields,
+    UnknownFieldFilter,
+    UnknownFields,
+)
 
 Request = TypeVar("Request", bound=RequestBody)
 
-EXPLAINED_BYTES = 256 * 1024
+MAX_EXPLAINED_BYTES = 256 * 1024
 """Of a longer body that is not JSON only the place is told: to find more would take long."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """Windows' tools write it in front of UTF-8."""
@@ -30,7 +34,7 @@ def _decoder(kind: type[RequestBody]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-_WORDS = {
+_JSON_TYPE_NAMES = {
     "str": "string",
     "int": "integer",
     "float": "number",
@@ -43,7 +47,7 @@ _UNKNOWN = "Object contains unknown field"
 
 class Decoded(msgspec.Struct, Generic[Request], frozen=True):
     request: Request
-    findings: Findings
+    stripped: StrippedFields
     """What was left out of it."""
 
 
@@ -56,26 +60,26 @@ def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") ->
     """The same, and what of the body was left out; `unknown` is `serve.unknown_fields`."""
     body = body.removeprefix(_BYTE_ORDER_MARK)
     check_size(body)
-    findings = Findings()
+    stripped = StrippedFields()
     try:
-        return Decoded(_request(body, kind, unknown, findings), findings)
+        return Decoded(_request(body, kind, unknown, stripped), stripped)
     except BadRequest as error:
-        raise error.as_sent(findings.aliases) from None
+        raise error.as_sent(stripped.aliases) from None
 
 
 def _request(
-    body: bytes, kind: type[Request], unknown: UnknownFields, findings: Findings
+    body: bytes, kind: type[Request], unknown: UnknownFields, stripped: StrippedFields
 ) -> Request:
     sent = body
     try:
         if kind.PARTS:  # the decoder alone does not look into them
-            body = Sifter(unknown, findings).sift(body, kind)
+            body = UnknownFieldFilter(unknown, stripped).sift(body, kind)
         try:
             request: Request = _decoder(kind).decode(body)
         except msgspec.ValidationError as error:
             if not str(error).startswith(_UNKNOWN):
                 raise
-            body = Sifter(unknown, findings).sift(body, kind)
+            body = UnknownFieldFilter(unknown, stripped).sift(body, kind)
             request = _decoder(kind).decode(body)
         request.keep(sent)
     except msgspec.ValidationError as error:
@@ -94,7 +98,7 @@ def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
     constants: list[str] = []
     try:
         text = body.decode()
-        if len(body) > EXPLAINED_BYTES:
+        if len(body) > MAX_EXPLAINED_BYTES:
             return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
         value = json.loads(text, parse_constant=constants.append)
     except UnicodeDecodeError as flaw:
@@ -118,16 +122,16 @@ def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
     return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """Where a value stands; its path is only written once it is needed."""
 
     key: str | int
-    outer: _Place | None
+    outer: _Location | None
 
 
 def _find_surrogate(value: object) -> str | None:
     """The path of the first string that cannot be UTF-8."""
-    stack: list[tuple[object, _Place | None]] = [(value, None)]
+    stack: list[tuple[object, _Location | None]] = [(value, None)]
     while stack:
         part, where = stack.pop()
         if isinstance(part, str) and not _is_text(part):
@@ -135,13 +139,13 @@ def _find_surrogate(value: object) -> str | None:
         if isinstance(part, dict):
             if not all(map(_is_text, part)):
                 return _path(where)
-            stack.extend((item, _Place(key, where)) for key, item in part.items())
+            stack.extend((item, _Location(key, where)) for key, item in part.items())
         elif isinstance(part, list):
-            stack.extend((item, _Place(index, where)) for index, item in enumerate(part))
+            stack.extend((item, _Location(index, where)) for index, item in enumerate(part))
     return None
 
 
-def _path(place: _Place | None) -> str:
+def _path(place: _Location | None) -> str:
     keys: list[str | int] = []
     while place is not None:
         keys.append(place.key)
@@ -176,7 +180,7 @@ def _explain_validation(
     if text.startswith("Object missing required field"):
         full = _join(path, name)
         return BadRequest(f"the required field {full!r} is missing", full, "missing_field")
-    text = _rule_in_words(text)
+    text = _with_json_types(text)
     if not path:
         return BadRequest(f"the body is wrong: {text}", None, "invalid_type")
     found, value = _lookup(body, path)
@@ -189,11 +193,11 @@ def _quoted(text: str) -> str:
     return found.group(1) if found else ""
 
 
-def _rule_in_words(text: str) -> str:
+def _with_json_types(text: str) -> str:
     """``Expected `int | null`, got `str` `` -> expected integer or null, got string."""
 
     def words(match: re.Match[str]) -> str:
-        return " or ".join(_WORDS.get(part, part) for part in match.group(1).split(" | "))
+        return " or ".join(_JSON_TYPE_NAMES.get(part, part) for part in match.group(1).split(" | "))
 
     text = re.sub("`([^`]*)`", words, text)
     return text[:1].lower() + text[1:]

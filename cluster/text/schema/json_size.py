@@ -32,7 +32,7 @@ _SLICE_BYTES = 64 * 1024
 _SLOW_NUMBER = re.compile(rb"[-+.0-9eE]{20,}|[.0-9][eE][-+]?[0-9]{2}")
 
 
-class Parts(msgspec.Struct):
+class JsonCounts(msgspec.Struct):
     """What a JSON text holds; the strings' contents are not looked into."""
 
     values: int = 1
@@ -46,8 +46,8 @@ def check_size(body: bytes) -> None:
     """Raises `BadRequest` for a JSON text that would take too long to read."""
     if len(body) <= COUNTED_BYTES:
         return
-    parts = Parts()
-    for parts in count_parts(body):
+    parts = JsonCounts()
+    for parts in count_json(body):
         for name, count, limit in (
             ("values", parts.values, MAX_VALUES),
             ("arrays, objects and texts", parts.nodes, MAX_NODES),
@@ -63,10 +63,10 @@ def check_size(body: bytes) -> None:
                 )
 
 
-def count_parts(body: bytes) -> Iterator[Parts]:
+def count_json(body: bytes) -> Iterator[JsonCounts]:
     """What has been counted so far, slice by slice. Of a text that is no JSON the counts mean
     nothing, but the work is the same."""
-    parts, at, quotes = Parts(), 0, 0
+    parts, at, quotes = JsonCounts(), 0, 0
     while at < len(body):
         end = _end_of_slice(body, at)
         text = body[at:end]

@@ -25,7 +25,7 @@ from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, che
 
 UnknownFields = Literal["refuse", "ignore"]
 """`serve.unknown_fields`"""
-Kinds = Mapping[str | None, type[msgspec.Struct]]
+StructTypes = Mapping[str | None, type[msgspec.Struct]]
 """What may stand at a place: by the object's `type`, None for all others."""
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -37,7 +37,7 @@ _NULL = b"null"
 _OPEN_OBJECT, _OPEN_LIST, _QUOTE = b'{["'
 
 
-class Findings(msgspec.Struct):
+class StrippedFields(msgspec.Struct):
     """What was left out of a body."""
 
     ignored: Counter[str] = msgspec.field(default_factory=Counter)
@@ -48,30 +48,30 @@ class Findings(msgspec.Struct):
     """Fields of ours that were sent under another name, which refusals tell."""
 
 
-class _Shape(NamedTuple):
+class _StructInfo(NamedTuple):
     names: frozenset[str]
-    parts: tuple[tuple[str, Kinds], ...]
+    parts: tuple[tuple[str, StructTypes], ...]
     """Fields that hold objects of ours, or lists of them."""
     is_history: bool
 
 
-class Sifter:
+class UnknownFieldFilter:
     """Of one body."""
 
-    def __init__(self, unknown: UnknownFields, findings: Findings) -> None:
+    def __init__(self, unknown: UnknownFields, stripped: StrippedFields) -> None:
         self._unknown = unknown
-        self._findings = findings
+        self._stripped = stripped
 
     def sift(self, body: bytes, kind: type[RequestBody]) -> bytes:
         """The body without what may be left out. Raises `BadRequest` for a field of another server
         that asks for what is not here, and what the JSON reader raises."""
         fields = _OBJECT.decode(body)
-        names = _shape(kind).names
+        names = _struct_info(kind).names
         changed = False
         for name in [name for name in fields if name not in names]:
             changed |= self._translate(name, fields, kind)
-        changed |= self._leave_out(fields, _shape(kind), "")
-        return _written(fields) if changed else body
+        changed |= self._strip_unknown(fields, _struct_info(kind), "")
+        return _encode_object(fields) if changed else body
 
     def _translate(
         self, name: str, fields: dict[str, msgspec.Raw], kind: type[RequestBody]
@@ -84,22 +84,22 @@ class Sifter:
             target, raw = table.means[name], fields.pop(name)
             if bytes(raw) != _NULL:
                 if bytes(fields.get(target, _NULL)) != _NULL:
-                    other = self._findings.aliases.get(target, target)
+                    other = self._stripped.aliases.get(target, target)
                     raise BadRequest(f"{name} and {other} mean the same; send one of them", name)
                 fields[target] = raw
-                self._findings.aliases[target] = name
+                self._stripped.aliases[target] = name
         elif name in table.neutral:
             check_neutral(name, msgspec.json.decode(fields.pop(name)), table.neutral[name])
         else:
             return False
         return True
 
-    def _value(self, raw: Any, kinds: Kinds, path: str) -> Any:
+    def _value(self, raw: Any, kinds: StructTypes, path: str) -> Any:
         """The same value, itself where nothing of it is left out."""
         head = memoryview(raw)[0]
         if head == _OPEN_OBJECT:
             fields = _OBJECT.decode(raw)
-            return _written(fields) if self._object(fields, kinds, path) else raw
+            return _encode_object(fields) if self._object(fields, kinds, path) else raw
         if head != _OPEN_LIST:
             return raw
         try:
@@ -109,24 +109,24 @@ class Sifter:
         changed = False
         for fields in items:
             changed |= self._object(fields, kinds, path)
-        return b"[" + b",".join(map(_written, items)) + b"]" if changed else raw
+        return b"[" + b",".join(map(_encode_object, items)) + b"]" if changed else raw
 
-    def _object(self, fields: dict[str, Any], kinds: Kinds, path: str) -> bool:
+    def _object(self, fields: dict[str, Any], kinds: StructTypes, path: str) -> bool:
         """Whether `fields` have changed."""
         kind = kinds.get(None)
         if kind is None or len(kinds) > 1:
             kind = kinds.get(_type_of(fields), kind)
-        return kind is not None and self._leave_out(fields, _shape(kind), path)
+        return kind is not None and self._strip_unknown(fields, _struct_info(kind), path)
 
-    def _leave_out(self, fields: dict[str, Any], shape: _Shape, path: str) -> bool:
+    def _strip_unknown(self, fields: dict[str, Any], shape: _StructInfo, path: str) -> bool:
         """Whether `fields` have changed."""
         changed = False
         if not shape.names.issuperset(fields):
             for name in [name for name in fields if name not in shape.names]:
                 if shape.is_history:
-                    self._findings.ignored[name if name in _LABELS else "other"] += 1
+                    self._stripped.ignored[name if name in _LABELS else "other"] += 1
                 elif self._unknown == "ignore":
-                    self._findings.warnings.append(f"{path}{name}")
+                    self._stripped.warnings.append(f"{path}{name}")
                 else:
                     continue
                 del fields[name]
@@ -139,7 +139,7 @@ class Sifter:
         return changed
 
 
-def _written(fields: dict[str, Any]) -> bytes:
+def _encode_object(fields: dict[str, Any]) -> bytes:
     return b"{" + b",".join([b"%b:%b" % (_key(name), raw) for name, raw in fields.items()]) + b"}"
 
 
@@ -160,29 +160,29 @@ def _type_of(fields: Mapping[str, msgspec.Raw]) -> str | None:
 
 
 @cache
-def _shape(kind: type[msgspec.Struct]) -> _Shape:
+def _struct_info(kind: type[msgspec.Struct]) -> _StructInfo:
     info = msgspec.inspect.type_info(kind)
     assert isinstance(info, msgspec.inspect.StructType), "bodies are structs"
     names = {field.encode_name for field in info.fields}
     if info.tag_field is not None:
         names.add(info.tag_field)
-    parts: dict[str, Kinds] = {}
+    parts: dict[str, StructTypes] = {}
     for field in info.fields:
-        if kinds := _kinds(field.type):
+        if kinds := _struct_types(field.type):
             parts[field.encode_name] = kinds
     if issubclass(kind, RequestBody):
         parts |= kind.PARTS
     is_history = issubclass(kind, HistoryPart)
-    return _Shape(frozenset(names), tuple(parts.items()), is_history)
+    return _StructInfo(frozenset(names), tuple(parts.items()), is_history)
 
 
-def _kinds(type_: msgspec.inspect.Type) -> dict[str | None, type[msgspec.Struct]]:
+def _struct_types(type_: msgspec.inspect.Type) -> dict[str | None, type[msgspec.Struct]]:
     """Structs of a field's type, alone or in a list."""
     match type_:
         case msgspec.inspect.StructType():
             return {None if type_.tag is None else str(type_.tag): type_.cls}
         case msgspec.inspect.ListType():
-            return _kinds(type_.item_type)
+            return _struct_types(type_.item_type)
         case msgspec.inspect.UnionType():
-            return {tag: kind for one in type_.types for tag, kind in _kinds(one).items()}
+            return {tag: kind for one in type_.types for tag, kind in _struct_types(one).items()}
     return {}

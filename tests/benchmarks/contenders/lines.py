@@ -28,7 +28,7 @@ class Lines:
         for line in sys.stdin:
             yield json.loads(line)
 
-    def tell_rates(self, batch):
+    def send_rates(self, batch):
         """Answer each line with the output tokens per second of `batch`, which gives their number.
 
         A turn is as many batches as it takes, one after another: a short one alone would mostly

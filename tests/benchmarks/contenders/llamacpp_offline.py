@@ -152,7 +152,7 @@ def main(lines):
     contender = StaticBatch(model, rows, inputs, outputs)
     contender.run(4)
     lines.tell(ready=True)
-    lines.tell_rates(lambda: contender.run(outputs))
+    lines.send_rates(lambda: contender.run(outputs))
 
 
 if __name__ == "__main__":

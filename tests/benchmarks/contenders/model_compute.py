@@ -34,7 +34,7 @@ def main(lines):
     with LLM(model, **{"scheduler.max_rows": rows, "cache.prefix_caching": False}) as llm:
         runner, watch = llm._core.executor._worker.runner, Stopwatch()
         runner._forward = watch.around(runner._forward)
-        runner.model.most_likely = watch.around(runner.model.most_likely)
+        runner.model.argmax = watch.around(runner.model.argmax)
         rng = random.Random(0)
         vocabulary = range(llm._prompts.vocab_size)
         prompts = [rng.choices(vocabulary, k=inputs) for _ in range(rows)]

@@ -9,7 +9,7 @@ ENGINE = {"dtype": "float32", "max_model_len": 2048, "enable_prefix_caching": Fa
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
-def know_vllm():
+def patch_vllm_version():
     """vLLM's CPU build has another name, under which Ray does not look for its version."""
     known = importlib.metadata.version
 
@@ -23,7 +23,7 @@ def know_vllm():
 
 
 def main(model, port, folder):
-    know_vllm()
+    patch_vllm_version()
     os.environ.update(ENVIRONMENT, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
     import ray
     from ray import serve

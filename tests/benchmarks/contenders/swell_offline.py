@@ -25,7 +25,7 @@ def main(lines):
         params = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
         lines.tell(ready=True)
-        lines.tell_rates(lambda: count(llm.generate(prompts, params)))
+        lines.send_rates(lambda: count(llm.generate(prompts, params)))
 
 
 if __name__ == "__main__":

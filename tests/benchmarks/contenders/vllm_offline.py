@@ -24,7 +24,7 @@ def main(lines):
     warm = vllm.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     llm.generate(prompts, warm, use_tqdm=False)
     lines.tell(ready=True)
-    lines.tell_rates(lambda: count(llm.generate(prompts, params, use_tqdm=False)))
+    lines.send_rates(lambda: count(llm.generate(prompts, params, use_tqdm=False)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.responses.protocol import ResponsesRequest
-from swell.cluster.api.sampling_fields import FORMS
+from swell.cluster.api.sampling_fields import STRUCTURED_OUTPUT_ALIASES
 from swell.cluster.text.schema.request_body import RequestBody
 from tests.cluster.api.field_lists import ROUTES, SERVERS
 from tests.cluster.api.test_request_fields import EFFECTIVE, without_effect
@@ -26,7 +26,7 @@ PATHS = {
     "responses": "/v1/responses",
 }
 MEANS = {
-    **{name: f"structured_outputs.{form}" for name, form in FORMS.items()},
+    **{name: f"structured_outputs.{form}" for name, form in STRUCTURED_OUTPUT_ALIASES.items()},
     "max_completion_tokens": "max_tokens",
 }
 HEAD = """# Fields of other servers
@@ -69,7 +69,7 @@ def does(route: str, name: str) -> tuple[str, Any]:
     raise KeyError(f"{route}: {name}")
 
 
-def told(route: str, name: str) -> str:
+def describe(route: str, name: str) -> str:
     what, of = does(route, name)
     if what == "means":
         return f"means `{of}`"
@@ -85,7 +85,7 @@ def page() -> str:
         lines += [f"## `{PATHS[route]}`", "", "| field | of | Swell |", "|---|---|---|"]
         for name in names(route):
             servers = ", ".join(server for server, f in SERVERS.items() if name in f[route])
-            lines.append(f"| `{name}` | {servers} | {told(route, name)} |")
+            lines.append(f"| `{name}` | {servers} | {describe(route, name)} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from tests.cluster.text import tokenizers_for_tests
 pytestmark = pytest.mark.slow
 
 HELLO = [{"role": "user", "content": "hi"}]
-WISHES: dict[str, dict[str, Any]] = {
+REQUEST: dict[str, dict[str, Any]] = {
     "/v1/completions": body([1, 2], 2),
     "/v1/chat/completions": {"model": "fake", "messages": HELLO, "max_tokens": 2},
     "/v1/responses": {"model": "fake", "input": "hi", "max_output_tokens": 2, "store": False},
@@ -56,10 +56,10 @@ async def full(folder: Path, **settings: object) -> AsyncIterator[tuple[FakeClus
 def test_every_api_says_when_to_come_back(folder):
     async def run() -> dict[str, httpx.Response]:
         async with full(folder) as (cluster, engine, first):
-            told = {path: await cluster.client.post(path, json=w) for path, w in WISHES.items()}
-            stream = {**WISHES["/v1/completions"], "stream": True}
+            told = {path: await cluster.client.post(path, json=w) for path, w in REQUEST.items()}
+            stream = {**REQUEST["/v1/completions"], "stream": True}
             told["stream"] = await cluster.client.post("/v1/completions", json=stream)
-            background = {**WISHES["/v1/responses"], "background": True, "store": True}
+            background = {**REQUEST["/v1/responses"], "background": True, "store": True}
             told["background"] = await cluster.client.post("/v1/responses", json=background)
             assert len(engine.arrived) == 3
             assert (await cluster.client.get("/health")).status_code == 200
@@ -154,12 +154,12 @@ def test_what_runs_goes_on_elsewhere_however_many_wait(folder):
 
 
 @pytest.mark.parametrize("said", ["0", "-1", "soon", "nan", "inf", "1e9", ""])
-@pytest.mark.parametrize("path", WISHES)
+@pytest.mark.parametrize("path", REQUEST)
 def test_a_time_limit_that_is_none_is_refused(folder, path, said):
     async def run() -> httpx.Response:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
-            return await cluster.client.post(path, json=WISHES[path], headers={HEADER: said})
+            return await cluster.client.post(path, json=REQUEST[path], headers={HEADER: said})
 
     answer = asyncio.run(run())
     assert answer.status_code == 400
@@ -168,11 +168,11 @@ def test_a_time_limit_that_is_none_is_refused(folder, path, said):
 
 
 def limited(path: str, *, stream: bool = False) -> dict[str, Any]:
-    return {**WISHES[path], "stream": stream}
+    return {**REQUEST[path], "stream": stream}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", WISHES)
+@pytest.mark.parametrize("path", REQUEST)
 def test_a_request_that_has_no_token_in_time_is_a_408_and_leaves_its_engine(folder, path, stream):
     async def run() -> tuple[httpx.Response, list[str], list[str]]:
         async with FakeCluster(folder).serving() as cluster:
@@ -201,8 +201,10 @@ def test_a_request_that_waits_for_an_engine_ends_in_time(folder):
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
             await cluster.remove(0)
-            wish = body([1, 2], 2)
-            return await cluster.client.post("/v1/completions", json=wish, headers={HEADER: "0.05"})
+            payload = body([1, 2], 2)
+            return await cluster.client.post(
+                "/v1/completions", json=payload, headers={HEADER: "0.05"}
+            )
 
     assert asyncio.run(run()).status_code == 408
 
@@ -217,16 +219,16 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
-@pytest.mark.parametrize("path", WISHES)
+@pytest.mark.parametrize("path", REQUEST)
 def test_a_stream_that_has_begun_ends_with_an_error_that_says_so(folder, path):
-    wish = limited(path, stream=True)
-    wish |= {"seed": 3} | {name: 9 for name in wish if name.startswith("max_")}
+    payload = limited(path, stream=True)
+    payload |= {"seed": 3} | {name: 9 for name in payload if name.startswith("max_")}
 
     async def run() -> str:
         async with FakeCluster(folder).serving() as cluster:
             engine = await cluster.join(0, 2)
             headers = {HEADER: "86400"}
-            async with cluster.client.stream("POST", path, json=wish, headers=headers) as answer:
+            async with cluster.client.stream("POST", path, json=payload, headers=headers) as answer:
                 assert answer.status_code == 200
                 (timer,) = far_timers()
                 timer._run()
@@ -253,10 +255,10 @@ def test_an_answer_in_time_is_whole_and_leaves_no_timer(folder):
     async def run() -> tuple[int, int]:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
-            for path, wish in WISHES.items():
+            for path, payload in REQUEST.items():
                 for stream in (False, True):
                     answer = await cluster.client.post(
-                        path, json={**wish, "stream": stream}, headers={HEADER: "86400"}
+                        path, json={**payload, "stream": stream}, headers={HEADER: "86400"}
                     )
                     assert answer.status_code == 200, answer.text
             return len(far_timers()), len(events(answer.text))

@@ -15,7 +15,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from swell.cluster.api.server.connection import HEAD_BYTES, HEADERS, URL_BYTES, ConnectionLimits
+from swell.cluster.api.server.connection import (
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_URL_BYTES,
+    ConnectionLimits,
+)
 from swell.cluster.api.server.http_server import EdgeServer
 
 MIB = 1 << 20
@@ -116,9 +121,9 @@ async def served(limits: ConnectionLimits) -> AsyncIterator[Server]:
 
 HEADS = {
     "a long header": (GET + b"x: " + b"a" * (4 * MIB), 431),
-    "many headers": (GET + b"a: b\r\n" * (HEADERS + 1) + b"\r\n", 431),
+    "many headers": (GET + b"a: b\r\n" * (MAX_HEADERS + 1) + b"\r\n", 431),
     "many small headers without end": (GET + b"a:\r\n" * MIB, 431),
-    "a long URL": (b"GET /" + b"a" * (URL_BYTES + 1) + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
+    "a long URL": (b"GET /" + b"a" * (MAX_URL_BYTES + 1) + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
     "a URL without end": (b"GET /" + b"a" * (4 * MIB), 414),
     "a long trailer": (
         POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nt: " + b"a" * (4 * MIB),
@@ -155,8 +160,8 @@ def test_heads_below_the_limits_pass() -> None:
     async def ask() -> None:
         async with served(PATIENT) as server:
             wire = await server.connect()
-            await wire.send(b"GET /?" + b"a" * (URL_BYTES - 10) + b" HTTP/1.1\r\nHost: x\r\n")
-            await wire.send(b"x: " + b"a" * (HEAD_BYTES // 2) + b"\r\n" + b"a: b\r\n" * 200)
+            await wire.send(b"GET /?" + b"a" * (MAX_URL_BYTES - 10) + b" HTTP/1.1\r\nHost: x\r\n")
+            await wire.send(b"x: " + b"a" * (MAX_HEAD_BYTES // 2) + b"\r\n" + b"a: b\r\n" * 200)
             await wire.send(b"\r\n")
             assert await wire.answer() == (200, "ok")
             await wire.send(POST + b"Content-Length: %d\r\n\r\n" % MIB + b"a" * MIB)
@@ -350,9 +355,9 @@ def test_no_more_connections_than_there_are_file_descriptors() -> None:
     wanted = ConnectionLimits(connections=hard * 2, head_timeout_s=1, transfer_timeout_s=1)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        limits = wanted.within_descriptors()
+        limits = wanted.capped_by_fd_limit()
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert 0 < limits.connections < soft == hard
-        assert QUICK.within_descriptors() == QUICK
+        assert QUICK.capped_by_fd_limit() == QUICK
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

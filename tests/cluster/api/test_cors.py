@@ -98,7 +98,7 @@ def test_every_route_but_the_admins_may_be_called(folder: Path, settings: Any) -
 @pytest.mark.parametrize("settings", [ON, {"serve.cors_origins": ["*"]}], ids=["listed", "all"])
 def test_the_admin_api_never(folder: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the path is written like, and for whom its own list is."""
-    monkeypatch.setattr(admin, "_CALL_S", 0.05)  # the engine here answers no calls
+    monkeypatch.setattr(admin, "_ENGINE_CALL_TIMEOUT_S", 0.05)  # the engine here answers no calls
     paths = [*ADMIN, *(f"{path}/" for path in ADMIN), "/admin", "/%61dmin/cluster"]
     asked = [preflight(path, PAGE) for path in paths]
     asked += [call(path, PAGE) for path in ADMIN]

@@ -62,7 +62,7 @@ def test_another_name_of_a_form_is_this_form(name: str, value: Any, own: str) ->
     form = request.form()
     assert form is not None
     assert getattr(form, own) == value
-    assert request.form_field == name
+    assert request.structured_outputs_field == name
 
 
 @pytest.mark.parametrize(("name", "value", "own"), FORMS)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.cluster.api.sampling_fields import FORMS
+from swell.cluster.api.sampling_fields import STRUCTURED_OUTPUT_ALIASES
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
 from tests.cluster.api.field_lists import ROUTES, SERVERS
@@ -95,7 +95,7 @@ def _check_meaning(route: str, name: str, target: str) -> None:
     if form:
         value: Any = {"json_object": True, "choice": ["a"]}.get(form, "a")
         assert getattr(ask(route, **{name: value}).forms()[name], form) == value
-        assert FORMS[name] == form
+        assert STRUCTURED_OUTPUT_ALIASES[name] == form
         return
     value = {"include_stop_str_in_output": True, "cache_salt": "a"}.get(own, 1)
     request = ask(route, **{name: value})

@@ -16,7 +16,7 @@ import pytest
 import uvloop
 
 from swell.cluster.api.server import half_close
-from tests.cluster.fake_cluster import ENDLESS, FakeCluster, FakeEngine, body, truth, until
+from tests.cluster.fake_cluster import UNLIMITED_STEPS, FakeCluster, FakeEngine, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
@@ -255,7 +255,7 @@ def test_who_leaves_with_several_requests_ends_them_all(folder: Path, run: Any) 
     run(ask())
 
 
-def test_a_client_of_the_first_protocol_that_has_left_is_noticed(
+def test_an_http10_client_that_has_left_is_noticed(
     folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """HTTP/1.0 has no interim answers: the kernel asks the other one."""
@@ -289,7 +289,7 @@ def test_a_request_that_is_cut_off_reaches_no_engine(folder: Path, run: Any, cut
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_stream_to_a_client_of_the_first_protocol_has_no_chunks(
+def test_a_stream_to_an_http10_client_has_no_chunks(
     folder: Path, run: Any, stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends with the connection; what is written to a client that has stopped sending, too."""
@@ -315,11 +315,11 @@ def test_a_stream_to_a_client_of_the_first_protocol_has_no_chunks(
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_only_the_second_protocol_is_told_to_go_on(folder: Path, run: Any, version: str) -> None:
+def test_only_http11_clients_get_100_continue(folder: Path, run: Any, version: str) -> None:
     """`Expect: 100-continue` of HTTP/1.0 means nothing (RFC 9110, 10.1.1)."""
 
     async def ask() -> bytes:
-        async with connected(folder, ENDLESS) as (_, _, connect):
+        async with connected(folder, UNLIMITED_STEPS) as (_, _, connect):
             peer = await connect()
             await peer.send(post(body([5, 6], 2), version, Expect="100-continue"))
             data: bytes = await peer.rest()

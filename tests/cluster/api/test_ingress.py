@@ -22,11 +22,11 @@ import pytest
 
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.server.http_server import EdgeServer
-from swell.cluster.client.links import EngineLinks
+from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import load
 from swell.coordinator.channel import make_keys
 from swell.coordinator.ports import free_port
-from swell.coordinator.service import CoordinatorService, Seat
+from swell.coordinator.service import CoordinatorEndpoint, CoordinatorService
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits
 from swell.engine.server import EngineServer
@@ -45,7 +45,7 @@ class SlowExecutor(FakeExecutor):
         return super().run_until(step)
 
 
-class Building:
+class ThreadedCluster:
     """A coordinator, engines on threads, one ingress with a real HTTP server."""
 
     def __init__(self, folder: Path, **serve: object) -> None:
@@ -58,7 +58,7 @@ class Building:
                 "cluster": {"heartbeat_s": 0.2},
             }
         )
-        self.seat = Seat(make_keys(), secrets.token_hex(8), free_port("127.0.0.1"))
+        self.seat = CoordinatorEndpoint(make_keys(), secrets.token_hex(8), free_port("127.0.0.1"))
         self.coordinator = CoordinatorService(self.config.cluster, seat=self.seat)
         self.engines: dict[int, EngineServer] = {}
         self.threads: list[threading.Thread] = []
@@ -87,7 +87,7 @@ class Building:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[httpx.AsyncClient]:
         manager = SimpleNamespace()
-        connect = partial(EngineLinks, self.coordinator.address, self.coordinator.keys)
+        connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
         ingress = Ingress(self.config, connect, manager)
         await ingress.start()
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
@@ -118,8 +118,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def building(folder: Path, engines: int, **serve: object):
-    house = Building(folder, **serve)
+def threaded_cluster(folder: Path, engines: int, **serve: object):
+    house = ThreadedCluster(folder, **serve)
     try:
         for rank in range(engines):
             house.add_engine(rank)
@@ -136,13 +136,13 @@ def truth(prompt: list[int], count: int, seed: int) -> list[int]:
 
 
 def body(prompt: list[int], count: int, **extra: object) -> dict:
-    wish = {"model": "fake", "prompt": prompt, "max_tokens": count, "seed": 3}
-    return {**wish, "ignore_eos": True, "return_token_ids": True, **extra}
+    payload = {"model": "fake", "prompt": prompt, "max_tokens": count, "seed": 3}
+    return {**payload, "ignore_eos": True, "return_token_ids": True, **extra}
 
 
-async def read_stream(client: httpx.AsyncClient, wish: dict) -> list[int]:
+async def read_stream(client: httpx.AsyncClient, payload: dict) -> list[int]:
     ids: list[int] = []
-    async with client.stream("POST", "/v1/completions", json={**wish, "stream": True}) as answer:
+    async with client.stream("POST", "/v1/completions", json={**payload, "stream": True}) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
@@ -153,7 +153,7 @@ async def read_stream(client: httpx.AsyncClient, wish: dict) -> list[int]:
 def test_answers_go_on_when_their_engine_leaves(folder):
     prompts = [[n, 2, 3, n] for n in range(6)]
 
-    async def ask(house: Building) -> tuple[list[list[int]], list[httpx.Response]]:
+    async def ask(house: ThreadedCluster) -> tuple[list[list[int]], list[httpx.Response]]:
         async with house.serving() as client:
             streams = [asyncio.create_task(read_stream(client, body(p, 300))) for p in prompts]
             wholes = [
@@ -167,7 +167,7 @@ def test_answers_go_on_when_their_engine_leaves(folder):
             await asyncio.to_thread(house.remove_engine, 1)
             return await asyncio.gather(*streams), await asyncio.gather(*wholes)
 
-    with building(folder, 2) as house:
+    with threaded_cluster(folder, 2) as house:
         streams, wholes = asyncio.run(ask(house))
     expected = [truth(prompt, 300, seed=3) for prompt in prompts]
     assert streams == expected
@@ -178,7 +178,7 @@ def test_answers_go_on_when_their_engine_leaves(folder):
 
 
 def test_answers_wait_for_an_engine_when_the_last_one_leaves(folder):
-    async def ask(house: Building) -> list[list[int]]:
+    async def ask(house: ThreadedCluster) -> list[list[int]]:
         async with house.serving() as client:
             early = asyncio.create_task(read_stream(client, body([1, 2], 200)))
             await asyncio.sleep(0.1)
@@ -190,14 +190,14 @@ def test_answers_wait_for_an_engine_when_the_last_one_leaves(folder):
             house.add_engine(1)
             return await asyncio.gather(early, late)
 
-    with building(folder, 1) as house:
+    with threaded_cluster(folder, 1) as house:
         early, late = asyncio.run(ask(house))
     assert early == truth([1, 2], 200, seed=3)
     assert late == truth([1], 5, seed=3)
 
 
 def test_a_coordinator_that_knows_nothing_learns_it_from_all_others(folder):
-    async def ask(house: Building) -> tuple[list[list[int]], list[int]]:
+    async def ask(house: ThreadedCluster) -> tuple[list[list[int]], list[int]]:
         async with house.serving() as client:
             before = house.coordinator.view().roster
             streams = [asyncio.create_task(read_stream(client, body([n], 300))) for n in range(4)]
@@ -211,7 +211,7 @@ def test_a_coordinator_that_knows_nothing_learns_it_from_all_others(folder):
             whole = await client.post("/v1/completions", json=body([9], 20, data_parallel_rank=2))
             return await asyncio.gather(*streams), whole.json()["choices"][0]["token_ids"]
 
-    with building(folder, 2) as house:
+    with threaded_cluster(folder, 2) as house:
         streams, late = asyncio.run(ask(house))
     assert streams == [truth([n], 300, seed=3) for n in range(4)]
     assert late == truth([9], 20, seed=3)
@@ -220,13 +220,13 @@ def test_a_coordinator_that_knows_nothing_learns_it_from_all_others(folder):
 def test_two_ingresses_share_the_engines_without_crossing(folder):
     prompts = [[n] for n in range(8)]
 
-    async def ask(house: Building) -> list[list[int]]:
+    async def ask(house: ThreadedCluster) -> list[list[int]]:
         async with house.serving() as one, house.serving() as two:
             return await asyncio.gather(
                 *(read_stream((one, two)[n % 2], body(p, 60)) for n, p in enumerate(prompts))
             )
 
-    with building(folder, 2) as house:
+    with threaded_cluster(folder, 2) as house:
         assert asyncio.run(ask(house)) == [truth(p, 60, seed=3) for p in prompts]
 
 
@@ -244,7 +244,7 @@ def test_any_ingress_tells_what_all_have_counted(folder):
             while {await ended(client) for client in clients} != {count}:
                 await asyncio.sleep(0.02)
 
-    async def ask(house: Building) -> float:
+    async def ask(house: ThreadedCluster) -> float:
         async with house.serving() as one:
             async with house.serving() as two:
                 for client in (one, two, two):
@@ -256,12 +256,12 @@ def test_any_ingress_tells_what_all_have_counted(folder):
             async with house.serving() as three:
                 return await ended(three)
 
-    with building(folder, 1) as house:
+    with threaded_cluster(folder, 1) as house:
         assert asyncio.run(ask(house)) == 4
 
 
 def test_everything_is_free_after_clients_left(folder):
-    async def ask(house: Building) -> dict:
+    async def ask(house: ThreadedCluster) -> dict:
         async with house.serving() as client:
             for stream in (True, False):
                 with contextlib.suppress(httpx.ReadTimeout):
@@ -275,7 +275,7 @@ def test_everything_is_free_after_clients_left(folder):
                 await asyncio.sleep(0.02)
             return report
 
-    with building(folder, 2) as house:
+    with threaded_cluster(folder, 2) as house:
         report = asyncio.run(ask(house))
     assert report["engines"] == [
         {"rank": 0, "idle": True, "reason": None},
@@ -287,7 +287,7 @@ def test_keys(folder, tmp_path):
     (tmp_path / "users").write_text("# keys\nalpha  # of somebody\nbeta\n")
     (tmp_path / "admins").write_text("root\n")
 
-    async def ask(house: Building) -> list[int]:
+    async def ask(house: ThreadedCluster) -> list[int]:
         async with house.serving() as client:
             statuses = []
             for key in (None, "alpha", "beta", "gamma", "root"):
@@ -302,18 +302,18 @@ def test_keys(folder, tmp_path):
         "api_keys_file": str(tmp_path / "users"),
         "admin_keys_file": str(tmp_path / "admins"),
     }
-    with building(folder, 1, **files) as house:
+    with threaded_cluster(folder, 1, **files) as house:
         statuses = asyncio.run(ask(house))
     assert statuses == [(401, 401), (200, 401), (200, 401), (401, 401), (401, 200)]
 
 
 def test_what_a_request_says_of_itself_reaches_its_engine(folder):
     told = {"x-request-id": "mine", "traceparent": "00-ab-cd-01", "tracestate": "k=v"}
-    wish = body([1, 2], 400, stream=True, priority=7, cache_salt="salt", n=2)
+    payload = body([1, 2], 400, stream=True, priority=7, cache_salt="salt", n=2)
 
-    async def ask(house: Building) -> list[EngineCoreRequest]:
+    async def ask(house: ThreadedCluster) -> list[EngineCoreRequest]:
         async with house.serving() as client:
-            stream = client.stream("POST", "/v1/completions", json=wish, headers=told)
+            stream = client.stream("POST", "/v1/completions", json=payload, headers=told)
             async with stream as answer:
                 assert answer.headers["x-request-id"] == "mine"
                 requests = house.engines[0].core.scheduler.requests
@@ -322,7 +322,7 @@ def test_what_a_request_says_of_itself_reaches_its_engine(folder):
                         break
                 return [r.core for r in list(requests.values())]
 
-    with building(folder, 1) as house:
+    with threaded_cluster(folder, 1) as house:
         asked = asyncio.run(ask(house))
     assert sorted(core.sampler.seed for core in asked) == [3, 4]
     for core in asked:

@@ -234,7 +234,7 @@ def test_json_holds_finite_numbers(logprob: float) -> None:
         assert "null" not in text.replace('"refusal":null', "") and "inf" not in text.lower()
 
 
-def test_of_equal_texts_the_token_that_stands_there_is_told() -> None:
+def test_of_equal_texts_the_sampled_token_is_listed() -> None:
     first, second = BYTE_LEVEL.encode("👩").ids[:2]
     part = completion_logprobs(table_of([(first, -3.0, [(second, -0.1)])]), 1)
     assert part.tokens == ["\ufffd"]

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
 from swell.cluster.api.messages.protocol import MessagesRequest
-from swell.cluster.api.messages.serving import MessagesAnswer
+from swell.cluster.api.messages.serving import MessagesResponseWriter
 from swell.cluster.api.response_writer import stream_usage, usage_of
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 from swell.cluster.client.request_state import EngineGone
@@ -37,7 +37,7 @@ QUESTION = [{"role": "user", "content": "2 + 2?"}]
 ADD = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {}}}}
 
 
-def wish(**fields: object) -> MessagesRequest:
+def payload(**fields: object) -> MessagesRequest:
     body = {"model": "fake", "messages": QUESTION, "max_tokens": 9, **fields}
     return decode(json.dumps(body).encode(), MessagesRequest)
 
@@ -111,13 +111,13 @@ _BLOCKS = re.compile(r"(start (delta )+stop )*\Z")
 def test_a_stream_folded_by_the_client_is_the_whole_answer(
     text: str, cuts: list[int], end: tuple[str, str | None], display: str | None
 ) -> None:
-    body = wish(thinking={"type": "adaptive", "display": display})
+    body = payload(thinking={"type": "adaptive", "display": display})
     last = output(text, 9, *end)
-    whole = MessagesAnswer("r", "fake", body, parser).whole([last], usage_of([last], 9))
+    whole = MessagesResponseWriter("r", "fake", body, parser).whole([last], usage_of([last], 9))
     plain = msgspec.to_builtins(whole)
     strictly(Message, plain)
 
-    answer = MessagesAnswer("r", "fake", body, parser)
+    answer = MessagesResponseWriter("r", "fake", body, parser)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(places)]
     deltas = [output(piece, 1 + at, None, None) for at, piece in enumerate(pieces[:-1])]
@@ -147,7 +147,7 @@ def test_the_input_of_each_of_several_calls_is_one_object() -> None:
     text = "".join(
         f'<tool_call>{{"name": "add", "arguments": {one}}}</tool_call>' for one in wanted
     )
-    answer = MessagesAnswer("r", "fake", wish(), parser)
+    answer = MessagesResponseWriter("r", "fake", payload(), parser)
     last = output(text, 9, "stop", None)
     inputs: dict[int, str] = {}
     for event in events_of(b"".join(answer.delta(0, last, last.outputs[0]))):
@@ -170,7 +170,9 @@ def test_the_input_of_each_of_several_calls_is_one_object() -> None:
 )
 def test_why_an_answer_ends(text: str, tokens: int, end: Any, reason: str) -> None:
     last = output(text, tokens, *end)
-    whole = MessagesAnswer("r", "fake", wish(), parser).whole([last], usage_of([last], tokens))
+    whole = MessagesResponseWriter("r", "fake", payload(), parser).whole(
+        [last], usage_of([last], tokens)
+    )
     assert isinstance(whole, msgspec.Struct)
     plain = msgspec.to_builtins(whole)
     assert (plain["stop_reason"], plain["stop_sequence"]) == (reason, end[1])
@@ -183,7 +185,7 @@ def test_why_an_answer_ends(text: str, tokens: int, end: Any, reason: str) -> No
 
 
 def test_a_failure_ends_a_stream_with_an_error() -> None:
-    answer = MessagesAnswer("r", "fake", wish(), parser)
+    answer = MessagesResponseWriter("r", "fake", payload(), parser)
     (event,) = events_of(b"".join(answer.failure(EngineGone("lost"), "engine_failed")))
     error = strictly(ErrorResponse, event)
     assert (error.error.type, error.error.message, error.request_id) == ("api_error", "lost", "r")
@@ -331,7 +333,7 @@ def test_errors_are_those_of_the_client(
     play(folder, scene, **{"serve.max_body_bytes": 4000})
 
 
-def test_nobody_there_is_an_overload(folder: Path) -> None:
+def test_no_engine_is_an_overloaded_error(folder: Path) -> None:
     async def scene(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
         with pytest.raises(anthropic.OverloadedError) as caught:
             await client.messages.create(**ASK)

@@ -14,7 +14,7 @@ from jiter import from_json
 
 from swell.cluster.api.messages.convert import chat_messages, chat_request, tokenize_request
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
-from swell.cluster.text.object_text import MAX_DEPTH, ObjectText, read_object
+from swell.cluster.text.object_text import MAX_DEPTH, PartialObject, read_partial_object
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
 
@@ -22,7 +22,7 @@ QUESTION = [{"role": "user", "content": "2 + 2?"}]
 ADD = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {}}}}
 
 
-def wish(kind: type[Any] = MessagesRequest, **fields: object) -> Any:
+def payload(kind: type[Any] = MessagesRequest, **fields: object) -> Any:
     limit = {"max_tokens": 9} if kind is MessagesRequest else {}
     body = {"model": "fake", "messages": QUESTION, **limit, **fields}
     return decode(json.dumps(body).encode(), kind)
@@ -39,9 +39,9 @@ def test_an_input_is_what_a_reader_of_unfinished_json_makes_of_the_stream(
     bits: list[str], step: int
 ) -> None:
     text = '{"' + "".join(bits)
-    reader = ObjectText()
+    reader = PartialObject()
     given = "".join(reader.push(text[at : at + step]) for at in range(0, len(text), step))
-    assert from_json(given.encode(), partial_mode=True) == read_object(text)
+    assert from_json(given.encode(), partial_mode=True) == read_partial_object(text)
 
 
 _VALUES = st.recursive(
@@ -54,7 +54,7 @@ _VALUES = st.recursive(
 @settings(deadline=None)
 @given(st.dictionaries(st.text(), _VALUES), st.booleans())
 def test_an_object_is_read_as_it_was_written(value: dict[str, Any], ascii: bool) -> None:
-    assert read_object(json.dumps(value, ensure_ascii=ascii, indent=1)) == value
+    assert read_partial_object(json.dumps(value, ensure_ascii=ascii, indent=1)) == value
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_an_object_is_read_as_it_was_written(value: dict[str, Any], ascii: bool)
     ],
 )
 def test_what_is_no_object_is_the_beginning_of_one(text: str, value: object) -> None:
-    assert read_object(text) == value
+    assert read_partial_object(text) == value
 
 
 def test_an_input_is_only_so_deep() -> None:
     deep = '{"a":' * (2 * MAX_DEPTH)
-    assert msgspec.json.encode(read_object(deep)).count(b"{") == MAX_DEPTH
+    assert msgspec.json.encode(read_partial_object(deep)).count(b"{") == MAX_DEPTH
 
 
 # ------------------------------------------------------------------------------- the conversation
@@ -91,7 +91,7 @@ def test_a_conversation_with_tools_in_our_terms() -> None:
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
     hidden = {"type": "redacted_thinking", "data": "?"}
     text = {"type": "text", "text": "Look.", "cache_control": {"type": "ephemeral"}}
-    body = wish(
+    body = payload(
         system=[{"type": "text", "text": "Be kind."}, {"type": "text", "text": "Be brief."}],
         messages=[
             *QUESTION,
@@ -142,7 +142,7 @@ def test_a_conversation_with_tools_in_our_terms() -> None:
     ],
 )
 def test_choices_among_tools(choice: object, name: object, parallel: object) -> None:
-    body = wish(tools=[{**ADD, "type": "custom", "strict": True}], tool_choice=choice)
+    body = payload(tools=[{**ADD, "type": "custom", "strict": True}], tool_choice=choice)
     chat = chat_request(body)
     assert msgspec.to_builtins(chat.tool_choice) == name
     assert chat.parallel_tool_calls is parallel
@@ -153,9 +153,9 @@ def test_choices_among_tools(choice: object, name: object, parallel: object) -> 
     chat.check()
 
 
-def test_sampling_and_the_template_are_told_the_wish() -> None:
+def test_request_fields_reach_sampling_and_template() -> None:
     schema = {"type": "object"}
-    body = wish(
+    body = payload(
         max_tokens=5000,
         temperature=0.5,
         top_p=0.9,
@@ -172,15 +172,15 @@ def test_sampling_and_the_template_are_told_the_wish() -> None:
     assert params.structured_outputs is not None and params.structured_outputs.json == schema
     told = {"enable_thinking": True, "thinking_budget": 2000, "reasoning_effort": "low"}
     assert chat.chat_template_kwargs == told == tokenize_request(body).chat_template_kwargs
-    off = chat_request(wish(thinking={"type": "disabled"}, chat_template_kwargs={"x": 1}))
+    off = chat_request(payload(thinking={"type": "disabled"}, chat_template_kwargs={"x": 1}))
     assert off.chat_template_kwargs == {"enable_thinking": False, "x": 1}
 
 
 def test_an_answer_goes_on_with_the_last_word_of_the_assistant() -> None:
     prefill = [*QUESTION, {"role": "assistant", "content": "It is"}]
     for kind, convert in ((MessagesRequest, chat_request), (CountTokensRequest, tokenize_request)):
-        assert convert(wish(kind, messages=prefill)).continue_final_message is True
-        assert convert(wish(kind)).continue_final_message is False
+        assert convert(payload(kind, messages=prefill)).continue_final_message is True
+        assert convert(payload(kind)).continue_final_message is False
 
 
 def _content(*blocks: object, role: str = "user") -> dict[str, object]:
@@ -223,7 +223,7 @@ def _content(*blocks: object, role: str = "user") -> dict[str, object]:
 )
 def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        wish(**fields)
+        payload(**fields)
     assert caught.value.param == param
     assert param in caught.value.message
 
@@ -231,7 +231,7 @@ def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param:
 def test_tools_and_a_form_in_one_request() -> None:
     schema = {"type": "object", "properties": {}}
     config = {"format": {"type": "json_schema", "schema": schema}}
-    chat = chat_request(wish(tools=[{**ADD, "type": "custom"}], output_config=config))
+    chat = chat_request(payload(tools=[{**ADD, "type": "custom"}], output_config=config))
     chat.check()
     assert chat.tools and chat.form().json == schema
 
@@ -246,4 +246,4 @@ def test_tools_and_a_form_in_one_request() -> None:
     ],
 )
 def test_budgets_of_thinking(thinking: object, budget: int | None) -> None:
-    assert chat_request(wish(thinking=thinking, max_tokens=2000)).thinking_token_budget == budget
+    assert chat_request(payload(thinking=thinking, max_tokens=2000)).thinking_token_budget == budget

@@ -272,7 +272,7 @@ def test_bias_of_what_is_no_token_is_refused() -> None:
     assert completion(logit_bias={"7": -1}).sampling_params().logit_bias == {7: -1.0}
 
 
-def test_sampling_params_take_wishes_and_defaults() -> None:
+def test_sampling_params_take_request_fields_and_defaults() -> None:
     assert completion().sampling_params().max_tokens == 16
     assert chat().sampling_params().max_tokens is None
     assert chat(max_completion_tokens=5).sampling_params().max_tokens == 5

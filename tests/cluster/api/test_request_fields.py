@@ -99,7 +99,7 @@ EFFECTIVE: dict[str, str] = {
     "AllowedTool": "type function",
     "AllowedToolsChoice": "type mode tools",
     "FunctionName": "name",
-    "TextOptions": "format",
+    "TokenizeOptions": "format",
     "TextFormat": "type schema",
     "ReasoningOptions": "effort",
     "FunctionTool": "type name description parameters strict",
@@ -145,7 +145,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "prompt_cache_breakpoint": "InputPart",
     "cache_control": f"CountTokensRequest MessagesRequest Tool ContentPart ToolDefinition {BLOCKS}",
     "include_obfuscation": "StreamOptions",
-    "verbosity": "ChatCompletionRequest TextOptions",
+    "verbosity": "ChatCompletionRequest TokenizeOptions",
     "store": "ChatCompletionRequest",
     "name": "JsonSchemaFormat TextFormat InputFunctionCallOutput",
     "description": "JsonSchemaFormat TextFormat",
@@ -305,8 +305,8 @@ def test_a_part_of_text_may_not_bring_an_image_with_it(name):
 @pytest.mark.parametrize("name", InputPart.NOT_SERVED)
 def test_nor_may_a_part_of_an_item(name):
     part = {"type": "input_text", "text": "what is this?", name: "x"}
-    wish = {"model": "m", "input": [{"role": "user", "content": [part]}]}
-    request = decode(json.dumps(wish).encode(), ResponsesRequest)
+    payload = {"model": "m", "input": [{"role": "user", "content": [part]}]}
+    request = decode(json.dumps(payload).encode(), ResponsesRequest)
     with pytest.raises(BadRequest) as refusal:
         request.items()
     assert refusal.value.param == f"input[0].content[0].{name}"
@@ -324,10 +324,10 @@ def test_a_function_may_not_be_a_custom_tool_too():
 
 
 def test_a_response_tells_no_usage_with_every_event():
-    wish = {"model": "m", "input": "hi", "stream": True}
+    payload = {"model": "m", "input": "hi", "stream": True}
     options = {"include_usage": True, "continuous_usage_stats": True}
     with pytest.raises(BadRequest) as refusal:
-        decode(json.dumps({**wish, "stream_options": options}).encode(), ResponsesRequest)
+        decode(json.dumps({**payload, "stream_options": options}).encode(), ResponsesRequest)
     assert refusal.value.param == "stream_options.continuous_usage_stats"
 
 
@@ -368,9 +368,9 @@ def test_a_priority_is_refused_where_none_is_held(tmp_path, policy):
         settings = {"scheduler.policy": policy}
         async with FakeCluster(tmp_path, **settings).serving() as cluster:
             engine = await cluster.join(0)
-            for path, wish in ROUTES.items():
-                neutral = await cluster.client.post(path, json={**wish, "priority": 0})
-                asking = await cluster.client.post(path, json={**wish, "priority": 3})
+            for path, payload in ROUTES.items():
+                neutral = await cluster.client.post(path, json={**payload, "priority": 0})
+                asking = await cluster.client.post(path, json={**payload, "priority": 3})
                 told.append(
                     (
                         neutral.status_code,

@@ -12,22 +12,29 @@ import openai
 import pytest
 from openai.types.responses import ResponseItemList
 
-from swell.cluster.api.responses.stored import Store
-from tests.cluster.api.responses_house import CALL, LOOK, TOKENIZER, House, checked, eventually
+from swell.cluster.api.responses.response_store import Store
+from tests.cluster.api.responses_server import (
+    CALL,
+    LOOK,
+    TOKENIZER,
+    ResponsesServer,
+    checked,
+    wait_until,
+)
 from tests.cluster.fake_cluster import until
 
 
-def test_an_answer_is_told_kept_and_forgotten(tmp_path: Path) -> None:
+def test_a_response_is_created_stored_and_deleted(tmp_path: Path) -> None:
     async def story() -> None:
-        async with House(tmp_path, f"Hello. {CALL}").open() as house:
-            responses = house.client.responses
-            answer = checked(await house.ask(tools=[LOOK], metadata={"a": "b"}))
+        async with ResponsesServer(tmp_path, f"Hello. {CALL}").open() as server:
+            responses = server.client.responses
+            answer = checked(await server.ask(tools=[LOOK], metadata={"a": "b"}))
             assert answer.status == "completed" and answer.output_text == "Hello. "
             assert json.loads(answer.output[1].arguments) == {"at": 3}
             assert answer.usage.total_tokens == answer.usage.input_tokens + len(
-                house.cluster._script or []
+                server.cluster._script or []
             )
-            assert len(house.keeper.wishes) == 1
+            assert len(server.store_manager.wishes) == 1
             again = await responses.retrieve(answer.id)
             assert again.model_dump() == answer.model_dump()
             await responses.delete(answer.id)
@@ -41,31 +48,31 @@ def test_an_answer_is_told_kept_and_forgotten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("store", [True, False])
 def test_a_stream_ends_with_what_is_kept(tmp_path: Path, store: bool) -> None:
     async def story() -> None:
-        async with House(tmp_path, "the quick brown fox").open() as house:
-            stream = house.client.responses.stream
+        async with ResponsesServer(tmp_path, "the quick brown fox").open() as server:
+            stream = server.client.responses.stream
             async with stream(model="fake", input="hello", store=store) as events:
                 kinds = [event.type async for event in events]
                 answer = checked(await events.get_final_response())
             assert kinds[:2] == ["response.created", "response.in_progress"]
             assert kinds[-1] == "response.completed"
             assert answer.output_text == "the quick brown fox"
-            assert len(house.keeper.wishes) == int(store)
+            assert len(server.store_manager.wishes) == int(store)
             if store:
-                again = await house.client.responses.retrieve(answer.id)
+                again = await server.client.responses.retrieve(answer.id)
                 assert again.output_text == answer.output_text
 
     asyncio.run(story())
 
 
-def test_who_leaves_a_stream_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_disconnected_stream_leaks_nothing(tmp_path: Path) -> None:
     async def story() -> None:
-        async with House(tmp_path, "the quick brown fox").open(steps=1) as house:
-            async with await house.ask(stream=True) as events:
+        async with ResponsesServer(tmp_path, "the quick brown fox").open(steps=1) as server:
+            async with await server.ask(stream=True) as events:
                 async for event in events:
                     if event.type == "response.output_text.delta":
                         break
-            await until(lambda: house.engine.aborted)
-            assert not house.engine.requests and house.keeper.wishes == []
+            await until(lambda: server.engine.aborted)
+            assert not server.engine.requests and server.store_manager.wishes == []
 
     asyncio.run(story())
 
@@ -74,14 +81,14 @@ def test_a_conversation_goes_on_where_it_was(tmp_path: Path) -> None:
     """Through what is stored, and word for word as if the client had sent all of it itself."""
 
     async def story() -> None:
-        async with House(tmp_path, f"I look. {CALL}").open() as house:
-            first = await house.ask(tools=[LOOK], instructions="be kind")
+        async with ResponsesServer(tmp_path, f"I look. {CALL}").open() as server:
+            first = await server.ask(tools=[LOOK], instructions="be kind")
             result = {
                 "type": "function_call_output",
                 "call_id": first.output[1].call_id,
                 "output": "a fox",
             }
-            second = await house.ask(
+            second = await server.ask(
                 tools=[LOOK], input=[result], previous_response_id=first.id, temperature=0
             )
             by_hand = [
@@ -89,12 +96,12 @@ def test_a_conversation_goes_on_where_it_was(tmp_path: Path) -> None:
                 *[item.model_dump(mode="json") for item in first.output],
                 result,
             ]
-            await house.ask(tools=[LOOK], input=by_hand, store=False)
-            assert "be kind" in house.prompts[0] and "be kind" not in house.prompts[1]
-            assert house.prompts[1] == house.prompts[2]
-            assert house.prompts[1].endswith("a fox<|im_end|>\n<|im_start|>assistant\n")
+            await server.ask(tools=[LOOK], input=by_hand, store=False)
+            assert "be kind" in server.prompts[0] and "be kind" not in server.prompts[1]
+            assert server.prompts[1] == server.prompts[2]
+            assert server.prompts[1].endswith("a fox<|im_end|>\n<|im_start|>assistant\n")
 
-            given = house.client.responses.input_items
+            given = server.client.responses.input_items
             page = await given.list(second.id, limit=2, order="asc")
             kinds = [item.type async for item in page]
             assert kinds == ["message", "message", "function_call", "function_call_output"]
@@ -103,10 +110,10 @@ def test_a_conversation_goes_on_where_it_was(tmp_path: Path) -> None:
             ResponseItemList.model_validate(plain)
             assert newest.data[0].type == "function_call_output"
 
-            await house.client.responses.delete(first.id)
-            third = await house.ask(previous_response_id=second.id)
+            await server.client.responses.delete(first.id)
+            third = await server.ask(previous_response_id=second.id)
             assert third.previous_response_id == second.id
-            assert house.prompts[3].startswith(house.prompts[1].removesuffix("assistant\n"))
+            assert server.prompts[3].startswith(server.prompts[1].removesuffix("assistant\n"))
 
     asyncio.run(story())
 
@@ -114,8 +121,10 @@ def test_a_conversation_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_reasoning_is_an_item_and_counted(tmp_path: Path) -> None:
     async def story() -> None:
         settings = {"serve.reasoning_parser": "think"}
-        async with House(tmp_path, "<think>the fox</think>yes", **settings).open() as house:
-            answer = checked(await house.ask())
+        async with ResponsesServer(
+            tmp_path, "<think>the fox</think>yes", **settings
+        ).open() as server:
+            answer = checked(await server.ask())
             assert [item.type for item in answer.output] == ["reasoning", "message"]
             assert answer.output[0].content[0].text == "the fox"
             count = len(TOKENIZER.encode("the fox", add_special_tokens=False))
@@ -126,13 +135,13 @@ def test_reasoning_is_an_item_and_counted(tmp_path: Path) -> None:
 
 def test_an_answer_that_was_cut_off_says_so(tmp_path: Path) -> None:
     async def story() -> None:
-        async with House(tmp_path, "the quick brown fox").open() as house:
-            answer = checked(await house.ask(max_output_tokens=2))
+        async with ResponsesServer(tmp_path, "the quick brown fox").open() as server:
+            answer = checked(await server.ask(max_output_tokens=2))
             assert answer.status == "incomplete"
             assert answer.incomplete_details.reason == "max_output_tokens"
             assert answer.output[0].status == "incomplete"
             kinds = [
-                event.type async for event in await house.ask(max_output_tokens=2, stream=True)
+                event.type async for event in await server.ask(max_output_tokens=2, stream=True)
             ]
             assert kinds[-1] == "response.incomplete"
 
@@ -140,7 +149,7 @@ def test_an_answer_that_was_cut_off_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "param", "code"),
+    ("payload", "param", "code"),
     [
         ({"max_output_tokens": 10**6}, "input", "context_length_exceeded"),
         ({"max_output_tokens": 0}, "max_output_tokens", None),
@@ -151,12 +160,12 @@ def test_an_answer_that_was_cut_off_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_errors_are_for_people(
-    tmp_path: Path, wish: dict[str, Any], param: str, code: str | None
+    tmp_path: Path, payload: dict[str, Any], param: str, code: str | None
 ) -> None:
     async def story() -> None:
-        async with House(tmp_path, "x").open() as house:
+        async with ResponsesServer(tmp_path, "x").open() as server:
             with pytest.raises(openai.APIStatusError) as caught:
-                await house.ask(**wish)
+                await server.ask(**payload)
             assert caught.value.status_code == (404 if code == "model_not_found" else 400)
             error: Any = caught.value.body
             assert (error["param"], error["code"]) == (param, code)
@@ -182,8 +191,8 @@ def test_errors_are_for_people(
 )
 def test_what_is_not_there(tmp_path: Path, method: str, path: str, status: int) -> None:
     async def story() -> None:
-        async with House(tmp_path, "x").open() as house:
-            reply = await house.cluster.client.request(method, path)
+        async with ResponsesServer(tmp_path, "x").open() as server:
+            reply = await server.cluster.client.request(method, path)
             assert reply.status_code == status
             assert reply.json()["error"]["message"]
 
@@ -194,17 +203,19 @@ def test_an_answer_is_given_though_nobody_can_keep_it(tmp_path: Path) -> None:
     """It says so; and what asks for stored ones says that they cannot be reached."""
 
     async def story() -> None:
-        async with House(tmp_path, "the fox").open() as house:
-            kept = await house.ask()
-            house.keeper.away = True
-            lost = [await house.ask() for _ in range(3)]
+        async with ResponsesServer(tmp_path, "the fox").open() as server:
+            kept = await server.ask()
+            server.store_manager.away = True
+            lost = [await server.ask() for _ in range(3)]
             assert [answer.output_text for answer in lost] == ["the fox"] * 3
             assert [answer.store for answer in (kept, *lost)] == [True, False, False, False]
-            assert len(house.keeper.missed) == 1, "who does not answer is not waited for every time"
+            assert len(server.store_manager.missed) == 1, (
+                "who does not answer is not waited for every time"
+            )
             for call in (
-                house.client.responses.retrieve(kept.id),
-                house.ask(previous_response_id=kept.id),
-                house.ask(background=True),
+                server.client.responses.retrieve(kept.id),
+                server.ask(previous_response_id=kept.id),
+                server.ask(background=True),
             ):
                 with pytest.raises(openai.InternalServerError) as caught:
                     await call
@@ -215,12 +226,14 @@ def test_an_answer_is_given_though_nobody_can_keep_it(tmp_path: Path) -> None:
 
 def test_a_server_that_keeps_nothing(tmp_path: Path) -> None:
     async def story() -> None:
-        async with House(tmp_path, "the fox", **{"serve.stored_responses": 0}).open() as house:
-            answer = await house.ask()
-            assert answer.store is False and house.keeper.wishes == []
-            for wish in ({"store": True}, {"background": True}):
+        async with ResponsesServer(
+            tmp_path, "the fox", **{"serve.stored_responses": 0}
+        ).open() as server:
+            answer = await server.ask()
+            assert answer.store is False and server.store_manager.wishes == []
+            for payload in ({"store": True}, {"background": True}):
                 with pytest.raises(openai.BadRequestError, match="stored_responses=0"):
-                    await house.ask(**wish)
+                    await server.ask(**payload)
 
     asyncio.run(story())
 
@@ -229,9 +242,11 @@ def test_keys_are_asked_for(tmp_path: Path) -> None:
     async def story() -> None:
         keys = tmp_path / "keys"
         keys.write_text("k\n")
-        async with House(tmp_path, "x", **{"serve.api_keys_file": str(keys)}).open() as house:
-            answer = await house.ask()
-            stranger = house.client.with_options(api_key="other").responses
+        async with ResponsesServer(
+            tmp_path, "x", **{"serve.api_keys_file": str(keys)}
+        ).open() as server:
+            answer = await server.ask()
+            stranger = server.client.with_options(api_key="other").responses
             for call in (
                 stranger.retrieve(answer.id),
                 stranger.delete(answer.id),
@@ -241,15 +256,15 @@ def test_keys_are_asked_for(tmp_path: Path) -> None:
             ):
                 with pytest.raises(openai.AuthenticationError):
                     await call
-            assert (await house.client.responses.retrieve(answer.id)).id == answer.id
+            assert (await server.client.responses.retrieve(answer.id)).id == answer.id
 
     asyncio.run(story())
 
 
-def keyed(folder: Path) -> House:
+def keyed(folder: Path) -> ResponsesServer:
     keys = folder / "keys"
     keys.write_text("k  # ours\nother\n")
-    return House(folder, "the fox", **{"serve.api_keys_file": str(keys)})
+    return ResponsesServer(folder, "the fox", **{"serve.api_keys_file": str(keys)})
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -257,10 +272,10 @@ def test_another_key_finds_no_response_of_ours(tmp_path: Path, background: bool)
     """By any ingress, by any route, and with the very error of one that does not exist."""
 
     async def story() -> None:
-        async with keyed(tmp_path).open() as house, house.neighbour() as (_, near, _ingress):
+        async with keyed(tmp_path).open() as server, server.second_ingress() as (_, near, _ingress):
             other = near.with_options(api_key="other")
-            ours = await house.ask(background=background)
-            await eventually(
+            ours = await server.ask(background=background)
+            await wait_until(
                 lambda: near.responses.retrieve(ours.id),
                 lambda found: found.status == "completed",
             )
@@ -295,13 +310,13 @@ def test_another_key_finds_no_response_of_ours(tmp_path: Path, background: bool)
 
 def test_no_key_stands_in_what_is_kept(tmp_path: Path) -> None:
     async def story() -> None:
-        async with keyed(tmp_path).open() as house:
-            ours = await house.ask()
-            (stored,) = house.keeper.of(Store)
+        async with keyed(tmp_path).open() as server:
+            ours = await server.ask()
+            (stored,) = server.store_manager.of(Store)
             owner, _, id = stored.id.partition("/")
             assert id == ours.id and owner == hashlib.sha256(b"k").hexdigest()
             by_header = {"x-api-key": "k", "authorization": "Basic eA=="}
-            same = await house.client.responses.retrieve(ours.id, extra_headers=by_header)
+            same = await server.client.responses.retrieve(ours.id, extra_headers=by_header)
             assert same.id == ours.id
 
     asyncio.run(story())

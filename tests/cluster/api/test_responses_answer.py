@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from swell.cluster.api.protocol_base import usage
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.responses.response import ResponseBody, begin_response
-from swell.cluster.api.responses.serving import ResponsesAnswer
+from swell.cluster.api.responses.serving import ResponsesWriter
 from swell.cluster.client.outputs import CompletionOutput, LogprobTable, RequestOutput
 from swell.cluster.client.request_state import EngineGone
 from swell.cluster.text.detokenizer import Detokenizer
@@ -41,18 +41,18 @@ def cuts(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(edges)] or [""]
 
 
-def make(top_logprobs: int | None = None, settled: list[str] | None = None) -> ResponsesAnswer:
-    async def settle(response: ResponseBody, reasoning: list[str]) -> None:
+def make(top_logprobs: int | None = None, settled: list[str] | None = None) -> ResponsesWriter:
+    async def finalize(response: ResponseBody, reasoning: list[str]) -> None:
         if settled is not None:
             settled.extend(reasoning)
 
     ids = map("call_{}".format, itertools.count())
     body = ResponsesRequest(model="m", input="hello", metadata={"a": "b"})
     response = begin_response(body, "m", store=True, now_s=5.0)
-    return ResponsesAnswer(
+    return ResponsesWriter(
         response,
         lambda: make_parser("hermes", "think", lambda: next(ids)),
-        settle,
+        finalize,
         top_logprobs,
     )
 

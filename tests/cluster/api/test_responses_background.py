@@ -11,102 +11,102 @@ import openai
 import pytest
 
 from swell.cluster.api.responses import background
-from swell.cluster.api.responses.stored import (
+from swell.cluster.api.responses.response_store import (
     LEASE_S,
     MAX_LOST_RUNNERS,
     Begin,
-    Kept,
-    Leave,
     Read,
+    RunnerExit,
     Store,
+    StoredResponse,
 )
 from swell.engine.wire import EngineCoreRequest
-from tests.cluster.api.responses_house import TOKENIZER, House, checked, eventually
+from tests.cluster.api.responses_server import TOKENIZER, ResponsesServer, checked, wait_until
 from tests.cluster.fake_cluster import truth, until
 
 
 @pytest.fixture(autouse=True)
-def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "BEAT_S", 0.01)
-    monkeypatch.setattr(background, "IDLE_BEAT_S", 0.01)
+def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(background, "IDLE_HEARTBEAT_S", 0.01)
 
 
 def test_in_the_background(tmp_path: Path) -> None:
     async def story() -> None:
-        async with House(tmp_path, "the fox").open(steps=1) as house:
-            responses = house.client.responses
-            begun = checked(await house.ask(background=True))
+        async with ResponsesServer(tmp_path, "the fox").open(steps=1) as server:
+            responses = server.client.responses
+            begun = checked(await server.ask(background=True))
             assert (begun.status, begun.background) == ("queued", True)
             assert checked(await responses.retrieve(begun.id)).status == "in_progress"
             with pytest.raises(openai.BadRequestError, match="in_progress"):
-                await house.ask(previous_response_id=begun.id)
-            house.engine.allow()
-            done = await eventually(
+                await server.ask(previous_response_id=begun.id)
+            server.engine.allow()
+            done = await wait_until(
                 lambda: responses.retrieve(begun.id), lambda found: found.status != "in_progress"
             )
             assert checked(done).status == "completed" and done.output_text == "the fox"
             assert (await responses.cancel(begun.id)).status == "completed"
-            assert len(house.keeper.of(Begin)) == len(house.keeper.of(Store)) == 1
+            assert len(server.store_manager.of(Begin)) == len(server.store_manager.of(Store)) == 1
 
     asyncio.run(story())
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_what_nobody_wants_is_computed_no_longer(tmp_path: Path, how: str) -> None:
+def test_cancelled_or_deleted_work_stops(tmp_path: Path, how: str) -> None:
     """Whoever says so says it to the manager; the ingress that computes hears it at its beat."""
 
     async def story() -> None:
-        async with House(tmp_path, "the fox").open(steps=1) as house:
-            responses = house.client.responses
-            begun = await house.ask(background=True)
-            await until(lambda: house.engine.requests)
+        async with ResponsesServer(tmp_path, "the fox").open(steps=1) as server:
+            responses = server.client.responses
+            begun = await server.ask(background=True)
+            await until(lambda: server.engine.requests)
             if how == "cancel":
                 assert checked(await responses.cancel(begun.id)).status == "cancelled"
             else:
                 await responses.delete(begun.id)
-            await until(lambda: house.engine.aborted)
-            assert not house.engine.requests
+            await until(lambda: server.engine.aborted)
+            assert not server.engine.requests
             if how == "cancel":
                 assert (await responses.retrieve(begun.id)).status == "cancelled"
             else:
                 with pytest.raises(openai.NotFoundError):
                     await responses.retrieve(begun.id)
-            assert house.keeper.of(Store) == []
+            assert server.store_manager.of(Store) == []
 
     asyncio.run(story())
 
 
 def test_what_is_not_in_the_background_cannot_be_cancelled(tmp_path: Path) -> None:
     async def story() -> None:
-        async with House(tmp_path, "x").open() as house:
-            answer = await house.ask()
+        async with ResponsesServer(tmp_path, "x").open() as server:
+            answer = await server.ask()
             with pytest.raises(openai.BadRequestError) as caught:
-                await house.client.responses.cancel(answer.id)
+                await server.client.responses.cancel(answer.id)
             assert caught.value.code == "not_in_background"
 
     asyncio.run(story())
 
 
-async def pass_lease(house: House) -> None:
+async def pass_lease(server: ResponsesServer) -> None:
     """So much time that a runner that says nothing has lost what it runs, and others have not."""
     for _ in range(6):
-        house.keeper.now_s += LEASE_S / 5
-        beats = house.keeper.beats
-        await until(lambda beats=beats: house.keeper.beats > beats + 2)
+        server.store_manager.now_s += LEASE_S / 5
+        heartbeats = server.store_manager.heartbeats
+        await until(lambda heartbeats=heartbeats: server.store_manager.heartbeats > heartbeats + 2)
 
 
 def test_what_has_cost_ingresses_again_and_again_has_failed(tmp_path: Path) -> None:
     async def story() -> None:
-        async with House(tmp_path, "x").open(steps=0) as house:
-            retrieve = house.client.responses.retrieve
-            begun = await house.ask(background=True)
-            (begin,) = house.keeper.of(Begin)
+        async with ResponsesServer(tmp_path, "x").open(steps=0) as server:
+            retrieve = server.client.responses.retrieve
+            begun = await server.ask(background=True)
+            (begin,) = server.store_manager.of(Begin)
             body = begin.kept.body.replace(begun.id.encode(), b"resp_dead")
-            kept = Kept(body, begin.kept.items, background=True)
+            kept = StoredResponse(body, begin.kept.items, background=True)
             dead = Begin("resp_dead", kept, "gone", begin.job, MAX_LOST_RUNNERS - 1)
-            assert house.keeper.store.handle(dead, house.keeper.now_s)
+            assert server.store_manager.store.handle(dead, server.store_manager.now_s)
             assert (await retrieve("resp_dead")).status == "in_progress"
-            await pass_lease(house)
+            await pass_lease(server)
             failed = checked(await retrieve("resp_dead"))
             assert (failed.status, failed.error.code) == ("failed", "server_error")
             assert "gone" in failed.error.message
@@ -130,13 +130,13 @@ def test_another_ingress_takes_over_what_a_dead_one_computed(
 
     async def story() -> None:
         async with (
-            House(tmp_path, None).open(steps=5) as house,
-            house.neighbour() as (_, client, _),
+            ResponsesServer(tmp_path, None).open(steps=5) as server,
+            server.second_ingress() as (_, client, _),
         ):
-            first = await house.ask(
+            first = await server.ask(
                 input="before", max_output_tokens=5, extra_body={"ignore_eos": True}
             )
-            begun = await house.ask(
+            begun = await server.ask(
                 background=True,
                 max_output_tokens=12,
                 temperature=0.8,
@@ -144,16 +144,16 @@ def test_another_ingress_takes_over_what_a_dead_one_computed(
                 instructions="be brief",
                 extra_body={"ignore_eos": True, "top_k": 5, **seed},
             )
-            await until(lambda: len(house.engine.arrived) == 2)
-            house.door.away = True  # the first ingress is gone
-            await pass_lease(house)
-            await until(lambda: len(house.engine.arrived) == 3)
-            _, one, two = house.engine.arrived
+            await until(lambda: len(server.engine.arrived) == 2)
+            server.manager_handle.away = True  # the first ingress is gone
+            await pass_lease(server)
+            await until(lambda: len(server.engine.arrived) == 3)
+            _, one, two = server.engine.arrived
             assert core(one) == core(two)
             assert two.sampler.seed == seed.get("seed", one.sampler.seed)
             assert checked(await client.responses.retrieve(begun.id)).status == "in_progress"
-            house.engine.allow()
-            done = await eventually(
+            server.engine.allow()
+            done = await wait_until(
                 lambda: client.responses.retrieve(begun.id),
                 lambda found: found.status != "in_progress",
             )
@@ -169,17 +169,17 @@ def test_another_ingress_takes_over_what_a_dead_one_computed(
 def test_an_ingress_that_has_met_no_engine_takes_nothing(tmp_path: Path) -> None:
     async def story() -> None:
         async with (
-            House(tmp_path, "the fox").open(steps=0) as house,
-            house.neighbour() as (_, _client, neighbour),
+            ResponsesServer(tmp_path, "the fox").open(steps=0) as server,
+            server.second_ingress() as (_, _client, second_ingress),
         ):
-            await house.ask(background=True)
-            neighbour.llm.met_engine = False
-            house.door.away = True
-            await pass_lease(house)
-            await pass_lease(house)
-            assert len(house.engine.arrived) == 1
-            neighbour.llm.met_engine = True
-            await until(lambda: len(house.engine.arrived) == 2)
+            await server.ask(background=True)
+            second_ingress.llm.has_seen_engine = False
+            server.manager_handle.away = True
+            await pass_lease(server)
+            await pass_lease(server)
+            assert len(server.engine.arrived) == 1
+            second_ingress.llm.has_seen_engine = True
+            await until(lambda: len(server.engine.arrived) == 2)
 
     asyncio.run(story())
 
@@ -190,19 +190,19 @@ def test_what_was_begun_is_taken_over_though_too_many_wait(tmp_path: Path) -> No
     async def story() -> None:
         full = {"scheduler.max_rows": 1, "serve.max_waiting_requests": 2}
         async with (
-            House(tmp_path, "the fox", **full).open(steps=0) as house,
-            house.neighbour() as (_, client, _),
+            ResponsesServer(tmp_path, "the fox", **full).open(steps=0) as server,
+            server.second_ingress() as (_, client, _),
         ):
-            begun = [await house.ask(background=True) for _ in range(3)]
+            begun = [await server.ask(background=True) for _ in range(3)]
             begun.append(
                 await client.responses.create(model="fake", input="hello", background=True)
             )
-            await until(lambda: len(house.engine.arrived) == 4)
-            house.door.away = True
-            await pass_lease(house)
-            house.engine.allow()
+            await until(lambda: len(server.engine.arrived) == 4)
+            server.manager_handle.away = True
+            await pass_lease(server)
+            server.engine.allow()
             for one in begun:
-                done = await eventually(
+                done = await wait_until(
                     lambda id=one.id: client.responses.retrieve(id),
                     lambda found: found.status not in ("queued", "in_progress"),
                 )
@@ -216,23 +216,23 @@ def test_an_ingress_that_was_only_stopped_changes_nothing(tmp_path: Path) -> Non
 
     async def story() -> None:
         async with (
-            House(tmp_path, "the fox").open(steps=0) as house,
-            house.neighbour() as (_, client, _),
+            ResponsesServer(tmp_path, "the fox").open(steps=0) as server,
+            server.second_ingress() as (_, client, _),
         ):
-            begun = await house.ask(background=True)
-            house.door.away = True
-            await pass_lease(house)
-            await until(lambda: len(house.engine.arrived) == 2)
-            house.door.away = False
-            await until(lambda: house.engine.aborted)
-            assert len(house.engine.requests) == 1, "one of them goes on"
-            house.engine.allow()
-            done = await eventually(
+            begun = await server.ask(background=True)
+            server.manager_handle.away = True
+            await pass_lease(server)
+            await until(lambda: len(server.engine.arrived) == 2)
+            server.manager_handle.away = False
+            await until(lambda: server.engine.aborted)
+            assert len(server.engine.requests) == 1, "one of them goes on"
+            server.engine.allow()
+            done = await wait_until(
                 lambda: client.responses.retrieve(begun.id),
                 lambda found: found.status != "in_progress",
             )
             assert done.output_text == "the fox"
-            kept = [wish for wish in house.door.wishes if isinstance(wish, Store)]
+            kept = [wish for wish in server.manager_handle.wishes if isinstance(wish, Store)]
             assert kept == [], "the first has heard that it is to stop"
 
     asyncio.run(story())
@@ -241,28 +241,28 @@ def test_an_ingress_that_was_only_stopped_changes_nothing(tmp_path: Path) -> Non
 def test_an_ingress_that_ends_leaves_its_work_to_others_at_once(tmp_path: Path) -> None:
     async def story() -> None:
         async with (
-            House(tmp_path, "the fox").open(steps=0) as house,
-            house.neighbour() as (_, client, neighbour),
+            ResponsesServer(tmp_path, "the fox").open(steps=0) as server,
+            server.second_ingress() as (_, client, second_ingress),
         ):
             begun = await client.responses.create(model="fake", input="x", background=True)
-            await until(lambda: house.engine.requests)
-            await neighbour.stop()
-            await until(lambda: len(house.engine.arrived) == 2)
-            house.engine.allow()
-            done = await eventually(
-                lambda: house.client.responses.retrieve(begun.id),
+            await until(lambda: server.engine.requests)
+            await second_ingress.stop()
+            await until(lambda: len(server.engine.arrived) == 2)
+            server.engine.allow()
+            done = await wait_until(
+                lambda: server.client.responses.retrieve(begun.id),
                 lambda found: found.status != "in_progress",
             )
             assert done.output_text == "the fox"
-            assert len(house.keeper.of(Leave)) == 1
+            assert len(server.store_manager.of(RunnerExit)) == 1
 
     asyncio.run(story())
 
 
-def test_a_beat_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_heartbeat_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
-        async with House(tmp_path, "the fox").open(steps=0) as house:
-            runs = house.cluster.ingress._responses._background
+        async with ResponsesServer(tmp_path, "the fox").open(steps=0) as server:
+            runs = server.cluster.ingress._responses._background
             beat, failed = runs._store.beat, []
 
             async def once(*args: object) -> object:
@@ -272,9 +272,9 @@ def test_a_beat_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.M
                 return await beat(*args)  # type: ignore[arg-type]
 
             monkeypatch.setattr(runs._store, "beat", once)
-            begun = await house.ask(background=True)
-            await house.client.responses.cancel(begun.id)
-            await until(lambda: house.engine.aborted)
+            begun = await server.ask(background=True)
+            await server.client.responses.cancel(begun.id)
+            await until(lambda: server.engine.aborted)
             assert failed
 
     asyncio.run(story())
@@ -282,19 +282,21 @@ def test_a_beat_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_new_manager_learns_what_runs(tmp_path: Path) -> None:
     async def story() -> None:
-        async with House(tmp_path, "the fox").open(steps=1) as house:
-            responses = house.client.responses
-            begun = await house.ask(background=True)
-            house.keeper.away = True
-            house.keeper.forget()
-            house.keeper.away = False
-            await until(lambda: house.keeper.store.handle(Read(begun.id), 0.0))
+        async with ResponsesServer(tmp_path, "the fox").open(steps=1) as server:
+            responses = server.client.responses
+            begun = await server.ask(background=True)
+            server.store_manager.away = True
+            server.store_manager.forget()
+            server.store_manager.away = False
+            await until(lambda: server.store_manager.store.handle(Read(begun.id), 0.0))
             assert (await responses.retrieve(begun.id)).status == "in_progress"
-            house.keeper.away = True
-            house.engine.allow()
-            await until(lambda: any(isinstance(wish, Store) for wish in house.keeper.missed))
-            house.keeper.away = False
-            done = await eventually(
+            server.store_manager.away = True
+            server.engine.allow()
+            await until(
+                lambda: any(isinstance(wish, Store) for wish in server.store_manager.missed)
+            )
+            server.store_manager.away = False
+            done = await wait_until(
                 lambda: responses.retrieve(begun.id), lambda found: found.status == "completed"
             )
             assert done.output_text == "the fox"
@@ -305,12 +307,12 @@ def test_a_new_manager_learns_what_runs(tmp_path: Path) -> None:
 def test_a_background_answer_that_no_engine_gives_has_failed(tmp_path: Path) -> None:
     async def story() -> None:
         settings = {"serve.no_engine_timeout_s": 0.05, "cluster.start_timeout_s": 0.05}
-        async with House(tmp_path, "the fox", **settings).open(steps=0) as house:
-            begun = await house.ask(background=True)
-            await until(lambda: house.engine.requests)
-            await house.cluster.kill(house.engine)
-            failed = await eventually(
-                lambda: house.client.responses.retrieve(begun.id),
+        async with ResponsesServer(tmp_path, "the fox", **settings).open(steps=0) as server:
+            begun = await server.ask(background=True)
+            await until(lambda: server.engine.requests)
+            await server.cluster.kill(server.engine)
+            failed = await wait_until(
+                lambda: server.client.responses.retrieve(begun.id),
                 lambda found: found.status != "in_progress",
             )
             assert checked(failed).status == "failed" and "waited" in failed.error.message
@@ -320,13 +322,13 @@ def test_a_background_answer_that_no_engine_gives_has_failed(tmp_path: Path) -> 
 
 def test_what_runs_makes_no_room_for_more(tmp_path: Path) -> None:
     async def story() -> None:
-        house = House(tmp_path, "x")
-        house.keeper.limit = 1
-        house.keeper.forget()
-        async with house.open(steps=0):
-            await house.ask(background=True)
+        server = ResponsesServer(tmp_path, "x")
+        server.store_manager.limit = 1
+        server.store_manager.forget()
+        async with server.open(steps=0):
+            await server.ask(background=True)
             with pytest.raises(openai.InternalServerError) as caught:
-                await house.ask(background=True)
+                await server.ask(background=True)
             assert (caught.value.status_code, caught.value.code) == (503, "store_full")
 
     asyncio.run(story())
@@ -334,13 +336,13 @@ def test_what_runs_makes_no_room_for_more(tmp_path: Path) -> None:
 
 def test_an_answer_that_finds_no_room_has_failed(tmp_path: Path) -> None:
     async def story() -> None:
-        house = House(tmp_path, "the fox " * 100)
-        house.keeper.limit_bytes = 1600
-        house.keeper.forget()
-        async with house.open():
-            begun = await house.ask(background=True)
-            failed = await eventually(
-                lambda: house.client.responses.retrieve(begun.id),
+        server = ResponsesServer(tmp_path, "the fox " * 100)
+        server.store_manager.limit_bytes = 1600
+        server.store_manager.forget()
+        async with server.open():
+            begun = await server.ask(background=True)
+            failed = await wait_until(
+                lambda: server.client.responses.retrieve(begun.id),
                 lambda found: found.status != "in_progress",
             )
             assert checked(failed).status == "failed" and failed.output == []

@@ -15,7 +15,7 @@ from openai.types.responses import ResponseItemList, ResponseOutputItem
 from pydantic import TypeAdapter
 
 from swell.cluster.api.responses import items as api
-from swell.cluster.api.responses.convert import chat_messages, chat_request, in_our_words
+from swell.cluster.api.responses.convert import as_responses_error, chat_messages, chat_request
 from swell.cluster.api.responses.input_items import read_input
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.responses.response import begin_response, item_list
@@ -25,8 +25,8 @@ from swell.cluster.text.schema.decode import decode
 
 
 def read(**body: Any) -> ResponsesRequest:
-    wish = {"model": "m", "input": "hi", **body}
-    return decode(json.dumps(wish).encode(), ResponsesRequest)
+    payload = {"model": "m", "input": "hi", **body}
+    return decode(json.dumps(payload).encode(), ResponsesRequest)
 
 
 def items(*plain: Any) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def test_reasoning_that_another_server_encrypted_is_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "param", "says"),
+    ("payload", "param", "says"),
     [
         ({"input": []}, "input", "at least one"),
         ({"input": [3]}, "input[0]", "must be an object"),
@@ -132,15 +132,15 @@ def test_reasoning_that_another_server_encrypted_is_ignored() -> None:
         ),
     ],
 )
-def test_a_wrong_item_is_named(wish: dict[str, Any], param: str, says: str) -> None:
+def test_a_wrong_item_is_named(payload: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        read(**wish).items()
+        read(**payload).items()
     assert caught.value.param == param
     assert says in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("wish", "param"),
+    ("payload", "param"),
     [
         ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "tools[0].type"),
         ({"tools": [{"vector_store_ids": [], "type": "file_search"}]}, "tools[0].type"),
@@ -165,9 +165,9 @@ def test_a_wrong_item_is_named(wish: dict[str, Any], param: str, says: str) -> N
         ({"max_tokens": 3}, "max_tokens"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(wish: dict[str, Any], param: str) -> None:
+def test_what_is_not_served_is_refused_by_name(payload: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        read(**wish)
+        read(**payload)
     assert caught.value.param == param
 
 
@@ -280,7 +280,7 @@ def test_nothing_is_lost_or_moved_on_the_way_to_the_template(conversation: list[
             assert (thinks or speaks) and (one.tool_calls or one.content is not None)
 
 
-def test_wishes_reach_the_chat_request() -> None:
+def test_request_fields_reach_the_chat_request() -> None:
     schema = {"type": "object", "properties": {}}
     chat = chat_of(
         {"role": "user", "content": "hi"},
@@ -372,7 +372,7 @@ def test_a_stored_call_that_was_cut_off_is_taken() -> None:
     ],
 )
 def test_errors_name_the_fields_of_this_api(theirs: str, ours: str) -> None:
-    error = in_our_words(BadRequest(f"{theirs}=3 is wrong", theirs, "code"))
+    error = as_responses_error(BadRequest(f"{theirs}=3 is wrong", theirs, "code"))
     assert (error.message, error.param, error.code) == (f"{ours}=3 is wrong", ours, "code")
 
 

@@ -88,14 +88,14 @@ def test_answers_are_what_the_clients_types_say(path: str) -> None:
         async with cluster.serving():
             await cluster.join(0)
             for more in MORE[path]:
-                wish = {**LEAST[path], **more}
-                answer = await cluster.client.post(path, json=wish)
+                payload = {**LEAST[path], **more}
+                answer = await cluster.client.post(path, json=payload)
                 assert answer.status_code == 200, answer.text
                 whole.validate_python(as_sdk_has_it(answer.json()))
                 told = USAGE if path in (CHAT, COMPLETIONS) else None
                 streams = [
-                    {**wish, "stream": True},
-                    {**wish, "stream": True, "stream_options": told},
+                    {**payload, "stream": True},
+                    {**payload, "stream": True, "stream_options": told},
                 ]
                 for streamed in streams[: 2 if told else 1]:
                     answer = await cluster.client.post(path, json=streamed)

@@ -22,7 +22,7 @@ from swell.cluster.api.chat.protocol import (
 from swell.cluster.api.completions.protocol import CompletionChunk, CompletionChunkChoice
 from swell.cluster.api.logprobs_protocol import ChatLogprobs, ChatTokenLogprob, TopLogprob
 from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail, usage
-from swell.cluster.api.sse import PLAIN, Rest
+from swell.cluster.api.sse import TEXT_ONLY, ChunkFields
 
 TEXT = st.text(max_size=5)
 TOP = st.builds(
@@ -42,8 +42,8 @@ LOGPROBS = st.none() | st.builds(
     ),
     refusal=st.none(),
 )
-RESTS = st.just(PLAIN) | st.builds(
-    Rest,
+RESTS = st.just(TEXT_ONLY) | st.builds(
+    ChunkFields,
     st.sampled_from([None, "stop", "length", "tool_calls"]),
     st.none() | st.integers(0, 9) | TEXT,
     LOGPROBS,
@@ -70,7 +70,7 @@ def payload(event: bytes) -> bytes:
     return body
 
 
-def choice_fields(index: int, rest: Rest) -> dict[str, Any]:
+def choice_fields(index: int, rest: ChunkFields) -> dict[str, Any]:
     kept: dict[str, Any] = {"index": index, "logprobs": rest.logprobs}
     kept |= {"finish_reason": rest.finish_reason, "stop_reason": rest.stop_reason}
     if rest.token_ids is not None:
@@ -81,7 +81,7 @@ def choice_fields(index: int, rest: Rest) -> dict[str, Any]:
 @settings(max_examples=200, deadline=None)
 @given(st.text(), st.integers(0, 9), RESTS, DELTAS, st.booleans(), TEXT)
 def test_chunks_are_the_typed_ones(
-    text: str, index: int, rest: Rest, delta: ChatDelta, with_usage: bool, model: str
+    text: str, index: int, rest: ChunkFields, delta: ChatDelta, with_usage: bool, model: str
 ) -> None:
     head: dict[str, Any] = {"id": "x-1", "created": 7, "model": model}
     tail = {"usage": None} if with_usage else {}
@@ -92,7 +92,7 @@ def test_chunks_are_the_typed_ones(
     stream = sse.CompletionStream("x-1", 7, model, include_usage=with_usage)
     assert payload(stream.chunk(text, index, rest)) == msgspec.json.encode(plain)
     chats = sse.ChatStream("x-1", 7, model, include_usage=with_usage)
-    rest = rest if rest is PLAIN else msgspec.structs.replace(rest, prompt_token_ids=None)
+    rest = rest if rest is TEXT_ONLY else msgspec.structs.replace(rest, prompt_token_ids=None)
     for said, got in (
         (ChatDelta(content=text), chats.chunk(text, index, rest)),
         (delta, chats.delta(delta, index, rest)),
@@ -104,7 +104,11 @@ def test_chunks_are_the_typed_ones(
 @pytest.mark.parametrize("with_usage", [True, False])
 def test_a_chat_stream_as_the_client_reads_it(with_usage: bool) -> None:
     stream = sse.ChatStream("c", 1, "m", include_usage=with_usage)
-    events = [stream.role(), stream.chunk('a "b"\n\u2028'), stream.chunk("", 0, Rest("stop"))]
+    events = [
+        stream.role(),
+        stream.chunk('a "b"\n\u2028'),
+        stream.chunk("", 0, ChunkFields("stop")),
+    ]
     events.append(stream.usage(usage(1, 2)))
     chunks = [ChatCompletionChunk.model_validate_json(payload(event)) for event in events]
     assert chunks[0].choices[0].delta.role == "assistant"

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.client.links import EngineId
+from swell.cluster.client.engine_core_client import EngineId
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.client.parallel_sampling import children
@@ -117,7 +117,7 @@ class ScriptedCluster:
         self.tell([EngineId.of(member)])
 
     def mark(self, rank: int, state: MemberState) -> None:
-        self.roster = rosters.amend(self.roster, [rank], state=state)
+        self.roster = rosters.update_members(self.roster, [rank], state=state)
         self.tell()
 
     def tell(self, lost: list[EngineId] | None = None) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swell.cluster.client.admission import (
+    DEFAULT_RETRY_S,
     MAX_RETRY_S,
-    UNKNOWN_RETRY_S,
     WINDOW_S,
     Admission,
     Backlog,
@@ -158,11 +158,11 @@ def test_nobody_is_sent_away_for_long():
 
 
 def test_where_nothing_begins_the_time_is_a_guess():
-    assert refusal(admission(100), Backlog(requests=100)).retry_after_s == UNKNOWN_RETRY_S
+    assert refusal(admission(100), Backlog(requests=100)).retry_after_s == DEFAULT_RETRY_S
     stalled = admission(100, rate=10)
     late = 10.0 + 2 * WINDOW_S
     stalled.observe(view(started(100)), late)
-    assert refusal(stalled, Backlog(requests=100), late).retry_after_s == UNKNOWN_RETRY_S
+    assert refusal(stalled, Backlog(requests=100), late).retry_after_s == DEFAULT_RETRY_S
 
 
 def test_a_token_bound_without_tokens_that_begin_is_a_guess_too():
@@ -170,7 +170,7 @@ def test_a_token_bound_without_tokens_that_begin_is_a_guess_too():
     for second in range(11):
         report = EngineReport(0, 1, started_requests=second, started_tokens=0)
         one.observe(view(report), float(second))
-    assert refusal(one, Backlog(tokens=60)).retry_after_s == UNKNOWN_RETRY_S
+    assert refusal(one, Backlog(tokens=60)).retry_after_s == DEFAULT_RETRY_S
 
 
 # -------------------------------------------------------------------------------- the rate
@@ -244,8 +244,12 @@ def test_a_report_that_is_repeated_with_fresh_progress_tells_of_nothing_new():
     router = Router(4)
     told = joined(router, EngineReport(0, 7, steps=1))
     router.choose("a", [1, 2, 3])
-    for ticks in range(1, 9):
-        router.update(ClusterView(told.roster, [EngineReport(0, 7, steps=1, ticks=ticks)]))
+    for progress_counter in range(1, 9):
+        router.update(
+            ClusterView(
+                told.roster, [EngineReport(0, 7, steps=1, progress_counter=progress_counter)]
+            )
+        )
     assert router.backlog(0) == Backlog(0, 0, 1, 3)
 
 
@@ -269,7 +273,7 @@ def test_engines_tell_what_they_began():
 
 def refused(cluster: ScriptedCluster) -> bool:
     try:
-        cluster.llm.check_room()
+        cluster.llm.check_admission()
     except TooManyWaiting:
         return True
     return False

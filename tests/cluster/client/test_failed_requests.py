@@ -23,15 +23,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def answer_of(cluster: FakeCluster, engine: FakeEngine, path: str, wish: Any) -> Any:
-    asked = asyncio.create_task(cluster.client.post(path, json=wish))
+async def answer_of(cluster: FakeCluster, engine: FakeEngine, path: str, payload: Any) -> Any:
+    asked = asyncio.create_task(cluster.client.post(path, json=payload))
     await until(lambda: engine.requests)
     engine.fail(WHY)
     return await asked
 
 
 @pytest.mark.parametrize(
-    ("path", "wish"),
+    ("path", "payload"),
     [
         ("/v1/completions", body([1], 60)),
         ("/v1/completions", body([1], 60, n=3)),
@@ -44,16 +44,16 @@ async def answer_of(cluster: FakeCluster, engine: FakeEngine, path: str, wish: A
     ],
 )
 def test_before_the_first_token_it_is_a_500_that_says_so(
-    folder: Path, path: str, wish: Any
+    folder: Path, path: str, payload: Any
 ) -> None:
     async def scene(cluster: FakeCluster) -> None:
         engine = await cluster.join(0, steps=0)
-        answer = await answer_of(cluster, engine, path, wish)
+        answer = await answer_of(cluster, engine, path, payload)
         error = answer.json()["error"]
         assert (answer.status_code, error["message"]) == (500, WHY)
         assert error.get("code", "request_failed") == "request_failed"
         assert await cluster.metric(ERRORS) >= 1
-        assert len(engine.arrived) == (wish.get("n") or 1), "nobody else gets it"
+        assert len(engine.arrived) == (payload.get("n") or 1), "nobody else gets it"
 
     play(folder, scene)
 

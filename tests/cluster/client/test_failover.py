@@ -30,7 +30,7 @@ def play(folder: Path, scene: Scene, **settings: object) -> None:
         async with FakeCluster(folder, **settings).serving() as cluster:
             await scene(cluster)
             llm = cluster.ingress.llm
-            await until(lambda: not (llm._tickets or llm._runs or llm._homeless))
+            await until(lambda: not (llm._tickets or llm._attempts or llm._awaiting_placement))
 
     asyncio.run(run())
 
@@ -95,7 +95,7 @@ def test_a_repairing_engine_keeps_what_it_has_if_it_is_alone(folder: Path) -> No
         await stream.has(3)
         await cluster.mark(0, MemberState.REPAIRING)
         late = Stream(cluster, body([9], 10))
-        await until(lambda: cluster.ingress.llm._homeless)
+        await until(lambda: cluster.ingress.llm._awaiting_placement)
         await cluster.mark(0, MemberState.ACTIVE)
         first.allow()
         assert (await stream.done).ids == truth([1], 20)
@@ -112,7 +112,7 @@ def test_an_abort_that_nobody_asked_for_is_not_the_end(folder: Path, recount: bo
         engine = await cluster.join(0, steps=3)
         stream = Stream(cluster, body([1], 20))
         await stream.has(3)
-        engine.drop_clients(recount=recount)
+        engine.disconnect_clients(recount=recount)
         await until(lambda: len(engine.arrived) == 2)
         engine.allow()
         assert (await stream.done).ids == truth([1], 20)
@@ -133,7 +133,7 @@ def test_lost_messages_are_computed_again(folder: Path, lost: int) -> None:
         engine.allow(3)
         for stream in streams:
             await stream.has(3)
-        engine.call(lambda: setattr(engine, "to_lose", lost))
+        engine.call(lambda: setattr(engine, "messages_to_drop", lost))
         engine.allow()
         for n, stream in enumerate(streams):
             assert (await stream.done).ids == truth([n], 40)
@@ -164,13 +164,13 @@ def test_a_request_waits_for_an_engine(folder: Path) -> None:
         await cluster.kill(await cluster.join(0))
         wishes = [body([1], 5), body([2], 5, data_parallel_rank=2)]
         waiting = [
-            asyncio.create_task(cluster.client.post("/v1/completions", json=wish))
-            for wish in wishes
+            asyncio.create_task(cluster.client.post("/v1/completions", json=payload))
+            for payload in wishes
         ]
         leaving = asyncio.create_task(cluster.client.post("/v1/completions", json=body([3], 5)))
-        await until(lambda: len(cluster.ingress.llm._homeless) == 3)
+        await until(lambda: len(cluster.ingress.llm._awaiting_placement) == 3)
         leaving.cancel()
-        await until(lambda: len(cluster.ingress.llm._homeless) == 2)
+        await until(lambda: len(cluster.ingress.llm._awaiting_placement) == 2)
         first = await cluster.join(1)
         answer = await waiting[0]
         assert answer.json()["choices"][0]["token_ids"] == truth([1], 5)
@@ -289,7 +289,7 @@ def test_a_coordinator_comes_back_at_its_place(folder: Path) -> None:
         cluster.coordinator = FakeCoordinator(cluster.coordinator)
         await until(lambda: cluster.coordinator.epochs_seen)
         assert set(cluster.coordinator.epochs_seen) == {roster.epoch}
-        cluster.coordinator.tell(roster=rosters.amend(roster, [0], vocab_size=400))
+        cluster.coordinator.tell(roster=rosters.update_members(roster, [0], vocab_size=400))
         await until(lambda: cluster.ingress.llm.view.roster.epoch == roster.epoch + 1)
         await cluster.join(1)
         await cluster.kill(first)
@@ -310,8 +310,8 @@ def test_whoever_waits_says_so(folder: Path) -> None:
 def test_several_prompts_move_together(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         first = await cluster.join(0, steps=3)
-        wish = {**body([], 20), "prompt": [[1], [2, 2]]}
-        whole = asyncio.create_task(cluster.client.post("/v1/completions", json=wish))
+        payload = {**body([], 20), "prompt": [[1], [2, 2]]}
+        whole = asyncio.create_task(cluster.client.post("/v1/completions", json=payload))
         await until(lambda: len(first.requests) == 2)
         await cluster.join(1)
         await cluster.kill(first)
@@ -328,16 +328,16 @@ def test_the_client_library_reads_a_stream_that_moved(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         first = await cluster.join(0, steps=3)
         client = openai.AsyncOpenAI(base_url=f"{cluster.client.base_url}/v1", api_key="none")
-        wish = {"model": "fake", "prompt": [1], "max_tokens": 20, "seed": 3}
+        payload = {"model": "fake", "prompt": [1], "max_tokens": 20, "seed": 3}
         async with client:
-            chunks = await client.completions.create(**wish, stream=True)
+            chunks = await client.completions.create(**payload, stream=True)
             parts = []
             async for chunk in chunks:
                 parts.append(chunk.choices[0].text)
                 if len(parts) == 3:
                     await cluster.join(1)
                     await cluster.kill(first)
-            undisturbed = await client.completions.create(**wish)
+            undisturbed = await client.completions.create(**payload)
         assert "".join(parts) == undisturbed.choices[0].text
 
     play(folder, scene)

@@ -1,9 +1,9 @@
 """An answer that lost its engine is the one that it would have been: every feature, two real
 engines, any number of moves.
 
-No socket and no clock: the desk of `tests/engine/desk.py` steps both engines by hand, and what
-a request has said goes to the other one as `RequestState.resubmission` writes it. The oracle is the
-same wish alone on one engine (`Plain`).
+No socket and no clock: the desk of `tests/engine/engine_harness.py` steps both engines by hand, and
+what a request has said goes to the other one as `RequestState.resubmission` writes it. The oracle
+is the same payload alone on one engine (`Plain`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.local import LLM
-from tests.engine.desk import Desk, Plain, assert_same, engine
-from tests.engine.features import FEATURES, STEADY, wishes
+from tests.engine.engine_harness import EngineHarness, Plain, assert_same, engine
+from tests.engine.features import FEATURES, STEADY, request_specs
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_a_feature_outlives_its_engine(
     plain: Plain,
 ) -> None:
     """Asked several times at once, each beginning and moving by itself."""
-    desk = Desk(pair, patience=patience)
+    desk = EngineHarness(pair, patience=patience)
     for kind, cuts, at in asked:
         desk.ask(FEATURES[name], kind, cuts=cuts, at=at)
     for answer in desk.run():
@@ -73,13 +73,13 @@ def test_a_feature_outlives_its_engine(
 
 @settings(STEADY, max_examples=20)
 @given(
-    asked=st.lists(st.tuples(wishes(), KINDS, CUTS), min_size=1, max_size=4),
+    asked=st.lists(st.tuples(request_specs(), KINDS, CUTS), min_size=1, max_size=4),
     patience=PATIENCE,
 )
 def test_features_together_outlive_their_engines(asked, patience, pair, plain) -> None:
-    assume(all(plain(wish).is_firm for wish, _, _ in asked))
-    desk = Desk(pair, patience=patience)
-    for at, (wish, kind, cuts) in enumerate(asked):
-        desk.ask(wish, kind, cuts=cuts, at=at)
-    for (wish, _, _), answer in zip(asked, desk.run(), strict=True):
-        assert_same(answer, plain(wish))
+    assume(all(plain(payload).is_firm for payload, _, _ in asked))
+    desk = EngineHarness(pair, patience=patience)
+    for at, (payload, kind, cuts) in enumerate(asked):
+        desk.ask(payload, kind, cuts=cuts, at=at)
+    for (payload, _, _), answer in zip(asked, desk.run(), strict=True):
+        assert_same(answer, plain(payload))

@@ -30,13 +30,13 @@ def byte_ids(text: str) -> list[int]:
     return [vocab[names[byte]] for byte in text.encode()]
 
 
-def moved_at(folder: Path, cut: int, wish: dict[str, Any], script: list[int] | None) -> Stream:
-    """The stream of `wish`, which moves to another engine after `cut` tokens."""
+def moved_at(folder: Path, cut: int, payload: dict[str, Any], script: list[int] | None) -> Stream:
+    """The stream of `payload`, which moves to another engine after `cut` tokens."""
 
     async def run() -> Stream:
         async with FakeCluster(folder, script).serving() as cluster:
             first = await cluster.join(0, steps=cut)
-            stream = Stream(cluster, wish)
+            stream = Stream(cluster, payload)
             await stream.has(cut)
             await cluster.join(1)
             await cluster.kill(first)
@@ -64,8 +64,8 @@ def test_a_stop_string_may_span_the_move(folder: Path, behind: int) -> None:
     script = byte_ids(TEXT)
     shown = TEXT[: TEXT.index("END")]
     cut = len(shown.encode()) + behind
-    wish = body([1], len(script), stop="END", stream_options={"include_usage": True})
-    stream = moved_at(folder, cut, wish, script)
+    payload = body([1], len(script), stop="END", stream_options={"include_usage": True})
+    stream = moved_at(folder, cut, payload, script)
     assert stream.text == shown and stream.finish_reason == "stop"
     assert stream.usage is not None
     assert stream.usage["prompt_tokens"] == 1
@@ -78,14 +78,14 @@ def test_limits_count_from_the_first_token_ever(folder: Path, min_tokens: int) -
     whole = truth([1], 400)
     stop = whole[2]
     ends = next(i for i, token in enumerate(whole) if token == stop and i + 1 >= min_tokens)
-    wish = body([1], 400, stop_token_ids=[stop], min_tokens=min_tokens)
-    stream = moved_at(folder, min(ends, 10), wish, None)
+    payload = body([1], 400, stop_token_ids=[stop], min_tokens=min_tokens)
+    stream = moved_at(folder, min(ends, 10), payload, None)
     assert stream.ids == whole[: ends + 1]
     assert stream.finish_reason == "stop"
 
 
 def test_the_longest_answer_is_counted_over_the_move(folder: Path) -> None:
-    wish = body([1], 12, temperature=0.9, stream_options={"include_usage": True})
-    stream = moved_at(folder, 11, wish, None)
+    payload = body([1], 12, temperature=0.9, stream_options={"include_usage": True})
+    stream = moved_at(folder, 11, payload, None)
     assert stream.ids == truth([1], 12) and stream.finish_reason == "length"
     assert stream.usage is not None and stream.usage["completion_tokens"] == 12

@@ -95,6 +95,6 @@ def test_any_ingress_shows_what_one_alone_would(seen: list[tuple[bool, Iteration
     for here, stats in seen:
         alone.record(stats)
         (one if here else other).record(stats)
-    one.take_others(other.counts())
-    other.take_others(one.counts())
+    one.set_other_counts(other.counts())
+    other.set_other_counts(one.counts())
     assert one.render() == other.render() == alone.render()

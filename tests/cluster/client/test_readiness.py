@@ -13,10 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swell.cluster.api.admin import serving as admin
-from swell.cluster.client.links import EngineId, Tally
+from swell.cluster.client.engine_core_client import EngineId, SequenceChecker
 from swell.cluster.client.outputs import RequestOutputKind
-from swell.cluster.client.readiness import Readiness
-from swell.cluster.client.request_state import MAX_LOST_RUNS, EngineGone, Move, Ticket
+from swell.cluster.client.readiness import ReadinessTracker
+from swell.cluster.client.request_state import (
+    MAX_LOST_ATTEMPTS,
+    EngineGone,
+    MigrationReason,
+    Ticket,
+)
 from swell.cluster.control.backoff import MAX_DEATHS
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState, Roster
@@ -42,7 +47,7 @@ def view(*members: Member, busy: dict[int, int] | None = None, state: str = "ser
 
 
 def test_work_without_progress_is_told() -> None:
-    readiness = Readiness(LIMIT_S)
+    readiness = ReadinessTracker(LIMIT_S)
     for now in range(12):
         readiness.follow(view(member(0), member(1), busy={0: 7, 1: now}), float(now))
     state = readiness.look(11.0)
@@ -54,7 +59,7 @@ def test_work_without_progress_is_told() -> None:
 
 def test_an_ingress_that_was_stopped_blames_nobody() -> None:
     """It wakes to a queue of views, of which the first says nothing new."""
-    readiness = Readiness(LIMIT_S)
+    readiness = ReadinessTracker(LIMIT_S)
     readiness.follow(view(member(0), busy={0: 7}), 0.0)
     readiness.follow(view(member(0), busy={0: 7}), 60.0)
     assert readiness.look(60.0).ranks == [0]
@@ -63,7 +68,7 @@ def test_an_ingress_that_was_stopped_blames_nobody() -> None:
 
 
 def test_a_successor_is_not_blamed() -> None:
-    readiness = Readiness(LIMIT_S)
+    readiness = ReadinessTracker(LIMIT_S)
     readiness.follow(view(member(0), busy={0: 7}), 0.0)
     readiness.follow(view(member(0, incarnation=2), busy={0: 7}), 20.0)
     assert readiness.look(20.0).ranks == [0]
@@ -71,7 +76,7 @@ def test_a_successor_is_not_blamed() -> None:
 
 @pytest.mark.parametrize("state", ["pausing", "paused", "forming"])
 def test_stillness_is_excused_while_engines_must_not_step(state: str) -> None:
-    readiness = Readiness(LIMIT_S)
+    readiness = ReadinessTracker(LIMIT_S)
     for now in (0.0, 20.0):
         readiness.follow(view(member(0), busy={0: 7}, state=state), now)
     told = readiness.look(20.0)
@@ -82,7 +87,7 @@ def test_stillness_is_excused_while_engines_must_not_step(state: str) -> None:
 
 
 def test_a_silent_coordinator_says_nothing_about_engines() -> None:
-    readiness = Readiness(LIMIT_S)
+    readiness = ReadinessTracker(LIMIT_S)
     readiness.follow(view(member(0), busy={0: 7}), 0.0)
     assert not readiness.look(9.0).coordinator_silent
     state = readiness.look(100.0)
@@ -90,7 +95,7 @@ def test_a_silent_coordinator_says_nothing_about_engines() -> None:
 
 
 def test_who_repairs_or_leaves_is_not_ready() -> None:
-    readiness = Readiness(LIMIT_S)
+    readiness = ReadinessTracker(LIMIT_S)
     members = (member(0, MemberState.REPAIRING), member(1, MemberState.LEAVING))
     readiness.follow(view(*members), 0.0)
     assert readiness.look(0.0).ranks == []
@@ -99,7 +104,7 @@ def test_who_repairs_or_leaves_is_not_ready() -> None:
 
 @given(st.lists(st.booleans(), max_size=30))
 def test_a_tally_finds_every_loss_at_the_next_message(arrives: list[bool]) -> None:
-    tally, lost = Tally(), False
+    tally, lost = SequenceChecker(), False
     for seq, heard in enumerate(arrives, 1):
         if heard:
             assert tally.follows(seq) is not lost
@@ -112,32 +117,34 @@ def ticket() -> Ticket:
     return Ticket(request, RequestOutputKind.DELTA)
 
 
-LOSSES = (Move.DIED, Move.REPAIRING)
+LOSSES = (MigrationReason.DIED, MigrationReason.REPAIRING)
 ENDS = {
     # why runs end -> how many of them, in a row and in vain
     **dict.fromkeys(LOSSES, MAX_FAILED_ATTEMPTS),
-    **dict.fromkeys((Move.DROPPED, Move.UNHEARD), MAX_LOST_RUNS + 1),
+    **dict.fromkeys(
+        (MigrationReason.DROPPED, MigrationReason.MESSAGES_LOST), MAX_LOST_ATTEMPTS + 1
+    ),
 }
 
 
 @pytest.mark.parametrize("started", [True, False])
 @pytest.mark.parametrize("gained", [0, 1])
-@pytest.mark.parametrize("reason", list(Move))
+@pytest.mark.parametrize("reason", list(MigrationReason))
 def test_only_what_loses_many_engines_in_vain_is_given_up(
-    reason: Move, gained: int, started: bool
+    reason: MigrationReason, gained: int, started: bool
 ) -> None:
     """Whoever only waited where an engine was lost had no part in it."""
-    endless = gained or reason is Move.LEFT or (reason in LOSSES and not started)
+    endless = gained or reason is MigrationReason.LEFT or (reason in LOSSES and not started)
     one, names = ticket(), set()
     for run in range(40):
         one.place(EngineId(run % 2, 1), run * gained)
         one.started = started
-        names.add(one.run_id)
+        names.add(one.attempt_id)
         if not endless and run == ENDS[reason] - 1:
             with pytest.raises(EngineGone, match=str(reason)):
-                one.displace(reason, (run + 1) * gained)
+                one.unassign(reason, (run + 1) * gained)
             break
-        one.displace(reason, (run + 1) * gained)
+        one.unassign(reason, (run + 1) * gained)
     assert len(names) == len(one.ranks), "every run has a name of its own"
 
 
@@ -183,7 +190,7 @@ def test_the_probe_over_http(folder: Path) -> None:
 def test_a_manager_that_gives_no_answer_is_a_503(
     folder: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
 ) -> None:
-    monkeypatch.setattr(admin, "_MANAGER_S", 0.05)
+    monkeypatch.setattr(admin, "_MANAGER_TIMEOUT_S", 0.05)
 
     async def no_answer(*_: object) -> None:
         if silent:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from swell.cluster.client import router as routing
 from swell.cluster.client.router import SLACK_TOKENS, TOKENS_PER_ROW, NoEngine, Router
 from swell.coordinator.channel import ChannelAddress
-from swell.coordinator.roster import Member, MemberState, Roster, amend
+from swell.coordinator.roster import Member, MemberState, Roster, update_members
 from swell.coordinator.wire import ClusterView, EngineReport
 from swell.engine.block_hash import extend_block_hashes, pack_tokens
 
@@ -112,7 +112,7 @@ def test_a_salt_separates_prefixes() -> None:
 
 
 def test_names_that_were_not_used_for_long_are_forgotten(monkeypatch) -> None:
-    monkeypatch.setattr(routing, "REMEMBERED_BLOCKS", 4)
+    monkeypatch.setattr(routing, "DEFAULT_TRACKED_BLOCKS", 4)
     router = router_of(0)
     for name, conversation in [("a", 1), ("b", 2), ("a2", 1), ("c", 3)]:
         router.choose(name, prompt(conversation))
@@ -315,10 +315,10 @@ def test_an_engine_in_repair_gets_nothing_and_forgets() -> None:
     router = router_of(0, 1)
     home = finish(router, 5, length=100 * BLOCK)
     roster = Roster(2, tuple(member(r) for r in (0, 1)))
-    router.update(ClusterView(amend(roster, [home], state=MemberState.REPAIRING)))
+    router.update(ClusterView(update_members(roster, [home], state=MemberState.REPAIRING)))
     assert router.active_ranks == [1 - home]
     assert finish(router, 6) == 1 - home
-    router.update(ClusterView(amend(roster, [0, 1], state=MemberState.REPAIRING)))
+    router.update(ClusterView(update_members(roster, [0, 1], state=MemberState.REPAIRING)))
     with pytest.raises(NoEngine, match="no engine"):
         router.choose("r", prompt(5))
     router.update(ClusterView(roster))

@@ -11,7 +11,7 @@ from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.configs.schema import load
 from swell.coordinator.roster import Roster
 from swell.coordinator.wire import ClusterView
-from tests.cluster.control.lives import FakeNotes, JumpingLoop
+from tests.cluster.control.fake_manager import FakeCheckpointStore, VirtualTimeLoop
 
 
 class StoppedActor:
@@ -37,13 +37,15 @@ def test_a_coordinator_whose_successor_is_stopped_too_is_killed_again(monkeypatc
     async def scenario() -> None:
         actor = StoppedActor(kills=3)
         monkeypatch.setattr(coordinator_handle.ray, "kill", actor.kill)
-        handle = CoordinatorHandle(load({"model": {"path": "m"}}), "swell", FakeNotes("c"))
+        handle = CoordinatorHandle(
+            load({"model": {"path": "m"}}), "swell", FakeCheckpointStore("c")
+        )
         handle._actor = actor
         async with asyncio.timeout(1000):
             await handle.view()
         assert actor.kills_left == 0
 
-    loop = JumpingLoop()
+    loop = VirtualTimeLoop()
     try:
         loop.run_until_complete(scenario())
     finally:

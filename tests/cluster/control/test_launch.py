@@ -15,7 +15,7 @@ from swell.cluster import app
 from swell.cluster.cli import launch
 from swell.cluster.control import strays as remains
 from swell.cluster.control.actor_names import EngineName
-from swell.cluster.control.notes import Notes
+from swell.cluster.control.checkpoint_store import CheckpointStore
 from swell.configs.schema import load
 
 ENGINE = str(EngineName("swell-swell", 0, "0" * 12, "1"))
@@ -33,7 +33,7 @@ def test_what_a_dead_manager_has_left_is_ended(monkeypatch, manager_lives) -> No
             groups.discard(ENGINE)
             notes.discard("swell-swell")
 
-    async def clear(self: Notes) -> None:
+    async def clear(self: CheckpointStore) -> None:
         notes.discard(self._key.decode())
 
     def destroy(actor: str | None, group: str | None) -> None:
@@ -46,12 +46,14 @@ def test_what_a_dead_manager_has_left_is_ended(monkeypatch, manager_lives) -> No
     monkeypatch.setattr(launch, "_deploy", lambda _config: None)
     monkeypatch.setattr(remains, "actor_names", lambda _namespace: set(actors))
     monkeypatch.setattr(
-        remains, "group_ids", lambda is_ours: {name: [name] for name in groups if is_ours(name)}
+        remains,
+        "group_ids",
+        lambda name_filter: {name: [name] for name in groups if name_filter(name)},
     )
     monkeypatch.setattr(remains, "find_actor", lambda name, _namespace: name)
     monkeypatch.setattr(remains, "group", lambda group_id: group_id)
     monkeypatch.setattr(remains, "destroy", destroy)
-    monkeypatch.setattr(Notes, "clear", clear)
+    monkeypatch.setattr(CheckpointStore, "clear", clear)
     with launch._application(load({"model": {"path": "m"}}), own_ray=False):
         pass
     assert (actors, groups, notes) == (set(), {"swell-other-engine-0"}, {"swell-other"})
@@ -70,5 +72,5 @@ def test_a_manager_waits_for_a_controller_that_has_just_died(monkeypatch, status
         return SimpleNamespace(applications={"swell": SimpleNamespace(status=status)})
 
     monkeypatch.setattr(serve, "status", said)
-    monkeypatch.setattr(app, "_STATUS_PAUSE_S", 0.0, raising=False)
-    assert asyncio.run(app._application_ends("swell")) is ends
+    monkeypatch.setattr(app, "_STATUS_POLL_S", 0.0, raising=False)
+    assert asyncio.run(app._is_deleting("swell")) is ends

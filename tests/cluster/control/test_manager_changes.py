@@ -10,95 +10,102 @@ from hypothesis import strategies as st
 
 from swell.cluster.control.manager import ScaleRefused
 from swell.coordinator.roster import MemberState
-from tests.cluster.control.lives import NOTES_S, START_S, World, busy, run, transient
+from tests.cluster.control.fake_manager import (
+    NOTES_S,
+    START_S,
+    ManagerHarness,
+    busy,
+    run,
+    transient,
+)
 
 # -------------------------------------------------------------------------------- prepare
 
 
 @pytest.mark.parametrize("engines", [1, 2, 3])
 def test_starts_that_are_not_wanted_any_more_are_ended_at_once(engines) -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.manager.scale(4)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.manager.scale(4)
         await asyncio.sleep(START_S / 2)
-        world.manager.scale(engines)
+        harness.manager.scale(engines)
         await asyncio.sleep(0.1)
-        assert len(world.placement.groups) == engines
-        assert world.manager.target == engines
-        assert world.manager.phase == ("idle" if engines == 1 else "prepare")
+        assert len(harness.placement.groups) == engines
+        assert harness.manager.target == engines
+        assert harness.manager.phase == ("idle" if engines == 1 else "prepare")
         await asyncio.sleep(START_S)
-        assert world.active == list(range(engines)) and world.manager.phase == "idle"
-        assert world.placement.did("start") == [[0], [1], [2], [3]]
+        assert harness.active == list(range(engines)) and harness.manager.phase == "idle"
+        assert harness.placement.did("start") == [[0], [1], [2], [3]]
 
     run(scenario)
 
 
 def test_a_start_that_has_not_begun_does_not_begin() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.manager.scale(3)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.manager.scale(3)
         await asyncio.sleep(NOTES_S / 2)
-        world.manager.scale(1)
+        harness.manager.scale(1)
         await asyncio.sleep(2 * START_S)
-        assert world.active == [0] and world.placement.did("start") == [[0]]
+        assert harness.active == [0] and harness.placement.did("start") == [[0]]
 
     run(scenario)
 
 
 @pytest.mark.parametrize("second", [3, 4, 5])
 def test_a_change_that_replaced_another_and_fails_goes_back_to_what_was_whole(second) -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.placement.always = transient("no room")
-        world.manager.scale(4)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.always = transient("no room")
+        harness.manager.scale(4)
         await asyncio.sleep(START_S / 2)
-        world.manager.scale(second)
-        await world.settle()
-        assert (world.manager.phase, world.manager.target) == ("failed", 2)
-        assert world.active == [0, 1] and "no room" in (world.manager.error or "")
+        harness.manager.scale(second)
+        await harness.settle()
+        assert (harness.manager.phase, harness.manager.target) == ("failed", 2)
+        assert harness.active == [0, 1] and "no room" in (harness.manager.error or "")
 
     run(scenario, data=2)
 
 
 def test_a_larger_target_during_a_start_begins_at_once() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.manager.scale(2)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.manager.scale(2)
         await asyncio.sleep(START_S / 2)
-        world.manager.scale(4)
+        harness.manager.scale(4)
         await asyncio.sleep(0.1)
-        assert len(world.placement.groups) == 4
-        await world.settle()
-        assert world.active == [0, 1, 2, 3]
+        assert len(harness.placement.groups) == 4
+        await harness.settle()
+        assert harness.active == [0, 1, 2, 3]
 
     run(scenario)
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_one_that_is_ready_and_waits_for_others_can_be_called_off_too(engines) -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.placement.slow_s = {2: 500.0}
-        world.manager.scale(3)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.slow_s = {2: 500.0}
+        harness.manager.scale(3)
         await asyncio.sleep(2 * START_S)
-        assert sorted(world.placement.alive) == [0, 1] and world.active == [0]
-        world.manager.scale(engines)
+        assert sorted(harness.placement.alive) == [0, 1] and harness.active == [0]
+        harness.manager.scale(engines)
         await asyncio.sleep(0.1)
-        assert world.active == list(range(engines)) and len(world.placement.groups) == engines
-        assert world.manager.phase == "idle"
+        assert harness.active == list(range(engines)) and len(harness.placement.groups) == engines
+        assert harness.manager.phase == "idle"
 
     run(scenario)
 
 
 def test_a_failure_of_a_start_that_was_called_off_is_none() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.manager.scale(3)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.manager.scale(3)
         await asyncio.sleep(START_S / 2)
-        world.placement.always = AssertionError("it was not wanted")  # type: ignore[assignment]
-        world.manager.scale(1)
-        await world.settle()
-        assert (world.manager.phase, world.manager.error) == ("idle", None)
+        harness.placement.always = AssertionError("it was not wanted")  # type: ignore[assignment]
+        harness.manager.scale(1)
+        await harness.settle()
+        assert (harness.manager.phase, harness.manager.error) == ("idle", None)
 
     run(scenario)
 
@@ -107,18 +114,18 @@ def test_a_failure_of_a_start_that_was_called_off_is_none() -> None:
 
 
 def test_what_is_asked_during_a_commit_is_done_when_it_is_over() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.coordinator.group_s = 20
-        world.manager.scale(3)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.group_s = 20
+        harness.manager.scale(3)
         await asyncio.sleep(START_S + 5)
-        assert world.manager.phase == "commit"
-        world.manager.scale(1)
-        assert (world.manager.target, world.manager.phase) == (1, "commit")
+        assert harness.manager.phase == "commit"
+        harness.manager.scale(1)
+        assert (harness.manager.target, harness.manager.phase) == (1, "commit")
         await asyncio.sleep(5)
-        assert world.active == [0] and world.manager.phase == "commit"
-        await world.settle()
-        assert world.active == [0] and world.coordinator.roster.ranks == [0]
+        assert harness.active == [0] and harness.manager.phase == "commit"
+        await harness.settle()
+        assert harness.active == [0] and harness.coordinator.roster.ranks == [0]
 
     run(scenario)
 
@@ -127,64 +134,64 @@ def test_what_is_asked_during_a_commit_is_done_when_it_is_over() -> None:
 
 
 def test_an_engine_that_has_not_left_is_kept() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        engine = world.placement.alive[1]
-        world.coordinator.reports[1] = busy(1)
-        world.manager.scale(1, 3600.0)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        engine = harness.placement.alive[1]
+        harness.coordinator.reports[1] = busy(1)
+        harness.manager.scale(1, 3600.0)
         await asyncio.sleep(60)
-        assert world.active == [0] and world.manager.phase == "drain"
-        world.manager.scale(2)
+        assert harness.active == [0] and harness.manager.phase == "drain"
+        harness.manager.scale(2)
         await asyncio.sleep(0.1)
-        assert world.active == [0, 1] and world.placement.alive[1] is engine
-        assert world.manager.phase == "idle"
+        assert harness.active == [0, 1] and harness.placement.alive[1] is engine
+        assert harness.manager.phase == "idle"
         await asyncio.sleep(10_000)
-        assert world.placement.alive[1] is engine, "its old time is over, and it stays"
-        assert world.placement.did("start") == [[0], [1]] or len(world.placement.groups) == 2
+        assert harness.placement.alive[1] is engine, "its old time is over, and it stays"
+        assert harness.placement.did("start") == [[0], [1]] or len(harness.placement.groups) == 2
 
     run(scenario, data=2)
 
 
 def test_one_that_was_named_is_not_kept() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.coordinator.reports[0] = busy(0)
-        world.manager.drain(0)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[0] = busy(0)
+        harness.manager.drain(0)
         await asyncio.sleep(1)
-        world.manager.scale(2)
+        harness.manager.scale(2)
         await asyncio.sleep(2 * START_S)
-        assert world.active == [1, 2]
-        world.coordinator.reports.clear()
-        await world.settle()
-        assert world.active == [1, 2] and 0 not in world.placement.alive
+        assert harness.active == [1, 2]
+        harness.coordinator.reports.clear()
+        await harness.settle()
+        assert harness.active == [1, 2] and 0 not in harness.placement.alive
 
     run(scenario, data=2, drain_timeout_s=3600)
 
 
 def test_to_ask_again_with_less_time_is_to_hurry() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.coordinator.reports[1] = busy(1)
-        world.manager.scale(1, 3600.0)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[1] = busy(1)
+        harness.manager.scale(1, 3600.0)
         await asyncio.sleep(60)
-        assert 1 in world.placement.alive
-        world.manager.scale(1, 0.0)
-        await world.settle()
-        assert list(world.placement.alive) == [0]
+        assert 1 in harness.placement.alive
+        harness.manager.scale(1, 0.0)
+        await harness.settle()
+        assert list(harness.placement.alive) == [0]
 
     run(scenario, data=2)
 
 
 def test_one_long_drain_holds_up_no_other() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.coordinator.reports.update({1: busy(1), 2: busy(2)})
-        world.manager.scale(2, 3600.0)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports.update({1: busy(1), 2: busy(2)})
+        harness.manager.scale(2, 3600.0)
         await asyncio.sleep(1)
-        del world.coordinator.reports[1]
-        world.manager.drain(1)
+        del harness.coordinator.reports[1]
+        harness.manager.drain(1)
         await asyncio.sleep(5)
-        assert sorted(world.placement.alive) == [0, 2] and world.active == [0]
+        assert sorted(harness.placement.alive) == [0, 2] and harness.active == [0]
 
     run(scenario, data=3)
 
@@ -193,47 +200,47 @@ def test_one_long_drain_holds_up_no_other() -> None:
 
 
 def test_a_paused_engine_leaves_when_its_time_is_over() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.coordinator.reports[1] = busy(1)
-        await world.manager.pause()
-        world.manager.scale(1, 30.0)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[1] = busy(1)
+        await harness.manager.pause()
+        harness.manager.scale(1, 30.0)
         await asyncio.sleep(20)
-        assert 1 in world.placement.alive
-        await world.settle()
-        assert list(world.placement.alive) == [0] and world.coordinator.state == "paused"
+        assert 1 in harness.placement.alive
+        await harness.settle()
+        assert list(harness.placement.alive) == [0] and harness.coordinator.state == "paused"
 
     run(scenario, data=2)
 
 
 def test_a_long_drain_while_paused_can_be_taken_back() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.coordinator.reports[1] = busy(1)
-        world.manager.scale(1, 3600.0)
-        await world.manager.pause()
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[1] = busy(1)
+        harness.manager.scale(1, 3600.0)
+        await harness.manager.pause()
         await asyncio.sleep(60)
-        world.manager.scale(3)
-        await world.settle()
-        assert world.active == [0, 1, 2] and world.coordinator.state == "paused"
-        await world.manager.resume()
-        await world.settle()
-        assert world.coordinator.state == "serving"
+        harness.manager.scale(3)
+        await harness.settle()
+        assert harness.active == [0, 1, 2] and harness.coordinator.state == "paused"
+        await harness.manager.resume()
+        await harness.settle()
+        assert harness.coordinator.state == "serving"
 
     run(scenario, data=2)
 
 
 @pytest.mark.parametrize("seconds", [0.0, START_S / 2, START_S + 5])
 def test_a_pause_may_begin_during_a_change(seconds) -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.coordinator.group_s = 10
-        world.manager.scale(2)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.group_s = 10
+        harness.manager.scale(2)
         await asyncio.sleep(seconds)
-        await world.manager.pause()
-        await world.settle()
-        assert world.active == [0, 1] and world.coordinator.state == "paused"
-        await world.manager.resume()
+        await harness.manager.pause()
+        await harness.settle()
+        assert harness.active == [0, 1] and harness.coordinator.state == "paused"
+        await harness.manager.resume()
 
     run(scenario)
 
@@ -255,9 +262,9 @@ _STEP = st.one_of(
 _PAUSES_S = st.sampled_from([0.0, 0.05, 1.0, START_S / 2, START_S, START_S + 3])
 
 
-async def step(world: World, what: str, number: int) -> int | None:
+async def step(harness: ManagerHarness, what: str, number: int) -> int | None:
     """Returns the target that was accepted, if it asked for one."""
-    manager, placement, coordinator = world.manager, world.placement, world.coordinator
+    manager, placement, coordinator = harness.manager, harness.placement, harness.coordinator
     match what:
         case "scale" | "scale now":
             manager.scale(number, 0.0 if what == "scale now" else None)
@@ -272,7 +279,7 @@ async def step(world: World, what: str, number: int) -> int | None:
         case "die" if number in placement.alive:
             placement.die(number)
         case "stop" if coordinator.roster.find(number) is not None:
-            coordinator.find_stopped(number)
+            coordinator.report_stalled(number)
         case "busy":
             coordinator.reports[number] = busy(number)
         case "pause":
@@ -281,10 +288,10 @@ async def step(world: World, what: str, number: int) -> int | None:
             await manager.resume()
         case "lose manager" | "lose both":
             await manager.save()
-            await world.lose_manager()
+            await harness.lose_manager()
             if what == "lose both":
                 coordinator.restart(*placement.alive)
-            await world.manager.start()
+            await harness.manager.start()
     return None
 
 
@@ -293,20 +300,20 @@ async def step(world: World, what: str, number: int) -> int | None:
 def test_any_order_of_changes_and_deaths_ends_with_what_was_asked_last(steps, group_s) -> None:
     """Nothing is left over: no process, no placement group, no rank that nobody wants."""
 
-    async def scenario(world: World) -> None:
-        world.coordinator.group_s = group_s
-        await world.manager.start()
+    async def scenario(harness: ManagerHarness) -> None:
+        harness.coordinator.group_s = group_s
+        await harness.manager.start()
         wanted = 2
         for (what, number), pause_s in steps:
-            wanted = await step(world, what, number) or wanted
+            wanted = await step(harness, what, number) or wanted
             await asyncio.sleep(pause_s)
-        assert world.manager.target == wanted
-        world.coordinator.reports.clear()
+        assert harness.manager.target == wanted
+        harness.coordinator.reports.clear()
         await asyncio.sleep(400)
-        await world.settle()
-        assert len(world.active) == len(world.coordinator.roster.members) == wanted
-        assert len(world.placement.groups) == len(world.placement.processes) == wanted
-        assert all(m.state is MemberState.ACTIVE for m in world.coordinator.roster.members)
-        assert (world.manager.phase, world.manager.error) == ("idle", None)
+        await harness.settle()
+        assert len(harness.active) == len(harness.coordinator.roster.members) == wanted
+        assert len(harness.placement.groups) == len(harness.placement.processes) == wanted
+        assert all(m.state is MemberState.ACTIVE for m in harness.coordinator.roster.members)
+        assert (harness.manager.phase, harness.manager.error) == ("idle", None)
 
     run(scenario, data=2)

@@ -7,7 +7,14 @@ import asyncio
 import pytest
 
 from swell.cluster.control.backoff import MAX_DEATHS, MAX_FAILURES, YOUNG_S
-from tests.cluster.control.lives import START_S, World, busy, permanent, run, transient
+from tests.cluster.control.fake_manager import (
+    START_S,
+    ManagerHarness,
+    busy,
+    permanent,
+    run,
+    transient,
+)
 
 # -------------------------------------------------------------------------------- failing
 
@@ -15,53 +22,53 @@ from tests.cluster.control.lives import START_S, World, busy, permanent, run, tr
 def test_a_first_start_that_can_never_succeed_is_said_to_be_in_vain() -> None:
     """`swell serve` ends then. Who does not, sees it tried again, ever more slowly."""
 
-    async def scenario(world: World) -> None:
-        world.placement.always = permanent("model.path='m' is no folder")
-        await world.start()
-        assert world.manager.phase == "failed" and world.placement.did("start") == [[0]]
-        assert await world.manager.waiting_for() == ("model.path='m' is no folder", True)
-        described = await world.manager.describe()
+    async def scenario(harness: ManagerHarness) -> None:
+        harness.placement.always = permanent("model.path='m' is no folder")
+        await harness.start()
+        assert harness.manager.phase == "failed" and harness.placement.did("start") == [[0]]
+        assert await harness.manager.not_ready_reason() == ("model.path='m' is no folder", True)
+        described = await harness.manager.describe()
         assert described["state"] == "failed" and described["engines"] == []
         assert described["rescale"]["phase"] == "failed"
         assert described["rescale"]["error"].startswith("model.path='m' is no folder (tried 5")
         await asyncio.sleep(1000)
-        assert 5 < len(world.placement.did("start")) < 10
-        assert (await world.manager.waiting_for())[1], "in vain during an attempt, too"
-        assert (await world.manager.describe())["state"] == "failed"
+        assert 5 < len(harness.placement.did("start")) < 10
+        assert (await harness.manager.not_ready_reason())[1], "in vain during an attempt, too"
+        assert (await harness.manager.describe())["state"] == "failed"
 
     run(scenario)
 
 
 def test_repeated_failure_is_said_and_tried_ever_more_slowly() -> None:
-    async def scenario(world: World) -> None:
-        world.placement.always = transient("out of memory")
-        await world.start()
-        starts = world.placement.did("start")
+    async def scenario(harness: ManagerHarness) -> None:
+        harness.placement.always = transient("out of memory")
+        await harness.start()
+        starts = harness.placement.did("start")
         assert len(starts) == MAX_FAILURES
-        assert await world.manager.waiting_for() == ("out of memory", True)
+        assert await harness.manager.not_ready_reason() == ("out of memory", True)
         await asyncio.sleep(3600)
-        assert MAX_FAILURES + 10 < len(starts := world.placement.did("start")) < 25
-        await world.settle()
-        told = (await world.manager.describe())["rescale"]
-        assert told["failures"] == len(world.placement.did("start")) and told["next_try_s"] > 2
-        assert world.manager.target == 1, "what was asked is still wanted"
-        world.placement.always = None
+        assert MAX_FAILURES + 10 < len(starts := harness.placement.did("start")) < 25
+        await harness.settle()
+        told = (await harness.manager.describe())["rescale"]
+        assert told["failures"] == len(harness.placement.did("start")) and told["next_try_s"] > 2
+        assert harness.manager.target == 1, "what was asked is still wanted"
+        harness.placement.always = None
         await asyncio.sleep(400)
-        assert world.active == [0]
-        assert (world.manager.phase, world.manager.error) == ("idle", None)
+        assert harness.active == [0]
+        assert (harness.manager.phase, harness.manager.error) == ("idle", None)
 
     run(scenario)
 
 
 def test_to_ask_again_ends_a_wait() -> None:
-    async def scenario(world: World) -> None:
-        world.placement.always = transient("out of memory")
-        await world.start()
+    async def scenario(harness: ManagerHarness) -> None:
+        harness.placement.always = transient("out of memory")
+        await harness.start()
         await asyncio.sleep(3600)
-        world.placement.always = None
-        world.manager.scale(1)
+        harness.placement.always = None
+        harness.manager.scale(1)
         await asyncio.sleep(2 * START_S)
-        assert world.active == [0] and world.manager.phase == "idle"
+        assert harness.active == [0] and harness.manager.phase == "idle"
 
     run(scenario)
 
@@ -69,84 +76,84 @@ def test_to_ask_again_ends_a_wait() -> None:
 def test_what_fails_after_the_cluster_was_up_is_not_in_vain() -> None:
     """Whoever waits is told how often it was tried, and when it is tried next."""
 
-    async def scenario(world: World) -> None:
-        await world.start()
-        await world.lose_manager()
-        world.placement.always = permanent("the disk is full")
-        world.placement.die(0)
-        await world.start()
-        text, in_vain = await world.manager.waiting_for()
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        await harness.lose_manager()
+        harness.placement.always = permanent("the disk is full")
+        harness.placement.die(0)
+        await harness.start()
+        text, in_vain = await harness.manager.not_ready_reason()
         assert not in_vain and "the disk is full (tried 5 times; tried again in" in text
-        assert (await world.manager.describe())["state"] == "failed"
-        world.placement.always = None
+        assert (await harness.manager.describe())["state"] == "failed"
+        harness.placement.always = None
         await asyncio.sleep(60)
-        assert world.active == [0]
+        assert harness.active == [0]
 
     run(scenario)
 
 
 def test_a_failure_that_passes_is_forgotten() -> None:
-    async def scenario(world: World) -> None:
-        world.placement.failures = {0: [transient(), transient()]}
-        await world.manager.start()
+    async def scenario(harness: ManagerHarness) -> None:
+        harness.placement.failures = {0: [transient(), transient()]}
+        await harness.manager.start()
         await asyncio.sleep(START_S + 0.01)
-        assert not (await world.manager.waiting_for())[1], "not in vain: it is tried again"
-        await world.settle()
-        assert world.active == [0] and world.placement.did("start") == [[0]] * 3
-        assert (world.manager.phase, world.manager.error) == ("idle", None)
+        assert not (await harness.manager.not_ready_reason())[1], "not in vain: it is tried again"
+        await harness.settle()
+        assert harness.active == [0] and harness.placement.did("start") == [[0]] * 3
+        assert (harness.manager.phase, harness.manager.error) == ("idle", None)
 
     run(scenario)
 
 
 def test_a_failed_grow_leaves_the_old_epoch_serving() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        before = world.coordinator.roster
-        world.placement.failures = {2: [transient("no room for it")]}
-        world.manager.scale(3)
-        await world.settle()
-        assert world.coordinator.roster is before and world.active == [0, 1]
-        assert (world.manager.phase, world.manager.target) == ("failed", 2)
-        described = await world.manager.describe()
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        before = harness.coordinator.roster
+        harness.placement.failures = {2: [transient("no room for it")]}
+        harness.manager.scale(3)
+        await harness.settle()
+        assert harness.coordinator.roster is before and harness.active == [0, 1]
+        assert (harness.manager.phase, harness.manager.target) == ("failed", 2)
+        described = await harness.manager.describe()
         assert described["state"] == "serving"
         assert described["rescale"]["phase"] == "failed"
         assert described["rescale"]["error"] == (
             "3 engines were not reached, the target is 2: no room for it"
         )
         await asyncio.sleep(1000)
-        assert len(world.placement.did("start")) == 3, "what was asked for is over"
-        world.manager.scale(3)
-        assert world.manager.error is None
-        await world.settle()
-        assert world.active == [0, 1, 2] and world.manager.phase == "idle"
+        assert len(harness.placement.did("start")) == 3, "what was asked for is over"
+        harness.manager.scale(3)
+        assert harness.manager.error is None
+        await harness.settle()
+        assert harness.active == [0, 1, 2] and harness.manager.phase == "idle"
 
     run(scenario, data=2)
 
 
 def test_of_a_half_failed_grow_the_good_half_serves() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.placement.failures = {1: [transient("bad luck")]}
-        world.manager.scale(3)
-        await world.settle()
-        assert world.active == [0, 2] and world.manager.target == 2
-        assert world.manager.phase == "failed"
-        assert world.manager.error == "3 engines were not reached, the target is 2: bad luck"
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.failures = {1: [transient("bad luck")]}
+        harness.manager.scale(3)
+        await harness.settle()
+        assert harness.active == [0, 2] and harness.manager.target == 2
+        assert harness.manager.phase == "failed"
+        assert harness.manager.error == "3 engines were not reached, the target is 2: bad luck"
 
     run(scenario)
 
 
 def test_to_ask_for_what_is_ends_a_failed_change() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.placement.failures = {1: [transient()]}
-        world.manager.scale(2)
-        await world.settle()
-        assert world.manager.phase == "failed"
-        world.manager.scale(1)
-        await world.settle()
-        assert (world.manager.phase, world.manager.error) == ("idle", None)
-        assert world.active == [0]
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.failures = {1: [transient()]}
+        harness.manager.scale(2)
+        await harness.settle()
+        assert harness.manager.phase == "failed"
+        harness.manager.scale(1)
+        await harness.settle()
+        assert (harness.manager.phase, harness.manager.error) == ("idle", None)
+        assert harness.active == [0]
 
     run(scenario)
 
@@ -155,43 +162,46 @@ def test_to_ask_for_what_is_ends_a_failed_change() -> None:
 
 
 def test_a_dead_engine_is_removed_at_once_and_replaced() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        epoch, others = world.coordinator.roster.epoch, [world.placement.alive[r] for r in (0, 2)]
-        world.placement.events.clear()
-        world.placement.die(1)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        epoch, others = (
+            harness.coordinator.roster.epoch,
+            [harness.placement.alive[r] for r in (0, 2)],
+        )
+        harness.placement.events.clear()
+        harness.placement.die(1)
         await asyncio.sleep(0.01)
-        assert world.active == [0, 2] and world.coordinator.roster.epoch == epoch + 1
-        await world.settle()
-        assert world.active == [0, 1, 2] and world.manager.phase == "idle"
-        assert [world.placement.alive[r] for r in (0, 2)] == others
-        names = [name for name, _ in world.placement.events]
+        assert harness.active == [0, 2] and harness.coordinator.roster.epoch == epoch + 1
+        await harness.settle()
+        assert harness.active == [0, 1, 2] and harness.manager.phase == "idle"
+        assert [harness.placement.alive[r] for r in (0, 2)] == others
+        names = [name for name, _ in harness.placement.events]
         assert names == ["lose", "end", "start", "join"]
 
     run(scenario, data=3)
 
 
 def test_all_engines_may_die_together_and_again() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
         for _ in range(2 * MAX_FAILURES):
             for rank in (0, 1):
-                world.placement.die(rank)
-            await world.settle()
-            assert world.active == [0, 1]
+                harness.placement.die(rank)
+            await harness.settle()
+            assert harness.active == [0, 1]
             await asyncio.sleep(YOUNG_S)
 
     run(scenario, data=2)
 
 
 def test_an_engine_that_dies_while_others_start_is_replaced() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.manager.scale(3)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.manager.scale(3)
         await asyncio.sleep(START_S / 2)
-        world.placement.die(0)
-        await world.settle()
-        assert world.active == [0, 1, 2] and world.manager.phase == "idle"
+        harness.placement.die(0)
+        await harness.settle()
+        assert harness.active == [0, 1, 2] and harness.manager.phase == "idle"
 
     run(scenario, data=2)
 
@@ -200,67 +210,67 @@ def test_an_engine_that_dies_while_others_start_is_replaced() -> None:
 def test_an_engine_that_dies_while_others_leave(dying) -> None:
     """Rank 2 leaves. Whoever dies meanwhile, two serve in the end."""
 
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.coordinator.reports[2] = busy(2)
-        world.manager.scale(2)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[2] = busy(2)
+        harness.manager.scale(2)
         await asyncio.sleep(1)
-        world.placement.die(dying)
-        world.coordinator.reports.clear()
-        await world.settle()
-        assert world.active == [0, 1] and world.manager.phase == "idle"
-        assert world.coordinator.roster.ranks == [0, 1]
+        harness.placement.die(dying)
+        harness.coordinator.reports.clear()
+        await harness.settle()
+        assert harness.active == [0, 1] and harness.manager.phase == "idle"
+        assert harness.coordinator.roster.ranks == [0, 1]
 
     run(scenario, data=3)
 
 
 def test_engines_that_die_right_after_every_start_are_replaced_ever_more_slowly() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
         for death in range(MAX_DEATHS + 1):
-            assert (world.manager.phase, world.manager.target) == ("idle", 2), death
-            world.placement.die(1)
+            assert (harness.manager.phase, harness.manager.target) == ("idle", 2), death
+            harness.placement.die(1)
             await asyncio.sleep(0.1)
-            await world.settle()
+            await harness.settle()
         for part in ("engine 1 dies again and again (6 times)", "it was killed", "again in"):
-            assert part in (world.manager.error or "")
-        described = await world.manager.describe()
+            assert part in (harness.manager.error or "")
+        described = await harness.manager.describe()
         assert (described["state"], described["target"]) == ("degraded", 2)
         assert described["rescale"]["failures"] == 6
         await asyncio.sleep(2 * YOUNG_S)
-        assert world.active == [0, 1], "it was tried again"
-        assert (world.manager.phase, world.manager.error) == ("idle", None)
-        assert (await world.manager.describe())["state"] == "serving"
-        world.placement.die(1)
+        assert harness.active == [0, 1], "it was tried again"
+        assert (harness.manager.phase, harness.manager.error) == ("idle", None)
+        assert (await harness.manager.describe())["state"] == "serving"
+        harness.placement.die(1)
         await asyncio.sleep(2 * START_S)
-        assert world.active == [0, 1], "one that lived is replaced at once"
+        assert harness.active == [0, 1], "one that lived is replaced at once"
 
     run(scenario, data=2)
 
 
 def test_a_slow_start_holds_up_no_replacement() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.manager.scale(3)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.manager.scale(3)
         await asyncio.sleep(START_S / 2)
-        world.placement.die(0)
+        harness.placement.die(0)
         await asyncio.sleep(START_S / 4)
-        assert [0] in world.placement.did("start")[-1:]
-        await world.settle()
-        assert world.active == [0, 1, 2]
+        assert [0] in harness.placement.did("start")[-1:]
+        await harness.settle()
+        assert harness.active == [0, 1, 2]
 
     run(scenario, data=2)
 
 
 def test_a_drain_holds_up_no_replacement() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.coordinator.reports[2] = busy(2)
-        world.manager.scale(2)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[2] = busy(2)
+        harness.manager.scale(2)
         await asyncio.sleep(1)
-        world.placement.die(0)
+        harness.placement.die(0)
         await asyncio.sleep(START_S + 1)
-        assert world.active == [0, 1] and 2 in world.placement.alive
+        assert harness.active == [0, 1] and 2 in harness.placement.alive
 
     run(scenario, data=3, drain_timeout_s=60)
 
@@ -268,15 +278,15 @@ def test_a_drain_holds_up_no_replacement() -> None:
 def test_an_engine_that_stopped_is_killed_and_replaced() -> None:
     """It cannot stop itself, so it is not asked to."""
 
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.placement.events.clear()
-        world.coordinator.find_stopped(1)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.events.clear()
+        harness.coordinator.report_stalled(1)
         await asyncio.sleep(0.01)
-        assert 1 not in world.placement.alive
-        await world.settle()
-        assert world.active == [0, 1] and world.manager.phase == "idle"
-        names = [name for name, _ in world.placement.events if name != "lose"]
+        assert 1 not in harness.placement.alive
+        await harness.settle()
+        assert harness.active == [0, 1] and harness.manager.phase == "idle"
+        names = [name for name, _ in harness.placement.events if name != "lose"]
         assert names == ["stopped", "kill", "start", "join"]
 
     run(scenario, data=2)
@@ -286,23 +296,23 @@ def test_an_engine_that_stopped_is_killed_and_replaced() -> None:
 def test_a_group_that_does_not_form_leaves_the_old_epoch_serving(group_fails) -> None:
     """None: the newcomer dies while the group forms."""
 
-    async def scenario(world: World) -> None:
-        await world.start()
-        before = world.coordinator.roster
-        world.coordinator.group_s, world.coordinator.group_fails = 20, group_fails
-        world.manager.scale(3)
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        before = harness.coordinator.roster
+        harness.coordinator.group_s, harness.coordinator.group_fails = 20, group_fails
+        harness.manager.scale(3)
         await asyncio.sleep(START_S + 10)
-        assert world.manager.phase == "commit" and world.active == [0, 1]
+        assert harness.manager.phase == "commit" and harness.active == [0, 1]
         if group_fails is None:
-            world.placement.die(2)
-        await world.settle()
-        assert world.coordinator.roster is before and sorted(world.placement.alive) == [0, 1]
-        assert (world.manager.phase, world.manager.target) == ("failed", 2)
-        assert (group_fails or "it died meanwhile") in world.manager.error
-        world.coordinator.group_fails = None
-        world.manager.scale(3)
-        await world.settle()
-        assert world.active == [0, 1, 2] and world.manager.phase == "idle"
+            harness.placement.die(2)
+        await harness.settle()
+        assert harness.coordinator.roster is before and sorted(harness.placement.alive) == [0, 1]
+        assert (harness.manager.phase, harness.manager.target) == ("failed", 2)
+        assert (group_fails or "it died meanwhile") in harness.manager.error
+        harness.coordinator.group_fails = None
+        harness.manager.scale(3)
+        await harness.settle()
+        assert harness.active == [0, 1, 2] and harness.manager.phase == "idle"
 
     run(scenario, data=2)
 
@@ -310,41 +320,41 @@ def test_a_group_that_does_not_form_leaves_the_old_epoch_serving(group_fails) ->
 def test_a_newcomer_that_dies_as_it_joins_is_replaced() -> None:
     """The roster lists it for a moment; nobody else would see that it is dead."""
 
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.placement.stillborn.add(1)
-        world.manager.scale(2)
-        await world.settle()
-        assert world.active == [0, 1] and world.placement.did("start") == [[0], [1], [1]]
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.dies_on_start.add(1)
+        harness.manager.scale(2)
+        await harness.settle()
+        assert harness.active == [0, 1] and harness.placement.did("start") == [[0], [1], [1]]
 
     run(scenario)
 
 
 def test_a_replacement_that_fails_is_tried_until_it_succeeds() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.placement.events.clear()
-        world.placement.always = transient("no room")
-        world.placement.die(0)
-        await world.settle()
-        assert world.manager.phase == "failed" and "no room (tried 5" in world.manager.error
-        assert len(world.placement.did("start")) == MAX_FAILURES
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.events.clear()
+        harness.placement.always = transient("no room")
+        harness.placement.die(0)
+        await harness.settle()
+        assert harness.manager.phase == "failed" and "no room (tried 5" in harness.manager.error
+        assert len(harness.placement.did("start")) == MAX_FAILURES
         await asyncio.sleep(10_000)
-        world.placement.always = None
+        harness.placement.always = None
         await asyncio.sleep(400)
-        assert world.active == [0] and world.manager.phase == "idle"
+        assert harness.active == [0] and harness.manager.phase == "idle"
 
     run(scenario)
 
 
 def test_an_engine_that_dies_after_a_failed_grow_is_replaced() -> None:
-    async def scenario(world: World) -> None:
-        await world.start()
-        world.placement.failures = {2: [transient()]}
-        world.manager.scale(3)
-        await world.settle()
-        world.placement.die(0)
-        await world.settle()
-        assert world.active == [0, 1]
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.failures = {2: [transient()]}
+        harness.manager.scale(3)
+        await harness.settle()
+        harness.placement.die(0)
+        await harness.settle()
+        assert harness.active == [0, 1]
 
     run(scenario, data=2)

@@ -57,8 +57,8 @@ class Table:
         self._looks_left = {text: max(0, left - 1) for text, left in self._looks_left.items()}
         return set(self.actors)
 
-    def group_ids(self, is_ours: Any) -> dict[str, list[str]]:
-        return {text: [key] for text, key in self.groups.items() if is_ours(text)}
+    def group_ids(self, name_filter: Any) -> dict[str, list[str]]:
+        return {text: [key] for text, key in self.groups.items() if name_filter(text)}
 
     def find_actor(self, text: str, _namespace: str) -> Any:
         says = self.actors.get(text)

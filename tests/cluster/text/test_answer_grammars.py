@@ -13,9 +13,9 @@ import pytest
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.cluster.text.parsers import tool_format
-from swell.cluster.text.parsers.parts import Message
+from swell.cluster.text.parsers.deltas import Message
 from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
-from tests.cluster.text.grammar_walk import SCHEMA, TOOLS, WITH_TOOLS, request, walk
+from tests.cluster.text.grammar_samples import SCHEMA, TOOLS, WITH_TOOLS, request, walk
 from tests.kinds import KINDS, kind
 
 FORM = {"type": "json_schema", "json_schema": {"name": "form", "schema": SCHEMA}}
@@ -155,11 +155,11 @@ def test_chosen_calls_that_are_cut_off_show_no_markup(name: str, fields: dict[st
     body = request(tools=STRICT, reasoning_effort="none", **fields)
     answer = walk(name, body, likes=OPENERS)
     assert answer.message.tool_calls
-    openers = [opener.strip() for opener in tool_format(kind(name).tools).openers]
+    start_markers = [opener.strip() for opener in tool_format(kind(name).tools).start_markers]
     lengths = [*range(min(len(answer.ids), 30)), *range(30, len(answer.ids), 25)]
     for length, stream in itertools.product(lengths, (False, True)):
         message = answer.read(length, stream=stream)
-        assert not any(one in (message.content or "") for one in openers), message
+        assert not any(one in (message.content or "") for one in start_markers), message
 
 
 # --------------------------------------------------------------------------------- reasoning

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text import incremental_decoders as module
-from swell.cluster.text.detokenizer import Detokenizer, Opening
-from swell.cluster.text.incremental_decoders import REPLACEMENT, WindowText
+from swell.cluster.text import incremental_detokenizers as module
+from swell.cluster.text.detokenizer import Detokenizer, TextStart
+from swell.cluster.text.incremental_detokenizers import REPLACEMENT, WindowDetokenizer
 from tests.cluster.text import tokenizers_for_tests as made
 from tests.kinds import kind
 
@@ -53,7 +53,7 @@ def test_pieces_are_the_decoding_of_random_ids(name: str, skip: bool) -> None:
 
 
 def continued(shared: Detokenizer, prompt: list[int], ids: list[int], skip: bool) -> str:
-    text = shared.start(skip, Opening.CONTINUATION, prompt)
+    text = shared.start(skip, TextStart.CONTINUATION, prompt)
     return "".join(map(text.push, ids)) + text.flush()
 
 
@@ -128,7 +128,7 @@ def test_the_answer_finishes_the_character_that_the_prompt_began(name: str, behi
 def test_verbatim_is_what_the_tokens_spell(name: str) -> None:
     tokenizer = LAWFUL[name]
     ids = [i for i in tokenizer.encode("the fox").ids if not is_special(name, i)]
-    text = SHARED[name].start(True, Opening.VERBATIM)
+    text = SHARED[name].start(True, TextStart.VERBATIM)
     assert "".join(map(text.push, ids)) + text.flush() == " the fox"
 
 
@@ -146,7 +146,7 @@ def test_a_long_prompt_costs_no_more_than_its_end(name: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "push", push)
-        shared.start(True, Opening.CONTINUATION, tokenizer.encode(made.CORPUS[0]).ids * 200)
+        shared.start(True, TextStart.CONTINUATION, tokenizer.encode(made.CORPUS[0]).ids * 200)
     assert 0 < len(pushed) <= module.MAX_RUN_TOKENS
 
 
@@ -160,8 +160,8 @@ def test_pieces_are_the_decoding_of_real_text(name: str, line: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(LAWFUL))
 def test_known_decoders_get_an_exact_machine(name: str) -> None:
-    assert not isinstance(SHARED[name].start(True), WindowText)
-    assert not isinstance(SHARED[name].start(False), WindowText)
+    assert not isinstance(SHARED[name].start(True), WindowDetokenizer)
+    assert not isinstance(SHARED[name].start(False), WindowDetokenizer)
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama2", "gemma"])
@@ -212,14 +212,14 @@ def test_a_long_run_is_not_held_for_ever() -> None:
 def test_a_rule_over_the_whole_text_falls_back_to_a_window() -> None:
     tokenizer = made.replaced_after_fusing()
     shared = Detokenizer(tokenizer)
-    assert isinstance(shared.start(), WindowText)
+    assert isinstance(shared.start(), WindowDetokenizer)
     ids = tokenizer.encode("the▁fox▁a").ids
     assert incremental(shared, ids, True) == tokenizer.decode(ids)
 
 
 def test_a_machine_that_disagrees_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "to_bytes", lambda token: token.encode())
-    assert isinstance(Detokenizer(made.byte_level()).start(), WindowText)
+    assert isinstance(Detokenizer(made.byte_level()).start(), WindowDetokenizer)
 
 
 @settings(max_examples=60, deadline=None)
@@ -227,7 +227,10 @@ def test_a_machine_that_disagrees_is_not_taken(monkeypatch: pytest.MonkeyPatch) 
 def test_a_window_keeps_the_law_where_it_showed_only_truth(ids: list[int]) -> None:
     """Even for bytes that are no UTF-8, whose window can be wrong in the middle."""
     tokenizer = made.byte_level()
-    text, shown = WindowText(lambda part: tokenizer.decode(part, skip_special_tokens=True)), ""
+    text, shown = (
+        WindowDetokenizer(lambda part: tokenizer.decode(part, skip_special_tokens=True)),
+        "",
+    )
     for token_id in ids:
         shown += text.push(token_id)
     whole = tokenizer.decode(ids, skip_special_tokens=True)
@@ -239,7 +242,7 @@ def test_tokens_without_text_keep_the_context_of_a_window() -> None:
     tokenizer = made.llama2()
     the, blank = tokenizer.token_to_id("▁the"), tokenizer.token_to_id("</s>")
     ids = [the, *[blank] * 50, the]
-    text = WindowText(lambda part: tokenizer.decode(part, skip_special_tokens=True))
+    text = WindowDetokenizer(lambda part: tokenizer.decode(part, skip_special_tokens=True))
     assert "".join(map(text.push, ids)) + text.flush() == "the the"
 
 

@@ -31,7 +31,7 @@ DEFAULTS = {name: GIVEN[name] for name in NAMES}
 NEUTRAL = dict(zip(NAMES, (1.0, 1.0, 0, 0.0, 1.0), strict=True))
 SAID = dict(zip(NAMES, (0.75, 0.9, 3, 0.5, 1.25), strict=True))
 HELLO = [{"role": "user", "content": "hello"}]
-WISHES: dict[str, dict[str, Any]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [1, 2]},
     "/v1/chat/completions": {"messages": HELLO},
     "/v1/responses": {"input": "hello", "store": False},
@@ -46,15 +46,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def asked(folder: Path, wishes: list[tuple[str, dict[str, Any]]], **settings: object) -> list[Any]:
-    """What the engine gets for each wish, and what the answer says."""
+def engine_requests(
+    folder: Path, requests: list[tuple[str, dict[str, Any]]], **settings: object
+) -> list[Any]:
+    """What the engine gets for each payload, and what the answer says."""
 
     async def run() -> list[Any]:
         async with FakeCluster(folder, **settings).serving() as cluster:
             engine = await cluster.join(0)
             got = []
-            for path, wish in wishes:
-                answer = await cluster.client.post(path, json={"model": "fake", **wish})
+            for path, payload in requests:
+                answer = await cluster.client.post(path, json={"model": "fake", **payload})
                 assert answer.status_code == 200, answer.text
                 got.append((engine.arrived[-1], answer.json()))
             return got
@@ -68,7 +70,7 @@ def filters(request: Any) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_a_request_that_does_not_say_gets_the_models_defaults(folder):
-    got = asked(folder, list(WISHES.items()))
+    got = engine_requests(folder, list(REQUESTS.items()))
     assert [filters(request) for request, _ in got] == [DEFAULTS] * 4
     # Chat and responses have no limit of their own; completions and messages have.
     assert [request.max_tokens for request, _ in got] == [16, 9, 9, 5]
@@ -79,18 +81,18 @@ def test_a_request_that_does_not_say_gets_the_models_defaults(folder):
 @pytest.mark.slow
 def test_null_says_nothing_and_a_neutral_value_says_something(folder):
     null = dict.fromkeys(NAMES)
-    wishes = [("/v1/completions", {"prompt": [1], **null})]
-    wishes += [("/v1/chat/completions", {"messages": HELLO, **said}) for said in (NEUTRAL, SAID)]
-    wishes += [("/v1/responses", {"input": "x", **NEUTRAL})]
+    requests = [("/v1/completions", {"prompt": [1], **null})]
+    requests += [("/v1/chat/completions", {"messages": HELLO, **said}) for said in (NEUTRAL, SAID)]
+    requests += [("/v1/responses", {"input": "x", **NEUTRAL})]
     few = {name: SAID[name] for name in ("temperature", "top_p", "top_k")}
-    wishes += [("/v1/messages", {"messages": HELLO, "max_tokens": 2, **few})]
-    got = [filters(request) for request, _ in asked(folder, wishes)]
+    requests += [("/v1/messages", {"messages": HELLO, "max_tokens": 2, **few})]
+    got = [filters(request) for request, _ in engine_requests(folder, requests)]
     assert got == [DEFAULTS, NEUTRAL, SAID, NEUTRAL, {**DEFAULTS, **few}]
 
 
 @pytest.mark.slow
 def test_the_file_is_ignored_where_the_operator_says_so(folder):
-    got = asked(folder, list(WISHES.items()), **{"model.generation_config": "none"})
+    got = engine_requests(folder, list(REQUESTS.items()), **{"model.generation_config": "none"})
     assert [filters(request) for request, _ in got] == [NEUTRAL] * 4
     assert got[1][0].max_tokens > 100
     assert got[2][1]["temperature"] == 1.0
@@ -98,8 +100,8 @@ def test_the_file_is_ignored_where_the_operator_says_so(folder):
 
 @pytest.mark.slow
 def test_a_longer_answer_than_the_default_may_be_asked_for(folder):
-    wish = {"messages": HELLO, "max_tokens": 40, "ignore_eos": True}
-    ((request, _),) = asked(folder, [("/v1/chat/completions", wish)])
+    payload = {"messages": HELLO, "max_tokens": 40, "ignore_eos": True}
+    ((request, _),) = engine_requests(folder, [("/v1/chat/completions", payload)])
     assert request.max_tokens == 40
 
 

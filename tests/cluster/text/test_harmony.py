@@ -10,9 +10,9 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.cluster.text.grammar_walk import SCHEMA, TOOLS, Walk, formats, request, walk
+from tests.cluster.text.grammar_samples import SCHEMA, TOOLS, GrammarSample, formats, request, walk
 from tests.cluster.text.test_answer_grammars import FORM, NAMED, STRICT, allowed, check_calls
-from tests.conformance.house import open_house
+from tests.conformance.in_process_server import start_in_process_server
 from tests.kinds import kind
 
 NAME = "gpt_oss"
@@ -21,7 +21,7 @@ MARKS = {
 }
 
 
-def walks(seeds: int = 6, **fields: Any) -> list[tuple[str, Walk]]:
+def walks(seeds: int = 6, **fields: Any) -> list[tuple[str, GrammarSample]]:
     """Those that end, as they do for most seeds: two of three like to end a message."""
     body, found = request(thinking_token_budget=8, **fields), []
     for seed in range(seeds):
@@ -167,7 +167,7 @@ def test_a_model_writes_them() -> None:
         {"response_format": FORM},
         {"tools": STRICT, "response_format": FORM},
     ]
-    with open_house(
+    with start_in_process_server(
         kind(NAME).folder(), **{"model.name": "gpt", "model.max_model_len": 2048}
     ) as house:
         for fields in asked:

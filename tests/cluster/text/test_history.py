@@ -41,7 +41,7 @@ class Answer(BaseModel):
 def chat(*messages: Any, **fields: Any) -> tuple[ChatCompletionRequest, Counter[str]]:
     body = json.dumps({"messages": [USER, *messages], **fields})
     decoded = read(body.encode(), ChatCompletionRequest)
-    return decoded.request, decoded.findings.ignored
+    return decoded.request, decoded.stripped.ignored
 
 
 def refusal(*messages: Any, **fields: Any) -> BadRequest:
@@ -172,7 +172,7 @@ def test_messages_of_python_callers_are_read_likewise() -> None:
 def test_tokenize_reads_the_same_history() -> None:
     body = json.dumps({"messages": [USER, parsed_message()], "tools": [{**TOOL, "strict": True}]})
     decoded = read(body.encode(), TokenizeRequest)
-    assert decoded.findings.ignored["parsed"] == 1
+    assert decoded.stripped.ignored["parsed"] == 1
 
 
 # ----------------------------------------------------------------------------- responses
@@ -208,7 +208,7 @@ def test_parsed_items_are_taken_as_they_are_dumped() -> None:
         "FunctionCallOutputItem",
     ]
     assert decoded.request.function_tools()[0].name == "f"
-    ignored = decoded.findings.ignored
+    ignored = decoded.stripped.ignored
     assert ignored["parsed"] == ignored["parsed_arguments"] == ignored["returns"] == 1
 
 
@@ -238,7 +238,7 @@ def test_a_dumped_message_of_anthropics_client_is_taken() -> None:
     messages = chat_messages(decoded.request)
     assert [one.role for one in messages] == ["user", "assistant", "tool"]
     assert (messages[1].text, messages[1].reasoning_content) == ("yes", "hm")
-    ignored = decoded.findings.ignored
+    ignored = decoded.stripped.ignored
     assert ignored["id"] == ignored["usage"] == ignored["returns"] == ignored["timestamp"] == 1
     assert ignored["other"] >= 1
 

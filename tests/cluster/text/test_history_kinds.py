@@ -12,7 +12,7 @@ from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
 from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
-from swell.cluster.text.truncation import Keep, TextOptions
+from swell.cluster.text.truncation import TokenizeOptions, Truncation
 from tests.kinds import KINDS, kind
 
 USER = {"role": "user", "content": "hi"}
@@ -78,9 +78,9 @@ def test_special_tokens_are_added_and_prompts_are_cut(name: str) -> None:
     assert len(whole) > 64
     for add, ids in ((False, whole), (True, marked)):
         for side, cut in (("left", ids[-20:]), ("right", ids[:20])):
-            options = TextOptions(add, Keep(20, side, 1))  # type: ignore[arg-type]
+            options = TokenizeOptions(add, Truncation(20, side, 1))  # type: ignore[arg-type]
             assert prompts.completion_prompts(text, options) == [cut]
-    window = TextOptions(False, Keep(-1, "left", 10))
+    window = TokenizeOptions(False, Truncation(-1, "left", 10))
     assert prompts.completion_prompts(text, window) == [whole[-54:]]
 
 

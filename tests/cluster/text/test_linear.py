@@ -18,16 +18,16 @@ import pytest
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.messages.convert import chat_request as of_messages
 from swell.cluster.api.messages.protocol import MessagesRequest
-from swell.cluster.api.responses.convert import chat_messages, in_our_words
+from swell.cluster.api.responses.convert import as_responses_error, chat_messages
 from swell.cluster.api.responses.input_items import read_input
 from swell.cluster.api.server.access import host_name
 from swell.cluster.text import structured_output as structured
-from swell.cluster.text.object_text import ObjectText
+from swell.cluster.text.object_text import PartialObject
 from swell.cluster.text.parsers import PARSERS, REASONING, make_parser
 from swell.cluster.text.parsers.reasoning import ThinkParser
 from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.decode import decode
-from swell.cluster.text.schema.json_size import count_parts
+from swell.cluster.text.schema.json_size import count_json
 from swell.cluster.text.stop_strings import StopChecker
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def parsed(name: str | None, reasoning: str | None) -> Callable[[str], object]:
 
 
 def object_text(text: str) -> None:
-    reader = ObjectText()
+    reader = PartialObject()
     given = "".join(reader.push('{"a": "' + text[n : n + 7]) for n in range(0, len(text), 7))
     reader.close(given)
 
@@ -100,15 +100,15 @@ READERS: dict[str, Callable[[str], object]] = {
     "places": lambda text: structured._PLACE.sub("", "at 1(1" + text),
     "quoted": structured._quoted,
     "regex": lambda text: structured._regex(text, "p"),
-    "counted": lambda text: list(count_parts(text.encode())),
-    "counted outside": lambda text: list(count_parts(text.replace('"', "").encode())),
+    "counted": lambda text: list(count_json(text.encode())),
+    "counted outside": lambda text: list(count_json(text.replace('"', "").encode())),
     "body": chat,
     "no body": lambda text: decode(text.encode(), ChatCompletionRequest),
     "unknown field": lambda text: decode(json.dumps({text: 1}).encode(), ChatCompletionRequest),
-    "wrong words": lambda text: in_our_words(BadRequest(text)),
+    "wrong words": lambda text: as_responses_error(BadRequest(text)),
     "shown": shown,
     "host": host_name,
-    "end of a prompt": ThinkParser.begun_by,
+    "end of a prompt": ThinkParser.opened_by_prompt,
     "object text": object_text,
     "stops": stopped,
     **{f"parser {name}": parsed(name, None) for name in PARSERS},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.client.parallel_sampling import check_children
+from swell.cluster.client.parallel_sampling import check_num_children
 from swell.cluster.text import input_processor as asks
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams, internal_request_id
 from tests.cluster.fake_cluster import FakeCluster, body, truth, until
@@ -35,7 +35,7 @@ def test_the_product_of_prompts_and_answers_is_limited(
     prompts: int, params: SamplingParams, field: str
 ) -> None:
     with pytest.raises(BadRequest) as refused:
-        check_children(prompts, params, 1024)
+        check_num_children(prompts, params, 1024)
     assert refused.value.param == field
     assert "serve.max_children=1024" in refused.value.message
 
@@ -44,7 +44,7 @@ def test_the_product_of_prompts_and_answers_is_limited(
     ("prompts", "params"), [(1024, SamplingParams()), (8, SamplingParams(n=100, best_of=128))]
 )
 def test_up_to_the_limit_they_pass(prompts: int, params: SamplingParams) -> None:
-    check_children(prompts, params, 1024)
+    check_num_children(prompts, params, 1024)
 
 
 def test_ids_do_not_collide() -> None:
@@ -58,8 +58,8 @@ def test_too_many_answers_begin_none(folder: Path) -> None:
     async def ask() -> None:
         async with FakeCluster(folder, **{"serve.max_children": 16}).serving() as cluster:
             engine = await cluster.join(0)
-            wish: dict[str, Any] = {**body([1, 2], 2), "prompt": [[1, 2]] * 4, "n": 5}
-            refused = await cluster.client.post("/v1/completions", json=wish)
+            payload: dict[str, Any] = {**body([1, 2], 2), "prompt": [[1, 2]] * 4, "n": 5}
+            refused = await cluster.client.post("/v1/completions", json=payload)
             assert refused.status_code == 400
             error = refused.json()["error"]
             assert error["param"] == "n" and "serve.max_children=16" in error["message"]
@@ -67,7 +67,7 @@ def test_too_many_answers_begin_none(folder: Path) -> None:
             refused = await cluster.client.post("/v1/chat/completions", json=chat)
             assert refused.json()["error"]["param"] == "n"
             assert engine.arrived == []
-            answer = await cluster.client.post("/v1/completions", json={**wish, "n": 4})
+            answer = await cluster.client.post("/v1/completions", json={**payload, "n": 4})
             assert len(answer.json()["choices"]) == 16
 
     asyncio.run(ask())
@@ -89,12 +89,12 @@ def test_what_fails_in_the_middle_leaves_no_answer_running(folder: Path, stream:
                 return submit(*args, **kwargs)
 
             llm.submit = fails_at_the_70th  # type: ignore[method-assign]
-            wish = {**body([1], 5, stream=stream), "prompt": [[n] for n in range(100)]}
-            answer = await cluster.client.post("/v1/completions", json=wish)
+            payload = {**body([1], 5, stream=stream), "prompt": [[n] for n in range(100)]}
+            answer = await cluster.client.post("/v1/completions", json=payload)
             assert answer.status_code == 500
             await until(lambda: len(engine.arrived) == len(engine.aborted) == 69)
             assert engine.requests == {}
-            assert llm._tickets == llm._runs == {} == llm._processor.request_states
+            assert llm._tickets == llm._attempts == {} == llm._processor.request_states
             del llm.submit  # type: ignore[method-assign]
             engine.allow()
             answer = await cluster.client.post("/v1/completions", json=body([7], 3))
@@ -115,7 +115,7 @@ def test_one_request_that_cannot_be_placed_leaves_nothing_behind(folder: Path) -
             llm._router.choose = broken  # type: ignore[method-assign]
             answer = await cluster.client.post("/v1/completions", json=body([1], 2))
             assert answer.status_code == 500
-            assert llm._tickets == llm._runs == {} == llm._processor.request_states
+            assert llm._tickets == llm._attempts == {} == llm._processor.request_states
 
     asyncio.run(ask())
 
@@ -124,8 +124,8 @@ def test_a_client_that_leaves_while_its_answers_begin_takes_them_along(folder: P
     async def ask() -> None:
         async with FakeCluster(folder).serving() as cluster:
             engine = await cluster.join(0, steps=0)
-            wish = {**body([1], 5), "prompt": [[n % 400] * 500 for n in range(1000)]}
-            asking = asyncio.create_task(cluster.client.post("/v1/completions", json=wish))
+            payload = {**body([1], 5), "prompt": [[n % 400] * 500 for n in range(1000)]}
+            asking = asyncio.create_task(cluster.client.post("/v1/completions", json=payload))
             await until(lambda: engine.arrived)
             asking.cancel()
             await until(lambda: not cluster.ingress.llm._processor.request_states)
@@ -147,14 +147,14 @@ def test_a_client_that_leaves_or_is_late_does_not_queue_for_its_grammar(
             free = threading.Event()
             grammars = cluster.ingress._offloads.grammars
             busy = [asyncio.create_task(grammars.run(free.wait)) for _ in range(2)]
-            wish = {**body([1, 2], 2), "structured_outputs": {"choice": ["a", "b"]}}
+            payload = {**body([1, 2], 2), "structured_outputs": {"choice": ["a", "b"]}}
             try:
-                leaves = asyncio.create_task(cluster.client.post("/v1/completions", json=wish))
+                leaves = asyncio.create_task(cluster.client.post("/v1/completions", json=payload))
                 await until(lambda: grammars._pool._work_queue.qsize() == 1)
                 leaves.cancel()
                 headers = {"x-request-timeout-s": "0.05"}
                 late = asyncio.create_task(
-                    cluster.client.post("/v1/completions", json=wish, headers=headers)
+                    cluster.client.post("/v1/completions", json=payload, headers=headers)
                 )
                 await asyncio.wait({late}, timeout=5)
                 await until(lambda: not cluster.edge._server.server_state.tasks)

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.conformance.house import MODEL, House, open_house
+from tests.conformance.in_process_server import MODEL, InProcessServer, start_in_process_server
 
 MAX_MODEL_LEN = 2048
 Post = Callable[..., httpx.Response]
@@ -24,30 +24,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="package")
-def house() -> Iterator[House]:
+def in_process_server() -> Iterator[InProcessServer]:
     """With room for tools and forms."""
-    with open_house(**{"model.max_model_len": MAX_MODEL_LEN}) as house:
-        yield house
+    with start_in_process_server(**{"model.max_model_len": MAX_MODEL_LEN}) as in_process_server:
+        yield in_process_server
 
 
 @pytest.fixture(scope="package")
-def client(house: House) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{house.url}/v1", api_key="k", max_retries=0) as client:
+def client(in_process_server: InProcessServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{in_process_server.url}/v1", api_key="k", max_retries=0
+    ) as client:
         yield client
 
 
 @pytest.fixture(scope="package")
-def claude(house: House) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=house.url, api_key="k", max_retries=0) as client:
+def claude(in_process_server: InProcessServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=in_process_server.url, api_key="k", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="package")
-def post(house: House) -> Post:
+def post(in_process_server: InProcessServer) -> Post:
     """Sends a body to a path, with the model's name and temperature 0 unless it says others."""
 
     def post(path: str, /, **body: Any) -> httpx.Response:
         plain = {} if "token" in path else {"temperature": 0}
-        return house.client.post(path, json={"model": MODEL, **plain, **body})
+        return in_process_server.client.post(path, json={"model": MODEL, **plain, **body})
 
     return post

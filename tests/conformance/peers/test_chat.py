@@ -8,10 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.conformance.house import MODEL
-from tests.conformance.peers.asks import CHAT, UPPER, choices, events, ok, refused
+from tests.conformance.in_process_server import MODEL
 from tests.conformance.peers.conftest import Post
 from tests.conformance.peers.differences import differs
+from tests.conformance.peers.requests import CHAT, UPPER, choices, events, ok, refused
 
 LONG = {"messages": UPPER, "max_completion_tokens": 10, "ignore_eos": True}
 

@@ -15,10 +15,23 @@ from typing import Any
 import openai
 import pytest
 
-from tests.conformance.house import DEADLINE_S, MODEL, House, open_house
-from tests.conformance.peers.asks import CHAT, COMPLETIONS, PLAIN, UPPER, model_body, ok, refused
+from tests.conformance.in_process_server import (
+    DEADLINE_S,
+    MODEL,
+    InProcessServer,
+    start_in_process_server,
+)
 from tests.conformance.peers.conftest import MAX_MODEL_LEN, Post
 from tests.conformance.peers.differences import differs
+from tests.conformance.peers.requests import (
+    CHAT,
+    COMPLETIONS,
+    PLAIN,
+    UPPER,
+    model_body,
+    ok,
+    refused,
+)
 
 ORIGIN = "http://trusted.example"
 PREFLIGHT = {
@@ -29,33 +42,35 @@ PREFLIGHT = {
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/load", "/server_info"])
 @pytest.mark.parametrize("end", ["", "/"])
-def test_routes(house: House, path: str, end: str) -> None:
+def test_routes(in_process_server: InProcessServer, path: str, end: str) -> None:
     """vLLM test_basic.py::test_check_health, test_show_version, test_server_load; SGLang's
     /server_info; test_optional_middleware.py: a trailing slash is no redirect"""
-    assert house.client.get(path + end).status_code == 200
+    assert in_process_server.client.get(path + end).status_code == 200
 
 
-def test_version(house: House) -> None:
+def test_version(in_process_server: InProcessServer) -> None:
     """vLLM test_basic.py::test_show_version"""
-    assert isinstance(ok(house.client.get("/version"))["version"], str)
+    assert isinstance(ok(in_process_server.client.get("/version"))["version"], str)
 
 
-def test_load_at_rest(house: House) -> None:
+def test_load_at_rest(in_process_server: InProcessServer) -> None:
     """vLLM test_basic.py::test_server_load"""
-    house.wait_idle()
+    in_process_server.wait_idle()
     end = time.monotonic() + DEADLINE_S
-    while ok(house.client.get("/load"))["server_load"]:  # as the engine reported last
+    while ok(in_process_server.client.get("/load"))["server_load"]:  # as the engine reported last
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
-def test_models(client: openai.OpenAI, house: House) -> None:
+def test_models(client: openai.OpenAI, in_process_server: InProcessServer) -> None:
     """vLLM test_models.py::test_check_models; SGLang test_openai_server.py::test_model_list; Ray
     test_model_discovery.py"""
     (model,) = client.models.list().data
     assert model.id == MODEL and model.object == "model"
     assert model.max_model_len == MAX_MODEL_LEN  # type: ignore[attr-defined]
-    assert ok(house.client.get("/v1/models/")) == ok(house.client.get("/v1/models"))
+    assert ok(in_process_server.client.get("/v1/models/")) == ok(
+        in_process_server.client.get("/v1/models")
+    )
 
 
 def test_one_model(client: openai.OpenAI) -> None:
@@ -67,57 +82,59 @@ def test_one_model(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])
-def test_other_content_types(house: House, kind: str | None) -> None:
+def test_other_content_types(in_process_server: InProcessServer, kind: str | None) -> None:
     """vLLM test_basic.py::test_request_wrong_content_type"""
     content = json.dumps(model_body(messages=UPPER)).encode()
     headers = {"content-type": kind} if kind else {}
-    answer = house.client.post(CHAT, content=content, headers=headers)
+    answer = in_process_server.client.post(CHAT, content=content, headers=headers)
     assert answer.status_code in (400, 415), answer.text
 
 
-def test_content_types_with_more(house: House) -> None:
+def test_content_types_with_more(in_process_server: InProcessServer) -> None:
     """vLLM: a charset, and other letters"""
     content = json.dumps(model_body(messages=UPPER)).encode()
     for kind in ("application/json; charset=utf-8", "Application/JSON"):
-        assert ok(house.client.post(CHAT, content=content, headers={"content-type": kind}))
+        assert ok(
+            in_process_server.client.post(CHAT, content=content, headers={"content-type": kind})
+        )
 
 
-def test_cancelled_requests_leave_room(house: House) -> None:
+def test_cancelled_requests_leave_room(in_process_server: InProcessServer) -> None:
     """vLLM test_basic.py::test_request_cancellation: those who leave early hold nothing"""
     body = model_body(messages=UPPER, max_tokens=1500, ignore_eos=True, stream=True)
     for _ in range(20):
-        with house.client.stream("POST", CHAT, json=body) as answer:
+        with in_process_server.client.stream("POST", CHAT, json=body) as answer:
             next(answer.iter_bytes())
-    house.answers()
-    house.wait_idle()
+    in_process_server.answers()
+    in_process_server.wait_idle()
 
 
-def test_request_ids(house: House) -> None:
+def test_request_ids(in_process_server: InProcessServer) -> None:
     """vLLM test_x_request_id.py: what a client names comes back"""
-    answer = house.client.post(
+    answer = in_process_server.client.post(
         CHAT, json=model_body(messages=UPPER), headers={"x-request-id": "mine-1"}
     )
     assert answer.headers["x-request-id"] == "mine-1"
-    assert house.client.get("/v1/models").headers["x-request-id"]
+    assert in_process_server.client.get("/v1/models").headers["x-request-id"]
 
 
-def test_no_cors_by_default(house: House) -> None:
+def test_no_cors_by_default(in_process_server: InProcessServer) -> None:
     """vLLM test_cors_middleware.py::test_default_origins_prevent_cross_origin_reads_and_..."""
     attacker = {"origin": "http://attacker.example"}
-    answer = house.client.get("/v1/models", headers=attacker)
+    answer = in_process_server.client.get("/v1/models", headers=attacker)
     assert "access-control-allow-origin" not in answer.headers
-    preflight = house.client.options(CHAT, headers=attacker | PREFLIGHT)
+    preflight = in_process_server.client.options(CHAT, headers=attacker | PREFLIGHT)
     assert preflight.status_code >= 400
     assert "access-control-allow-origin" not in preflight.headers
 
 
 @pytest.fixture(scope="module")
-def open_to_pages() -> Iterator[House]:
-    with open_house(**{"serve.cors_origins": [ORIGIN]}) as house:
-        yield house
+def open_to_pages() -> Iterator[InProcessServer]:
+    with start_in_process_server(**{"serve.cors_origins": [ORIGIN]}) as in_process_server:
+        yield in_process_server
 
 
-def test_cors_for_one_origin(open_to_pages: House) -> None:
+def test_cors_for_one_origin(open_to_pages: InProcessServer) -> None:
     """vLLM test_cors_middleware.py::test_explicit_origin_allows_browser_requests"""
     client = open_to_pages.client
     for origin, allowed in ((ORIGIN, True), ("http://attacker.example", False)):
@@ -128,7 +145,7 @@ def test_cors_for_one_origin(open_to_pages: House) -> None:
         assert (preflight.headers.get("access-control-allow-origin") == origin) == allowed
 
 
-def test_cors_of_a_stream(open_to_pages: House) -> None:
+def test_cors_of_a_stream(open_to_pages: InProcessServer) -> None:
     """A page reads events, and errors, as well"""
     client = open_to_pages.client
     for more in ({"stream": True}, {"temperature": -1}):
@@ -140,35 +157,39 @@ def test_cors_of_a_stream(open_to_pages: House) -> None:
 @pytest.mark.parametrize(
     ("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("identity", bytes)]
 )
-def test_packed_bodies(house: House, encoding: str, pack: Any) -> None:
+def test_packed_bodies(in_process_server: InProcessServer, encoding: str, pack: Any) -> None:
     """SGLang and proxies in front of Ray Serve send packed bodies"""
     content = pack(json.dumps(model_body(messages=UPPER, temperature=0)).encode())
     headers = {"content-type": "application/json", "content-encoding": encoding}
-    answer = ok(house.client.post(CHAT, content=content, headers=headers))
+    answer = ok(in_process_server.client.post(CHAT, content=content, headers=headers))
     assert answer["choices"][0]["message"]["content"] == "ABC"
 
 
-def test_bodies_packed_otherwise(house: House) -> None:
+def test_bodies_packed_otherwise(in_process_server: InProcessServer) -> None:
     headers = {"content-type": "application/json", "content-encoding": "br"}
-    refused(house.client.post(CHAT, content=b"x", headers=headers), 415)
+    refused(in_process_server.client.post(CHAT, content=b"x", headers=headers), 415)
 
 
-def test_bodies_that_unpack_to_too_much(house: House) -> None:
+def test_bodies_that_unpack_to_too_much(in_process_server: InProcessServer) -> None:
     """SGLang test_request_body_validation.py, for a bomb"""
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     bomb = gzip.compress(b" " * 10**7)
-    refused(house.client.post(CHAT, content=bomb, headers=headers), 413)
+    refused(in_process_server.client.post(CHAT, content=bomb, headers=headers), 413)
 
 
-def test_a_byte_order_mark(house: House) -> None:
+def test_a_byte_order_mark(in_process_server: InProcessServer) -> None:
     content = b"\xef\xbb\xbf" + json.dumps(model_body(messages=UPPER)).encode()
-    ok(house.client.post(CHAT, content=content, headers={"content-type": "application/json"}))
+    ok(
+        in_process_server.client.post(
+            CHAT, content=content, headers={"content-type": "application/json"}
+        )
+    )
 
 
-def test_a_client_that_closes_its_half(house: House) -> None:
+def test_a_client_that_closes_its_half(in_process_server: InProcessServer) -> None:
     """Ray test_byte_relay.py: a relay that has sent all says so, and reads on"""
     content = json.dumps(model_body(messages=UPPER, temperature=0)).encode()
-    host, port = house.url.removeprefix("http://").split(":")
+    host, port = in_process_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 30) as one:
         head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         one.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
@@ -178,15 +199,15 @@ def test_a_client_that_closes_its_half(house: House) -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_trailing_slashes(house: House, path: str) -> None:
+def test_trailing_slashes(in_process_server: InProcessServer, path: str) -> None:
     """Ray test_builder_ingress.py: routes end with or without one"""
-    assert ok(house.client.post(path + "/", json=model_body(**PLAIN[path])))
+    assert ok(in_process_server.client.post(path + "/", json=model_body(**PLAIN[path])))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/nothing", "/v1", "/", "/v1/embeddings"])
-def test_what_is_not_there(house: House, path: str) -> None:
+def test_what_is_not_there(in_process_server: InProcessServer, path: str) -> None:
     """vLLM test_validation_exception_handler.py: a 404 in OpenAI's form"""
-    assert refused(house.client.post(path, json={}), 404)["message"]
+    assert refused(in_process_server.client.post(path, json={}), 404)["message"]
 
 
 def test_errors_have_openais_form(post: Post) -> None:
@@ -213,17 +234,17 @@ def test_streams_are_event_streams(post: Post) -> None:
 COUNTED = ["prompt_tokens_total", "generation_tokens_total"]
 
 
-def metric(house: House, name: str) -> float:
-    lines = house.client.get("/metrics").text.splitlines()
+def metric(in_process_server: InProcessServer, name: str) -> float:
+    lines = in_process_server.client.get("/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"swell_{name}"))
 
 
-def test_metrics_count(house: House, post: Post) -> None:
+def test_metrics_count(in_process_server: InProcessServer, post: Post) -> None:
     """vLLM test_metrics.py::test_metrics_counts, under our names"""
-    house.wait_idle()
-    before = [metric(house, name) for name in COUNTED]
+    in_process_server.wait_idle()
+    before = [metric(in_process_server, name) for name in COUNTED]
     usage = ok(post(COMPLETIONS, prompt="Hello there", max_tokens=7, ignore_eos=True))["usage"]
-    after = [metric(house, name) for name in COUNTED]
+    after = [metric(in_process_server, name) for name in COUNTED]
     assert [new - old for new, old in zip(after, before, strict=True)] == [
         usage["prompt_tokens"],
         usage["completion_tokens"],
@@ -245,10 +266,10 @@ def test_metrics_count(house: House, post: Post) -> None:
         "request_queue_time_seconds_bucket",
     ],
 )
-def test_metrics_exist(house: House, post: Post, name: str) -> None:
+def test_metrics_exist(in_process_server: InProcessServer, post: Post, name: str) -> None:
     """vLLM test_metrics.py::test_metrics_exist, under our names"""
     ok(post(COMPLETIONS, prompt="Hello there", max_tokens=4))
-    text = house.client.get("/metrics").text
+    text = in_process_server.client.get("/metrics").text
     assert f"\nswell_{name}" in text
 
 
@@ -275,18 +296,26 @@ def test_many_at_once(post: Post) -> None:
 
 @differs("sglang test_openai_embedding.py")
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score"])
-def test_embeddings(house: House, path: str) -> None:
+def test_embeddings(in_process_server: InProcessServer, path: str) -> None:
     """SGLang test_openai_embedding.py, test_serving_embedding.py; vLLM test_embedding.py"""
-    ok(house.client.post(path, json=model_body(input="hi", query="a", documents=["b"])))
+    ok(in_process_server.client.post(path, json=model_body(input="hi", query="a", documents=["b"])))
 
 
 @differs("vllm test_lora_adapters.py")
-def test_adapters(house: House) -> None:
+def test_adapters(in_process_server: InProcessServer) -> None:
     """vLLM test_lora_adapters.py; SGLang test_lora_openai_compatible.py; Ray multiplex"""
-    ok(house.client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "b"}))
+    ok(
+        in_process_server.client.post(
+            "/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "b"}
+        )
+    )
 
 
 @differs("vllm test_batched_chat_completions.py")
-def test_batched_conversations(house: House) -> None:
+def test_batched_conversations(in_process_server: InProcessServer) -> None:
     """vLLM test_batched_chat_completions.py"""
-    ok(house.client.post("/v1/chat/completions/batch", json=model_body(messages=[UPPER, UPPER])))
+    ok(
+        in_process_server.client.post(
+            "/v1/chat/completions/batch", json=model_body(messages=[UPPER, UPPER])
+        )
+    )

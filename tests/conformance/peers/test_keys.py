@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.house import House, open_house
-from tests.conformance.peers.asks import CHAT, UPPER, model_body, ok
+from tests.conformance.in_process_server import InProcessServer, start_in_process_server
+from tests.conformance.peers.requests import CHAT, UPPER, model_body, ok
 
 KEY = "valid-key"
 ORIGIN = "http://dashboard.example"
@@ -30,19 +30,21 @@ GUARDED = [
 
 
 @pytest.fixture(scope="module")
-def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessServer]:
     file: Path = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"{KEY}\n")
     settings = {"serve.api_keys_file": str(file), "serve.cors_origins": [ORIGIN]}
-    with open_house(**settings) as house:
-        yield house
+    with start_in_process_server(**settings) as in_process_server:
+        yield in_process_server
 
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)
 @pytest.mark.parametrize(
     "headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}]
 )
-def test_without_the_key(locked: House, method: str, path: str, headers: dict[str, str]) -> None:
+def test_without_the_key(
+    locked: InProcessServer, method: str, path: str, headers: dict[str, str]
+) -> None:
     """vLLM test_auto_discovered_protected_routes_require_auth"""
     body = {"json": {}} if method == "POST" else {}
     assert locked.client.request(method, path, headers=headers, **body).status_code == 401
@@ -52,7 +54,9 @@ def test_without_the_key(locked: House, method: str, path: str, headers: dict[st
 @pytest.mark.parametrize(
     "headers", [{"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}, {"X-API-Key": KEY}]
 )
-def test_with_the_key(locked: House, method: str, path: str, headers: dict[str, str]) -> None:
+def test_with_the_key(
+    locked: InProcessServer, method: str, path: str, headers: dict[str, str]
+) -> None:
     """vLLM test_auto_discovered_protected_routes_require_auth: it is looked at first"""
     body = {"json": {}} if method == "POST" else {}
     answer = locked.client.request(method, path, headers=headers, **body)
@@ -60,13 +64,13 @@ def test_with_the_key(locked: House, method: str, path: str, headers: dict[str, 
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/health/", "/ping/", "/ready"])
-def test_probes_have_no_key(locked: House, path: str) -> None:
+def test_probes_have_no_key(locked: InProcessServer, path: str) -> None:
     """vLLM test_unguarded_path_with_trailing_slash_needs_no_token"""
     assert locked.client.get(path).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics"])
-def test_options_tell_nothing(locked: House, path: str) -> None:
+def test_options_tell_nothing(locked: InProcessServer, path: str) -> None:
     """vLLM test_bare_options_on_a_guarded_mount_needs_a_token,
     test_options_without_origin_is_not_a_preflight"""
     for headers in ({}, {"access-control-request-method": "GET"}):
@@ -74,7 +78,7 @@ def test_options_tell_nothing(locked: House, path: str) -> None:
         assert answer.status_code >= 400 and "swell_" not in answer.text
 
 
-def test_preflights_have_no_key(locked: House) -> None:
+def test_preflights_have_no_key(locked: InProcessServer) -> None:
     """vLLM test_cors_preflight_needs_no_token_and_returns_no_data"""
     headers = {"origin": ORIGIN, "access-control-request-method": "POST"}
     headers |= {"access-control-request-headers": "authorization, content-type"}
@@ -84,20 +88,22 @@ def test_preflights_have_no_key(locked: House) -> None:
     assert "authorization" in answer.headers["access-control-allow-headers"].lower()
 
 
-def test_a_refusal_can_be_read_by_a_page(locked: House) -> None:
+def test_a_refusal_can_be_read_by_a_page(locked: InProcessServer) -> None:
     """Ray test_auth_middleware.py: 401 in OpenAI's form, and for a page of an allowed origin"""
     answer = locked.client.post(CHAT, json=model_body(messages=UPPER), headers={"origin": ORIGIN})
     assert answer.status_code == 401 and answer.json()["error"]["message"]
     assert answer.headers["access-control-allow-origin"] == ORIGIN
 
 
-def test_an_answer_with_the_key(locked: House) -> None:
+def test_an_answer_with_the_key(locked: InProcessServer) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
     assert ok(locked.client.post(CHAT, json=model_body(messages=UPPER), headers=headers))
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_an_answer_before_the_body_ends_the_connection(locked: House, whole: bool) -> None:
+def test_an_answer_before_the_body_ends_the_connection(
+    locked: InProcessServer, whole: bool
+) -> None:
     """What a client with keep-alive needs to be told: a 401 does not wait for the body"""
     host, port = locked.url.removeprefix("http://").split(":")
     head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"

@@ -12,8 +12,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.conformance.house import House, open_house
-from tests.conformance.peers.asks import (
+from tests.conformance.in_process_server import InProcessServer, start_in_process_server
+from tests.conformance.peers.requests import (
     CHAT,
     COMPLETIONS,
     FORM,
@@ -42,8 +42,8 @@ STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "strea
 class Served:
     """A server of one kind."""
 
-    def __init__(self, house: House, kind: Kind) -> None:
-        self.house = house
+    def __init__(self, in_process_server: InProcessServer, kind: Kind) -> None:
+        self.in_process_server = in_process_server
         self.kind = kind
 
     @property
@@ -52,7 +52,9 @@ class Served:
 
     def post(self, path: str, **body: Any) -> Any:
         plain = {} if "token" in path else {"temperature": 0}
-        return self.house.client.post(path, json={**plain, **body, "model": self.kind.name})
+        return self.in_process_server.client.post(
+            path, json={**plain, **body, "model": self.kind.name}
+        )
 
     @property
     def brief(self) -> dict[str, Any]:
@@ -77,8 +79,10 @@ class Served:
 @pytest.fixture(scope="module", params=CHOSEN)
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     one = kind(request.param)
-    with open_house(one.folder(), **{"model.max_model_len": 4096}) as house:
-        yield Served(house, one)
+    with start_in_process_server(
+        one.folder(), **{"model.max_model_len": 4096}
+    ) as in_process_server:
+        yield Served(in_process_server, one)
 
 
 @pytest.mark.parametrize("prompt", ["The sky", " is", "def f():\n    return 1", "🚀 x"])

@@ -8,9 +8,9 @@ import anthropic
 import jsonschema
 import pytest
 
-from tests.conformance.house import MODEL
-from tests.conformance.peers.asks import FORM, MESSAGES, UPPER, ok
+from tests.conformance.in_process_server import MODEL
 from tests.conformance.peers.conftest import Post
+from tests.conformance.peers.requests import FORM, MESSAGES, UPPER, ok
 
 TOOL: Any = {"name": "get_weather", "description": "x", "input_schema": FORM}
 USED: Any = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "x"}}

@@ -10,9 +10,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.conformance.house import MODEL
-from tests.conformance.peers.asks import FORM, RESPONSES, ok, refused
+from tests.conformance.in_process_server import MODEL
 from tests.conformance.peers.conftest import Post
+from tests.conformance.peers.requests import FORM, RESPONSES, ok, refused
 
 TOOL = {"type": "function", "name": "get_weather", "description": "x", "parameters": FORM}
 NAMED = {"type": "function", "name": "get_weather"}

@@ -10,7 +10,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.conformance.peers.asks import (
+from tests.conformance.peers.conftest import Post
+from tests.conformance.peers.differences import differs
+from tests.conformance.peers.requests import (
     CHAT,
     COMPLETIONS,
     FORM,
@@ -21,8 +23,6 @@ from tests.conformance.peers.asks import (
     ok,
     refused,
 )
-from tests.conformance.peers.conftest import Post
-from tests.conformance.peers.differences import differs
 
 CHOICES = ["Python", "Java", "C++"]
 IP = r"((25[0-5]|(2[0-4]|1\d|[1-9]|)\d)\.){3}(25[0-5]|(2[0-4]|1\d|[1-9]|)\d)"

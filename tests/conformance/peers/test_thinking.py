@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.house import open_house
-from tests.conformance.peers.asks import CHAT, UPPER, events, ok, refused
+from tests.conformance.in_process_server import start_in_process_server
 from tests.conformance.peers.conftest import Post
+from tests.conformance.peers.requests import CHAT, UPPER, events, ok, refused
 from tests.conformance.peers.test_kinds import ASK, Served
 from tests.kinds import kind
 
@@ -18,8 +18,10 @@ from tests.kinds import kind
 @pytest.fixture(scope="module")
 def qwen() -> Iterator[Served]:
     one = kind("qwen3")
-    with open_house(one.folder(), **{"model.max_model_len": 2048}) as house:
-        yield Served(house, one)
+    with start_in_process_server(
+        one.folder(), **{"model.max_model_len": 2048}
+    ) as in_process_server:
+        yield Served(in_process_server, one)
 
 
 def prompt(served: Served, **more: Any) -> list[int]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.house import House
-from tests.conformance.peers.asks import WEATHER, ok, refused
+from tests.conformance.in_process_server import InProcessServer
 from tests.conformance.peers.conftest import MAX_MODEL_LEN, Post
 from tests.conformance.peers.differences import differs
+from tests.conformance.peers.requests import WEATHER, ok, refused
 from tests.e2e.cluster import NANO
 
 TALK = [
@@ -80,13 +80,13 @@ def test_a_text_or_a_conversation(post: Post) -> None:
     refused(post("/tokenize"))
 
 
-def test_the_model_is_ours(post: Post, house: House) -> None:
+def test_the_model_is_ours(post: Post, in_process_server: InProcessServer) -> None:
     """vLLM test_tokenization.py: its requests name the model, or not"""
-    assert ok(house.client.post("/tokenize", json={"prompt": "a"}))["count"] == 1
+    assert ok(in_process_server.client.post("/tokenize", json={"prompt": "a"}))["count"] == 1
     refused(post("/tokenize", prompt="a", model="another"), 404)
 
 
 @differs("vllm test_tokenization.py::test_tokenizer_info_basic")
-def test_about_the_tokenizer(house: House) -> None:
+def test_about_the_tokenizer(in_process_server: InProcessServer) -> None:
     """vLLM test_tokenization.py::test_tokenizer_info_*"""
-    assert ok(house.client.get("/tokenizer_info"))["tokenizer_class"]
+    assert ok(in_process_server.client.get("/tokenizer_info"))["tokenizer_class"]

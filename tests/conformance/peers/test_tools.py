@@ -10,8 +10,9 @@ import jsonschema
 import openai
 import pytest
 
-from tests.conformance.house import MODEL
-from tests.conformance.peers.asks import (
+from tests.conformance.in_process_server import MODEL
+from tests.conformance.peers.conftest import Post
+from tests.conformance.peers.requests import (
     ANSWERED,
     CALL,
     CHAT,
@@ -25,7 +26,6 @@ from tests.conformance.peers.asks import (
     ok,
     refused,
 )
-from tests.conformance.peers.conftest import Post
 
 ASK = {"messages": [{"role": "user", "content": "weather?"}], "max_tokens": 250}
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}

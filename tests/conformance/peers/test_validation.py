@@ -7,20 +7,22 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.house import MAX_BODY_BYTES, MODEL, House
-from tests.conformance.peers.asks import CHAT, COMPLETIONS, PLAIN, UPPER, ok, refused
+from tests.conformance.in_process_server import MAX_BODY_BYTES, MODEL, InProcessServer
 from tests.conformance.peers.conftest import Post
+from tests.conformance.peers.requests import CHAT, COMPLETIONS, PLAIN, UPPER, ok, refused
 
 PATHS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
 
 @pytest.mark.parametrize("body", [b'"not an object"', b'["a"]', b"42", b"null", b"{{{", b""])
 @PATHS
-def test_bodies_that_are_no_object(house: House, path: str, body: bytes) -> None:
+def test_bodies_that_are_no_object(
+    in_process_server: InProcessServer, path: str, body: bytes
+) -> None:
     """vLLM test_non_object_body_validation.py; Ray test_router.py::
     test_unresolvable_model_is_rejected_before_replica_selection"""
     headers = {"content-type": "application/json"}
-    refused(house.client.post(path, content=body, headers=headers))
+    refused(in_process_server.client.post(path, content=body, headers=headers))
 
 
 @PATHS
@@ -41,11 +43,11 @@ def test_models_that_are_none(post: Post, path: str, model: Any) -> None:
 
 
 @PATHS
-def test_the_only_model_needs_no_name(house: House, path: str) -> None:
+def test_the_only_model_needs_no_name(in_process_server: InProcessServer, path: str) -> None:
     """vLLM; Ray test_router.py::test_sole_model_is_default_when_model_omitted"""
     body = PLAIN[path] | {"max_tokens": 1}
-    assert ok(house.client.post(path, json=body))["model"] == MODEL
-    assert ok(house.client.post(path, json=body | {"model": None}))["model"] == MODEL
+    assert ok(in_process_server.client.post(path, json=body))["model"] == MODEL
+    assert ok(in_process_server.client.post(path, json=body | {"model": None}))["model"] == MODEL
 
 
 @pytest.mark.parametrize(
@@ -58,9 +60,9 @@ def test_prompts_that_are_none(post: Post, prompt: Any) -> None:
     assert (error["param"] or "").startswith("prompt")
 
 
-def test_no_prompt(house: House) -> None:
+def test_no_prompt(in_process_server: InProcessServer) -> None:
     """SGLang test_protocol.py::test_completion_request_validation_errors"""
-    error = refused(house.client.post(COMPLETIONS, json={"model": MODEL}))
+    error = refused(in_process_server.client.post(COMPLETIONS, json={"model": MODEL}))
     assert "prompt" in error["message"]
 
 

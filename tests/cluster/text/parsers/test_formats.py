@@ -17,28 +17,36 @@ from swell.cluster.text.parsers import (
     make_parser,
     tool_format,
 )
-from swell.cluster.text.parsers.formed import FormOrCalls
-from swell.cluster.text.parsers.hermes import HermesParser
-from swell.cluster.text.parsers.parts import (
+from swell.cluster.text.parsers.constrained import StructuredOrCallsParser
+from swell.cluster.text.parsers.deltas import (
+    AnswerDelta,
     Arguments,
     Content,
     Message,
-    Part,
     Reasoning,
     ToolCall,
     WholeCall,
     collect,
 )
-from tests.cluster.text.parsers.answers import CALLS, MARKERS, Names, dumped, markers, parser, read
+from swell.cluster.text.parsers.hermes import HermesParser
+from tests.cluster.text.parsers.sample_outputs import (
+    CALLS,
+    MARKERS,
+    Names,
+    dumped,
+    markers,
+    parser,
+    read,
+)
 
 LLAMA, HERMES, MISTRAL = ("llama3", None), ("hermes", None), ("mistral", None)
 
 
-def call(index: int, name: str, arguments: str, call_id: str | None = None) -> list[Part]:
+def call(index: int, name: str, arguments: str, call_id: str | None = None) -> list[AnswerDelta]:
     return [ToolCall(index, call_id or f"id{index}", name), Arguments(index, arguments)]
 
 
-EXACT: list[tuple[Names, str, list[Part]]] = [
+EXACT: list[tuple[Names, str, list[AnswerDelta]]] = [
     (HERMES, "Just text.\n", [Content("Just text.\n")]),
     (
         # Qwen 2.5, in parallel.
@@ -161,7 +169,7 @@ EXACT: list[tuple[Names, str, list[Part]]] = [
 
 
 @pytest.mark.parametrize(("names", "text", "parts"), EXACT)
-def test_answers_as_models_write_them(names: Names, text: str, parts: list[Part]) -> None:
+def test_answers_as_models_write_them(names: Names, text: str, parts: list[AnswerDelta]) -> None:
     assert read(names, [text]) == parts
 
 
@@ -280,7 +288,7 @@ def test_what_a_template_renders_is_read_back(
 # --------------------------------------------------------------------------------- the tables
 
 
-def test_unknown_names_are_told_the_known_ones() -> None:
+def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"tool parser 'xlam' is unknown.*hermes, .*mistral, "):
         make_parser("xlam", None)
     with pytest.raises(ValueError, match=r"reasoning parser 'r1' is unknown.*think, think-open"):
@@ -360,11 +368,11 @@ def test_formats_are_guessed_from_templates(
 
 def test_space_before_a_form_is_read_once() -> None:
     """It is held, but not looked at again with each piece that comes."""
-    parser = FormOrCalls(HermesParser())
+    parser = StructuredOrCallsParser(HermesParser())
     for _ in range(1000):
         parser.push(" ")
     assert len(parser._held) <= len("<tool_call>")
     assert parser.push("a") == [Content(" " * 1000 + "a")]
-    calls = FormOrCalls(HermesParser())
+    calls = StructuredOrCallsParser(HermesParser())
     parts = [part for char in " " * 9 + CALLS["hermes"][0] for part in calls.push(char)]
     assert isinstance(parts[0], ToolCall)

@@ -10,10 +10,10 @@ import jsonschema
 import pytest
 
 from swell.cluster.text.parsers import PARSERS, tool_format
+from swell.cluster.text.parsers.deltas import Content, Tool, ToolCall, collect
 from swell.cluster.text.parsers.grammar import answer, mark
 from swell.cluster.text.parsers.markup import MarkupParser
-from swell.cluster.text.parsers.parts import Content, Tool, ToolCall, collect
-from tests.cluster.text.parsers.answers import MARKERS, read
+from tests.cluster.text.parsers.sample_outputs import MARKERS, read
 
 TOOLS = [
     Tool(
@@ -164,8 +164,8 @@ def openings(name: str, required: bool, special: dict[str, int]) -> list[str]:
 def written(name: str, *, required: bool, parallel: bool = True, special: dict[str, int]) -> str:
     kind = tool_format(name)
     calls = kind.calls(tools(name), parallel=parallel, special=special)
-    openers = [opener.strip() for opener in kind.openers]
-    return answer(calls, special=special, required=required, openers=openers)
+    start_markers = [opener.strip() for opener in kind.start_markers]
+    return answer(calls, special=special, required=required, start_markers=start_markers)
 
 
 @pytest.mark.parametrize("parallel", [False, True])

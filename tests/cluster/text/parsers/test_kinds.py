@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swell.cluster.text.parsers import detect_reasoning, detect_tools, make_parser
-from swell.cluster.text.parsers.parts import Message, Tool, collect
+from swell.cluster.text.parsers.deltas import Message, Tool, collect
 from tests.kinds import KINDS, kind
 
 QUESTION = {"role": "user", "content": "How is the sky?"}

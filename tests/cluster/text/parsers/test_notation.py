@@ -14,7 +14,7 @@ from swell.cluster.text.parsers.notation import (
     GEMMA4,
     PYTHON,
     Notation,
-    NotedCall,
+    NotationCall,
     QuotedString,
     as_json_number,
 )
@@ -34,8 +34,8 @@ _VALUE = st.recursive(
 _ARGUMENTS = st.dictionaries(_KEY, _VALUE, max_size=4)
 
 
-def read(notation: Notation, pieces: list[str]) -> tuple[str, NotedCall]:
-    call, found = NotedCall("f", notation), ""
+def read(notation: Notation, pieces: list[str]) -> tuple[str, NotationCall]:
+    call, found = NotationCall("f", notation), ""
     for piece in pieces:
         call.push(piece, 0)
         found += call.take() if call.known else ""

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from swell.cluster.text.parsers import tool_format
+from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import answer
-from swell.cluster.text.parsers.parts import Tool
 from tests.cluster.text.parsers.test_grammar import SPECIAL, ByteTokenizer
 
 RICH: dict[str, Any] = {
@@ -89,7 +89,7 @@ def test_gemma_arguments_are_held_to_their_schema(
 ) -> None:
     kind = tool_format(name)
     inside = [piece for part in text.split("'") for piece in (mark, part)][1:]
-    pieces = [kind.openers[0], *inside, kind.closers[0]]  # type: ignore[attr-defined]
+    pieces = [kind.start_markers[0], *inside, kind.end_markers[0]]  # type: ignore[attr-defined]
     assert allows(llg, name, pieces, special) == valid
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from swell.cluster.text.parsers import make_parser
-from swell.cluster.text.parsers.parts import Content, Message, Part, Tool, collect, merge
-from tests.cluster.text.parsers.answers import Names
+from swell.cluster.text.parsers.deltas import AnswerDelta, Content, Message, Tool, collect, merge
+from tests.cluster.text.parsers.sample_outputs import Names
 
 LLAMA, PYTHONIC, PHI = ("llama3", None), ("pythonic", None), ("phi4", None)
 HARMONY: Names = ("harmony", "harmony")
@@ -204,7 +204,7 @@ ANSWERS: list[tuple[Names, list[Tool], str, str | None, str | None, Calls]] = [
 ]
 
 
-def read(names: Names, tools: list[Tool], pieces: list[str], prompt: str = "") -> list[Part]:
+def read(names: Names, tools: list[Tool], pieces: list[str], prompt: str = "") -> list[AnswerDelta]:
     one = make_parser(*names, lambda: "id", tools, prompt)
     return merge([part for piece in pieces for part in one.push(piece)] + one.flush())
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.cluster.text.parsers import detect_tools, make_parser
-from swell.cluster.text.parsers.parts import Tool, collect
-from tests.cluster.text.parsers.answers import dumped, elements, read
+from swell.cluster.text.parsers.deltas import Tool, collect
+from tests.cluster.text.parsers.sample_outputs import dumped, elements, read
 from tests.kinds import kind
 
 STRINGS = {

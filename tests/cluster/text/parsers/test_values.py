@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from swell.cluster.text.parsers import make_parser, tool_format
-from swell.cluster.text.parsers.parts import Tool, collect
-from swell.cluster.text.parsers.text_grammar import searched
-from swell.cluster.text.parsers.values import parameter_kinds
-from tests.cluster.text.parsers.answers import read
+from swell.cluster.text.parsers.deltas import Tool, collect
+from swell.cluster.text.parsers.text_grammar import search_expression
+from swell.cluster.text.parsers.values import parameter_types
+from tests.cluster.text.parsers.sample_outputs import read
 from tests.cluster.text.parsers.test_sections import TOOLS, qwen
 
 
@@ -68,7 +68,7 @@ def test_a_string_comes_out_while_it_is_written_and_a_number_when_it_is_whole() 
 def test_references_may_go_round() -> None:
     loop = {"$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}]}}}
     loop["properties"] = {"x": {"$ref": "#/$defs/A"}}
-    assert len(parameter_kinds(loop, "x")) == 6
+    assert len(parameter_types(loop, "x")) == 6
 
 
 DIAMONDS = {f"A{i}": {"anyOf": [{"$ref": f"#/$defs/A{i - 1}"}] * 2} for i in range(1, 10)}
@@ -124,7 +124,7 @@ def test_patterns_are_searched_in_the_text(
     llguidance = pytest.importorskip("llguidance")
     tokenizer = llguidance.LLTokenizer("byte")
     for text in found + missed:
-        matcher = llguidance.LLMatcher(tokenizer, f"start: /{searched(pattern)}/")
+        matcher = llguidance.LLMatcher(tokenizer, f"start: /{search_expression(pattern)}/")
         ids = list(text.encode())
         whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
         assert whole == (text in found), (pattern, text)

@@ -1,0 +1,150 @@
+"""From the text of an answer to its parts, with the tokens that wrote them where they are asked."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from swell.cluster.api.logprobs import chat_logprobs
+from swell.cluster.api.logprobs_protocol import ChatTokenLogprob
+from swell.cluster.client.outputs import CompletionOutput
+from swell.cluster.text.parsers import deltas as parts
+from swell.cluster.text.parsers.base import Parser
+
+PartWithLogprobs = tuple[parts.AnswerDelta, list[ChatTokenLogprob]]
+
+
+class PartReader:
+    """Parts alone."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+
+    def read(self, output: CompletionOutput) -> list[PartWithLogprobs]:
+        """What a delta, or the whole answer, says."""
+        said = self._parser.push(output.text)
+        if output.finish_reason is not None:
+            said += self._parser.flush()
+        return [(part, []) for part in said]
+
+
+class _Token(msgspec.Struct, eq=False):
+    start: int
+    """Characters of the answer's text before it."""
+    end: int
+    told: ChatTokenLogprob
+
+
+class LogprobPartReader:
+    """Parts, and with each content the tokens that wrote it, however the answer is cut.
+
+    The parser is given the text of one token after the other, each as soon as the next token tells
+    where it ends. It may hold back text, and swallows markers: a content is looked for in the text
+    that it was given since it last said something, and the tokens that overlap it are told. Tokens
+    without text, as one that ends the answer, stand in no content.
+    """
+
+    def __init__(self, parser: Parser, top: int) -> None:
+        self._parser = parser
+        self._top = top
+        self._text = ""
+        """The answer from character `_begin` on."""
+        self._begin = 0
+        self._at = 0
+        """So many characters the parser was given."""
+        self._next: deque[_Token] = deque()
+        """Tokens whose end is not known."""
+        self._pushed: list[_Token] = []
+        """Tokens of which the parser has said nothing yet, and their text."""
+        self._pushed_text = ""
+
+    def read(self, output: CompletionOutput) -> list[PartWithLogprobs]:
+        assert output.logprobs is not None, "a reader of logprobs needs them"
+        ended = output.finish_reason is not None
+        self._text += output.text
+        told = chat_logprobs(output.logprobs, self._top).content
+        for one, offset in zip(told, output.logprobs.offsets, strict=True):
+            self._next.append(_Token(offset, offset, one))
+        said: list[PartWithLogprobs] = []
+        while len(self._next) > 1 or (ended and self._next):
+            token = self._next[0]
+            end = self._begin + len(self._text)
+            if len(self._next) > 1:
+                if self._next[1].start > end and not ended:
+                    break  # its text is held back until it is sure that no stop string begins
+                end = min(end, self._next[1].start)
+            self._next.popleft()
+            said += self._push_token(token, max(end, self._at))
+        self._text, self._begin = self._text[self._at - self._begin :], self._at
+        if ended:
+            said += self._attribute(self._parser.flush())
+        return said
+
+    def _push_token(self, token: _Token, end: int) -> list[PartWithLogprobs]:
+        """The parser is given the token's text, up to character `end` of the answer."""
+        text = self._text[self._at - self._begin : end - self._begin]
+        self._at = token.end = end
+        self._pushed.append(token)
+        self._pushed_text += text
+        return self._attribute(self._parser.push(text)) if text else []
+
+    def _attribute(self, said: list[parts.AnswerDelta]) -> list[PartWithLogprobs]:
+        """The tokens of each content among what the parser says."""
+        told: list[PartWithLogprobs] = []
+        for part in said:
+            found = [] if isinstance(part, parts.ToolCall) else self._find(part.text)
+            told.append((part, found if isinstance(part, parts.Content) else []))
+        return told
+
+    def _find(self, text: str) -> list[ChatTokenLogprob]:
+        """The tokens of a part, which is a piece of what was given."""
+        given = self._pushed_text
+        at = self._locate(text)
+        if at < 0:
+            self._consume(len(given))
+            return []
+        start = self._at - len(given) + at
+        end = start + len(text)
+        found = [
+            token
+            for token in self._pushed
+            if (token.start < end and token.end > start) or start <= token.start == token.end < end
+        ]
+        self._pushed = [token for token in self._pushed if token not in found]
+        self._consume(at + len(text))
+        return [token.told for token in found]
+
+    def _locate(self, text: str) -> int:
+        """Where the parser's next part begins in what it was given, or -1: at once; behind a marker
+        that it swallowed; or behind more that it dropped, and then it ends where a beginning of a
+        marker is held back."""
+        given, markers = self._pushed_text, self._parser.markers
+        begin = max(
+            (len(m) for m in markers if given.startswith(m) and not text.startswith(m)), default=0
+        )
+        if given.startswith(text, begin):
+            return begin
+        longest = max(map(len, markers), default=0)
+        for held in range(min(len(given) - len(text), longest), 0, -1):
+            may_begin = any(marker.startswith(given[-held:]) for marker in markers)
+            if may_begin and given.endswith(text, 0, -held):
+                return len(given) - held - len(text)
+        return given.rfind(text)
+
+    def _consume(self, chars: int) -> None:
+        """So much of what the parser was given is settled."""
+        self._pushed_text = self._pushed_text[chars:]
+        begin = self._at - len(self._pushed_text)
+        self._pushed = [token for token in self._pushed if token.end > begin]
+
+
+Reader = PartReader | LogprobPartReader
+
+
+def make_part_reader(make_parser: Callable[[], Parser], top_logprobs: int | None) -> Reader:
+    """`top_logprobs` is how many are told beside each token; None: nothing is."""
+    if top_logprobs is None:
+        return PartReader(make_parser())
+    return LogprobPartReader(make_parser(), top_logprobs)

@@ -1,0 +1,360 @@
+"""Responses that are kept for later requests: what is kept, for how long, and who computes what is
+not finished. Pure: time is an argument.
+
+An ingress stores a finished response with one `Store`. One that is computed in the background is
+stored twice: by `Begin` before its computation, and by `Store` at its end. Meanwhile its ingress,
+the *runner*, says with every `Heartbeat` what it still computes, and is answered with what to stop:
+
+                    Store
+        Begin ─► RUNNING ─────► DONE
+                 │ ▲ │ └── Cancel ──► CANCELLED
+                 │ │ └── no Heartbeat for LEASE_S ─┬─► LOST, once MAX_LOST_RUNNERS were lost by it
+                 │ └── taken by a Heartbeat ◄──────┤
+                 └── RunnerExit ───────────────────┘
+
+A response whose runner is gone is given to the next runner that beats and takes some, with all that
+it needs to compute the same answer again (`Job`). It has one runner at a time: what an earlier one
+stores is not kept, and its next heartbeat hears that it is to stop. What is tried for the last time
+is alone of its kind with its runner, so that it costs no other response its last attempt. All but
+RUNNING are final: what a client has read stays true, whatever is stored or beaten later.
+
+A store that was started anew knows nothing of what is computed; the next heartbeat hears so, and
+the ingress begins it again. Time in which the store itself was away is no silence of a runner
+(`coordinator/listening_clock.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+
+import msgspec
+
+from swell.coordinator.listening_clock import ListeningClock
+
+HEARTBEAT_S = 1.0
+"""How often an ingress tells what it computes; a cancelled response is computed that long."""
+LEASE_S = 15.0
+"""An ingress that is silent for this long is gone, and another one computes what it did."""
+IDLE_HEARTBEAT_S = LEASE_S / 4
+"""How often an ingress that computes nothing asks whether it may."""
+MAX_LOST_RUNNERS = 3
+"""A response whose runners are lost so often may be what ends them."""
+_MAX_TAKEOVER_BYTES = 8 * 1024 * 1024
+"""What the answer to one heartbeat may hold, but for the first response that is taken."""
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """One response, as JSON."""
+
+    body: bytes
+    items: bytes
+    """Everything that the model was given, instructions apart: the items of the conversation."""
+    background: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.body) + len(self.items)
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What another ingress needs, beside what is kept, to compute the same answer."""
+
+    body: bytes
+    """The typed request as JSON, with its seed and without its input: that is in
+    `StoredResponse.items`."""
+    headers: list[tuple[bytes, bytes]] = []
+    """Those of the request that go with it."""
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.body) + sum(len(name) + len(value) for name, value in self.headers)
+
+
+class Store(msgspec.Struct, frozen=True, tag=True):
+    """Keep a finished response. Answered by whether it is kept: not if another runner has it."""
+
+    id: str
+    kept: StoredResponse
+    runner: str = ""
+    """Who computed it; empty: not in the background."""
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """`runner` computes this one now. Answered by whether there is room for it."""
+
+    id: str
+    kept: StoredResponse
+    runner: str
+    job: Job | None = None
+    """None: no other ingress can compute it."""
+    lost_runners: int = 0
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """`runner` computes these, and would take over `takes` others. Answered by `HeartbeatReply`."""
+
+    runner: str
+    ids: list[str]
+    takes: int = 0
+
+
+class RunnerExit(msgspec.Struct, frozen=True, tag=True):
+    """`runner` ends: others may take what it computes, at once. Answered by True."""
+
+    runner: str
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Answered, as the next two, by `StoredLookup`, or None."""
+
+    id: str
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Compute it no longer. Changes nothing of what is not running."""
+
+    id: str
+
+
+class Delete(msgspec.Struct, frozen=True, tag=True):
+    """Forget it, and compute it no longer."""
+
+    id: str
+
+
+StoreRequest = Store | Begin | Heartbeat | RunnerExit | Read | Cancel | Delete
+
+
+class StoredStatus(enum.StrEnum):
+    DONE = "done"
+    RUNNING = "running"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+
+
+class StoredLookup(msgspec.Struct, frozen=True):
+    kept: StoredResponse
+    """Of what was cancelled or lost: as it was begun."""
+    status: StoredStatus
+
+
+class HeartbeatReply(msgspec.Struct, frozen=True):
+    stop: list[str]
+    """Nobody wants these any more."""
+    unknown: list[str]
+    """To be begun again."""
+    taken: list[Begin] = []
+    """Computed by this runner from now on."""
+
+
+StoreReply = bool | StoredLookup | HeartbeatReply | None
+
+
+class _Entry(msgspec.Struct):
+    kept: StoredResponse
+    status: StoredStatus
+    stored_at_s: float
+    """When it was begun, or became final."""
+
+
+class _Run(_Entry):
+    runner: str
+    """Empty: it waits for one."""
+    last_heartbeat_s: float
+    """When its runner spoke of it last, in seconds of listening."""
+    job: Job | None
+    lost_runners: int
+
+    @property
+    def is_last_attempt(self) -> bool:
+        """A runner computes one of these at a time: another one may be what ends it."""
+        return self.lost_runners == MAX_LOST_RUNNERS - 1
+
+    @property
+    def size_bytes(self) -> int:
+        return self.kept.size_bytes + (self.job.size_bytes if self.job else 0)
+
+
+class ResponseStore:
+    """At most `limit` responses of `limit_bytes` together, none older than `limit_s`. Where room is
+    needed, the one goes first that was not used for the longest time; none that is running."""
+
+    def __init__(self, limit: int, limit_bytes: int, limit_s: float) -> None:
+        self._limit = limit
+        self._limit_bytes = limit_bytes
+        self._limit_s = limit_s
+        self._final: OrderedDict[str, _Entry] = OrderedDict()
+        """Least recently used first."""
+        self._running: dict[str, _Run] = {}
+        self._deleted_while_running: dict[str, float] = {}
+        """Deleted while running, and when their runners spoke of them last, as of a run."""
+        self._clock = ListeningClock(LEASE_S)
+        self._listened_s = 0.0
+        self._final_bytes = 0
+        self._running_bytes = 0
+        self._last_expiry_s = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._final) + len(self._running)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._final_bytes + self._running_bytes
+
+    def handle(self, request: StoreRequest, now_s: float) -> StoreReply:
+        """One request of an ingress, at a monotonic time."""
+        self._listened_s = self._clock.advance(now_s)
+        if isinstance(request, Heartbeat):
+            return self._on_heartbeat(request, now_s)
+        self._expire(now_s)
+        match request:
+            case RunnerExit(runner):
+                return self._on_runner_exit(runner)
+            case Store(id, kept, runner):
+                return self._store(id, kept, runner, now_s)
+            case Begin():
+                return self._begin(request, now_s)
+            case Read(id):
+                return self._lookup(id)
+            case Cancel(id):
+                if id in self._running:
+                    self._stop(id, StoredStatus.CANCELLED, now_s)
+                return self._lookup(id)
+            case Delete(id):
+                return self._delete(id, now_s)
+
+    def _store(self, id: str, kept: StoredResponse, runner: str, now_s: float) -> bool:
+        if id in self._deleted_while_running or id in self._final:
+            return False
+        run = self._running.get(id)
+        if run is not None and runner and run.runner not in ("", runner):
+            return False
+        if not self._make_room(kept.size_bytes, run):
+            return False
+        if run is not None:
+            del self._running[id]
+            self._running_bytes -= run.size_bytes
+        self._add(id, _Entry(kept, StoredStatus.DONE, now_s))
+        return True
+
+    def _begin(self, begin: Begin, now_s: float) -> bool:
+        id, last_heartbeat_s = begin.id, self._listened_s
+        known = id in self._final or id in self._running or id in self._deleted_while_running
+        run = _Run(
+            begin.kept,
+            StoredStatus.RUNNING,
+            now_s,
+            begin.runner,
+            last_heartbeat_s,
+            begin.job,
+            begin.lost_runners,
+        )
+        if known or not self._make_room(run.size_bytes):
+            return False
+        self._running[id] = run
+        self._running_bytes += run.size_bytes
+        return True
+
+    def _on_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> HeartbeatReply:
+        """A runner that beats is not silent, however late its heartbeat is taken in."""
+        orders, runner = HeartbeatReply([], [], []), heartbeat.runner
+        for id in heartbeat.ids:
+            run = self._running.get(id)
+            if run is not None and run.runner in ("", runner):
+                run.runner, run.last_heartbeat_s = runner, self._listened_s
+            elif id in self._deleted_while_running:
+                self._deleted_while_running[id] = self._listened_s
+                orders.stop.append(id)
+            elif run is not None or id in self._final:
+                orders.stop.append(id)
+            else:
+                orders.unknown.append(id)
+        self._expire(now_s)
+        self._assign_orphans(heartbeat, orders)
+        return orders
+
+    def _on_runner_exit(self, runner: str) -> bool:
+        for run in self._running.values():
+            if run.runner == runner and run.job is not None:
+                run.runner = ""
+        return True
+
+    def _assign_orphans(self, heartbeat: Heartbeat, orders: HeartbeatReply) -> None:
+        """Give what waits for a runner to the one that beats."""
+        runs = self._running.values()
+        last = any(run.is_last_attempt for run in runs if run.runner == heartbeat.runner)
+        size_bytes = 0
+        for id, run in self._running.items():
+            if run.runner or run.job is None or (last and run.is_last_attempt):
+                continue
+            size_bytes += run.size_bytes
+            full = orders.taken and size_bytes > _MAX_TAKEOVER_BYTES
+            if full or len(orders.taken) >= heartbeat.takes:
+                return
+            run.runner, run.last_heartbeat_s = heartbeat.runner, self._listened_s
+            last = last or run.is_last_attempt
+            orders.taken.append(Begin(id, run.kept, heartbeat.runner, run.job, run.lost_runners))
+
+    def _lookup(self, id: str) -> StoredLookup | None:
+        entry = self._running.get(id) or self._final.get(id)
+        if entry is None:
+            return None
+        if id in self._final:
+            self._final.move_to_end(id)
+        return StoredLookup(entry.kept, entry.status)
+
+    def _delete(self, id: str, now_s: float) -> StoredLookup | None:
+        found = self._lookup(id)
+        if id in self._running:
+            self._stop(id, StoredStatus.CANCELLED, now_s)
+            self._deleted_while_running[id] = self._listened_s
+        if found is not None:
+            self._drop(id)
+        return found
+
+    # ---------------------------------------------------------------- room
+
+    def _make_room(self, size_bytes: int, run: _Run | None = None) -> bool:
+        """Drop what must go for one more, which may take the place of `run`; nothing, where what
+        runs leaves too little."""
+        count = self._limit + (run is not None)
+        room_bytes = self._limit_bytes - size_bytes + (run.size_bytes if run else 0)
+        if len(self._running) >= count or self._running_bytes > room_bytes:
+            return False
+        while len(self) >= count or self.size_bytes > room_bytes:
+            self._drop(next(iter(self._final)))
+        return True
+
+    def _add(self, id: str, entry: _Entry) -> None:
+        self._final[id] = entry
+        self._final_bytes += entry.kept.size_bytes
+
+    def _drop(self, id: str) -> None:
+        self._final_bytes -= self._final.pop(id).kept.size_bytes
+
+    def _stop(self, id: str, status: StoredStatus, now_s: float) -> None:
+        """It runs no longer, whatever its runner says."""
+        run = self._running.pop(id)
+        self._running_bytes -= run.size_bytes
+        self._add(id, _Entry(run.kept, status, now_s))
+
+    def _expire(self, now_s: float) -> None:
+        """What runners have left, and what is too old: for which all are looked at, so not too
+        often."""
+        for id, run in list(self._running.items()):
+            if run.runner and self._listened_s - run.last_heartbeat_s > LEASE_S:
+                run.runner, run.lost_runners = "", run.lost_runners + 1
+                if run.job is None or run.lost_runners >= MAX_LOST_RUNNERS:
+                    self._stop(id, StoredStatus.LOST, now_s)
+            elif not run.runner and now_s - run.stored_at_s > self._limit_s:
+                self._stop(id, StoredStatus.LOST, now_s)
+        if now_s - self._last_expiry_s < HEARTBEAT_S:
+            return
+        self._last_expiry_s = now_s
+        for id, entry in list(self._final.items()):
+            if now_s - entry.stored_at_s > self._limit_s:
+                self._drop(id)
+        for id, last_heartbeat_s in list(self._deleted_while_running.items()):
+            if self._listened_s - last_heartbeat_s > LEASE_S:
+                del self._deleted_while_running[id]

@@ -1,0 +1,104 @@
+"""What an answer is made of once its markers are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    """JSON schema of the arguments, which are an object; empty: the function has no arguments."""
+
+
+class Content(msgspec.Struct, frozen=True, tag=True):
+    """More of what the model says to its reader."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True, tag=True):
+    """More of what the model says to itself."""
+
+    text: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, tag=True):
+    """Call number `index` of this answer begins. Its arguments follow."""
+
+    index: int
+    id: str
+    name: str
+
+
+class Arguments(msgspec.Struct, frozen=True, tag=True):
+    """More JSON text of the arguments of call `index`, as the model wrote it."""
+
+    index: int
+    text: str
+
+
+AnswerDelta = Content | Reasoning | ToolCall | Arguments
+
+
+class WholeCall(msgspec.Struct, frozen=True):
+    id: str
+    name: str
+    arguments: str
+    """JSON text. It is not checked: a model may have written something else, or not finished."""
+
+
+class Message(msgspec.Struct, frozen=True):
+    content: str | None
+    reasoning: str | None
+    tool_calls: list[WholeCall]
+
+
+def merge(parts: Iterable[AnswerDelta]) -> list[AnswerDelta]:
+    """The same answer in the fewest parts: neighbours that continue each other are one."""
+    merged: list[AnswerDelta] = []
+    # Between the arguments of two calls the second call begins.
+    for _, group in groupby(parts, key=type):
+        first, *rest = group
+        if isinstance(first, ToolCall):
+            merged.append(first)
+            continue
+        text = "".join(
+            [first.text, *(part.text for part in rest if not isinstance(part, ToolCall))]
+        )
+        if text:
+            merged.append(msgspec.structs.replace(first, text=text))
+    return merged
+
+
+def collect(parts: Iterable[AnswerDelta]) -> Message:
+    """The whole answer. Content and reasoning are None where there was none of it."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    arguments: dict[int, list[str]] = {}
+    for part in parts:
+        match part:
+            case Content(text):
+                content.append(text)
+            case Reasoning(text):
+                reasoning.append(text)
+            case ToolCall(index):
+                calls.append(part)
+                arguments[index] = []
+            case Arguments(index, text):
+                arguments[index].append(text)
+    return Message(
+        content="".join(content) or None,
+        reasoning="".join(reasoning) or None,
+        tool_calls=[
+            WholeCall(call.id, call.name, "".join(arguments[call.index])) for call in calls
+        ],
+    )

@@ -1,0 +1,35 @@
+"""Time that counts as silence of a peer: seconds in which it could have been heard. Pure.
+
+A loop that was stopped, or held up by a long step, has not taken in what its peers said meanwhile.
+Measured by a wall clock all of them have been silent for that long, and a loop that judges by it
+drops peers that live. So every loop that judges silence measures by a `ListeningClock` instead: it
+advances with each turn of the loop, by at most a quarter of the limit. A peer is found silent
+only after the loop has listened more than four times and heard nothing from it, however late each
+of these turns was; and a peer that is dead is found, even if every turn is late.
+"""
+
+from __future__ import annotations
+
+_TURNS_PER_LIMIT = 4
+
+
+class ListeningClock:
+    """Seconds of listening. `now` is a reading of any monotonic clock; the first call starts."""
+
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: the silence that is judged by this clock."""
+        self._max_gap_s = limit_s / _TURNS_PER_LIMIT
+        self._listened_s = 0.0
+        self._last: float | None = None
+
+    def advance(self, now: float) -> float:
+        """The loop has taken in what was there; the time by this clock."""
+        self._listened_s = self.read(now)
+        self._last = now
+        return self._listened_s
+
+    def read(self, now: float) -> float:
+        """The time by this clock, between two calls of `listened` too."""
+        if self._last is None:
+            return self._listened_s
+        return self._listened_s + min(max(0.0, now - self._last), self._max_gap_s)

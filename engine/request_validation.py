@@ -1,0 +1,164 @@
+"""What an engine looks at before it takes a request in: every field of the wire. Pure.
+
+The ingress refuses first what people may get wrong, field by field, with a 400; its limits lie
+within these. What passes here breaks no worker: every token is one of the model's, every number is
+one, every list has an end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from math import isfinite
+
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.sample.wire import GRAMMAR_LIMITS, SamplerParams
+
+MAX_END_TOKENS = 4096
+"""Of `eos_token_ids` and of `stop_token_ids`."""
+MAX_BIASED_TOKENS = 4096
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 1 << 16
+"""Of all bad words together: a step looks at each of them."""
+MAX_LOGPROBS = 1024
+MAX_PROMPT_LOGPROBS = 1 << 20
+"""Of all positions of a prompt together, where each is told of more than `MAX_LOGPROBS` tokens."""
+MAX_GRAMMAR_CHARS = 4 * GRAMMAR_LIMITS["max_grammar_size"]
+MAX_TEXT_CHARS = 4096
+"""Of an id or a salt."""
+MAX_HEADERS = 64
+MAX_HEADER_CHARS = 1 << 16
+"""Of a trace header with its name: more than HTTP servers take."""
+LARGEST = 1e6
+"""Of temperatures, penalties and biases: beyond it float32 logits overflow."""
+SMALLEST = 1e-6
+"""Of what is divided by."""
+INT64 = 1 << 63
+
+
+def invalid_reason(request: EngineCoreRequest, vocab_size: int, max_model_len: int) -> str | None:
+    """Why the request can never run: its field, value and limit; None: it can."""
+    for found in _invalid_reasons(request, vocab_size, max_model_len):
+        return found
+    return None
+
+
+def _invalid_reasons(
+    request: EngineCoreRequest, vocab_size: int, max_model_len: int
+) -> Iterator[str]:
+    """All of them, the cheapest to find first."""
+    yield from _counts(request, max_model_len)
+    yield from _texts(request)
+    for name in ("prompt_token_ids", "output_token_ids", "stop_token_ids"):
+        yield from _out_of_vocabulary(name, getattr(request, name), vocab_size)
+    yield from _numbers(request.sampler)
+    yield from _tokens(request.sampler, vocab_size)
+    yield from _prompt_logprobs(request, vocab_size)
+
+
+def _counts(request: EngineCoreRequest, max_model_len: int) -> Iterator[str]:
+    prompt = len(request.prompt_token_ids)
+    if not prompt:
+        yield "the prompt holds no tokens"
+    if prompt + request.max_tokens > max_model_len:
+        yield (
+            f"{prompt} prompt tokens and max_tokens={request.max_tokens} "
+            f"exceed the maximum context length of {max_model_len} tokens"
+        )
+    yield from _range("max_tokens", request.max_tokens, 1, max_model_len)
+    yield from _range("min_tokens", request.min_tokens, 0, INT64 - 1)
+    yield from _range("failed_attempts", request.failed_attempts, 0, INT64 - 1)
+    yield from _range("priority", request.priority, -INT64, INT64 - 1)
+    yield from _finite("arrival_time", request.arrival_time, -1e18, 1e18)
+    yield from _too_long("output_token_ids", request.output_token_ids, max_model_len)
+    for name in ("eos_token_ids", "stop_token_ids"):
+        yield from _too_long(name, getattr(request, name), MAX_END_TOKENS)
+
+
+def _texts(request: EngineCoreRequest) -> Iterator[str]:
+    texts = {
+        "request_id": request.request_id,
+        "cache_salt": request.cache_salt or "",
+        "external_req_id": request.external_req_id or "",
+    }
+    for name, text in texts.items():
+        if len(text) > MAX_TEXT_CHARS:
+            yield f"{name} has {len(text)} characters; at most {MAX_TEXT_CHARS} are taken"
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            yield f"{name} holds a lone surrogate, which is no text"
+    headers = request.trace_headers or {}
+    if len(headers) > MAX_HEADERS:
+        yield f"trace_headers holds {len(headers)} headers; at most {MAX_HEADERS} are taken"
+    longest = max((len(name) + len(text) for name, text in headers.items()), default=0)
+    if longest > MAX_HEADER_CHARS:
+        yield (
+            f"trace_headers holds one of {longest} characters; at most {MAX_HEADER_CHARS} are taken"
+        )
+
+
+def _numbers(sampler: SamplerParams) -> Iterator[str]:
+    yield from _finite("temperature", sampler.temperature, 0, LARGEST)
+    yield from _finite("top_p", sampler.top_p, 0, 1)
+    yield from _finite("min_p", sampler.min_p, 0, 1)
+    yield from _finite("repetition_penalty", sampler.repetition_penalty, SMALLEST, LARGEST)
+    for name in ("frequency_penalty", "presence_penalty"):
+        yield from _finite(name, getattr(sampler, name), -LARGEST, LARGEST)
+    yield from _range("top_k", sampler.top_k, 0, INT64 - 1)
+    yield from _range("seed", sampler.seed, -INT64, 2 * INT64 - 1)
+    yield from _range("logprobs", sampler.logprobs or 0, 0, MAX_LOGPROBS)
+    if sampler.grammar is not None and len(sampler.grammar.lark) > MAX_GRAMMAR_CHARS:
+        chars = len(sampler.grammar.lark)
+        yield f"grammar has {chars} characters; at most {MAX_GRAMMAR_CHARS} are taken"
+
+
+def _prompt_logprobs(request: EngineCoreRequest, vocab_size: int) -> Iterator[str]:
+    """Those of the whole vocabulary may be told of few positions."""
+    top = request.sampler.prompt_logprobs or 0
+    yield from _range("prompt_logprobs", top, 0, max(MAX_LOGPROBS, vocab_size))
+    told = top * len(request.prompt_token_ids)
+    if top > MAX_LOGPROBS and told > MAX_PROMPT_LOGPROBS:
+        yield (
+            f"prompt_logprobs={top} of {len(request.prompt_token_ids)} prompt tokens are {told}; "
+            f"at most {MAX_PROMPT_LOGPROBS} are told"
+        )
+
+
+def _tokens(sampler: SamplerParams, vocab_size: int) -> Iterator[str]:
+    bias, words, allowed = sampler.logit_bias, sampler.bad_words, sampler.allowed_token_ids
+    for name, given, limit in (
+        ("logit_bias", bias, MAX_BIASED_TOKENS),
+        ("bad_words", words, MAX_BAD_WORDS),
+        ("allowed_token_ids", allowed, vocab_size),
+    ):
+        yield from _too_long(name, given, limit)
+    yield from _out_of_vocabulary("logit_bias", bias, vocab_size)
+    yield from _out_of_vocabulary("allowed_token_ids", allowed, vocab_size)
+    for token, amount in bias.items():
+        yield from _finite(f"logit_bias[{token}]", amount, -LARGEST, LARGEST)
+    for index, word in enumerate(words):
+        if not word:
+            yield f"bad_words[{index}] holds no tokens"
+        yield from _out_of_vocabulary(f"bad_words[{index}]", word, vocab_size)
+    count = sum(map(len, words))
+    if count > MAX_BAD_WORD_TOKENS:
+        yield f"bad_words holds {count} tokens; at most {MAX_BAD_WORD_TOKENS} are taken"
+
+
+def _out_of_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> Iterator[str]:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        token = next(token for token in token_ids if not 0 <= token < vocab_size)
+        yield f"{name}: token {token} lies outside of the vocabulary, 0 .. {vocab_size - 1}"
+
+
+def _too_long(name: str, given: Collection[object], limit: int) -> Iterator[str]:
+    if len(given) > limit:
+        yield f"{name} holds {len(given)} elements; at most {limit} are taken"
+
+
+def _range(name: str, value: int, low: int, high: int) -> Iterator[str]:
+    if not low <= value <= high:
+        yield f"{name}={value} lies outside of {low} .. {high}"
+
+
+def _finite(name: str, value: float, low: float, high: float) -> Iterator[str]:
+    if not (isfinite(value) and low <= value <= high):
+        yield f"{name}={value} lies outside of {low:g} .. {high:g}"

@@ -1,0 +1,67 @@
+"""Which backend computes an operation on a device.
+
+An operation is one name (`attention`, `norm`, ...) and stands under that name in every backend that
+has it, so `ls kernels/*/` shows the coverage. A backend that cannot run here (no compiler, say)
+raises `BackendUnavailable` when it is imported, and the next one is taken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from types import ModuleType
+
+BACKENDS: dict[str, tuple[str, ...]] = {
+    # device type -> backends, the fastest first
+    "cpu": ("cpu", "reference"),
+    "cuda": ("reference",),
+}
+
+
+OPERATIONS = (
+    "activation",
+    "attention",
+    "bitmask",
+    "cache",
+    "inputs",
+    "linear",
+    "logprobs",
+    "moe",
+    "norm",
+    "penalties",
+    "rope",
+    "sample",
+)
+
+
+class BackendUnavailable(ImportError):
+    """A backend that cannot run on this machine, and why."""
+
+
+@cache
+def load(backend: str, operation: str) -> ModuleType | None:
+    """The module of an operation in a backend; None if the backend lacks it or cannot run here."""
+    name = f"swell.kernels.{backend}.{operation}"
+    if importlib.util.find_spec(name) is None:
+        return None
+    try:
+        return importlib.import_module(name)
+    except BackendUnavailable:
+        return None
+
+
+@cache
+def get(operation: str, device: str) -> ModuleType:
+    """The fastest module that computes `operation` on a device type."""
+    for backend in BACKENDS.get(device, ("reference",)):
+        module = load(backend, operation)
+        if module is not None:
+            return module
+    raise LookupError(f"no backend computes {operation!r} on {device!r}")
+
+
+def prepare(device: str) -> None:
+    """Load, and where needed compile, every operation before the first request needs it."""
+    for operation in OPERATIONS:
+        get(operation, device)

@@ -1,0 +1,131 @@
+"""How long one ingress keeps others waiting: the longest gap between the progress_counter of a task
+in its loop, while a client on a thread sends it bytes.
+
+The client is a plain socket: its calls hold no interpreter lock, so what is measured is the
+server's part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import select
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swell.configs.process import freeze_gc
+from swell.coordinator import roster as rosters
+from tests.cluster.fake_cluster import UNLIMITED_STEPS, FakeCluster, FakeEngine
+
+TICK_S = 0.001
+MAX_MODEL_LEN = 131_072
+ANSWER_S = 60.0
+
+
+class LoopStallMonitor:
+    """Ticks in the loop that it watches; `longest_s` is the longest gap since `reset`.
+
+    A gap counts as far as this process computed in it: where others have the machine's cores, a
+    loop is late through no fault of its own.
+    """
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._last = self._now()
+
+    def reset(self) -> None:
+        self.longest_s, self._last = 0.0, self._now()
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self._now()
+            gap_s = min(late - early for late, early in zip(now, self._last, strict=True))
+            self.longest_s = max(self.longest_s, gap_s)
+            self._last = now
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+
+class StallHarness:
+    """A cluster of one ingress and one engine that never answers, and its stall_monitor."""
+
+    def __init__(self, cluster: FakeCluster, engine: FakeEngine) -> None:
+        self.cluster = cluster
+        self.engine = engine
+        self.stall_monitor = LoopStallMonitor()
+        url = cluster.client.base_url
+        self.address = (url.host, url.port)
+
+    async def longest_stall(self, request: bytes) -> tuple[float, int, bytes]:
+        """The longest gap while this request is served; the status and the beginning of its answer,
+        or 0 and nothing where an engine got it that never answers."""
+        await asyncio.sleep(5 * TICK_S)
+        self.stall_monitor.reset()
+        status, start = await asyncio.to_thread(self._exchange, request)
+        await asyncio.sleep(5 * TICK_S)
+        return self.stall_monitor.longest_s, status, start
+
+    def _exchange(self, request: bytes) -> tuple[int, bytes]:
+        arrived, start = len(self.engine.arrived), b""
+        with socket.create_connection(self.address, timeout=ANSWER_S) as connection:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(request)
+            ready = select.poll()
+            ready.register(connection, select.POLLIN)
+            deadline_s = time.monotonic() + ANSWER_S
+            while time.monotonic() < deadline_s:
+                if not ready.poll(50):
+                    if self.engine.credit_steps or len(self.engine.arrived) == arrived:
+                        continue
+                    time.sleep(0.1)  # the rest of its answers, where it asks for several
+                    return 0, b""
+                try:
+                    part = connection.recv(1 << 16)
+                except ConnectionError:
+                    break
+                if not part:
+                    break
+                start = (start + part)[:4000]
+            else:
+                raise TimeoutError("no answer, and no engine got the request")
+        return (int(start.split(b" ")[1]) if start else 0), start
+
+
+@contextlib.asynccontextmanager
+async def stall_harness(
+    folder: Path, script: list[int] | None = None, **settings: object
+) -> AsyncIterator[StallHarness]:
+    """With a `script` the engine answers everything with it."""
+    settings.setdefault("cache.block_tokens", 16)
+    async with FakeCluster(folder, script, **settings).serving() as cluster:
+        engine = cluster.start(0, UNLIMITED_STEPS if script else 0)
+        engine.member = msgspec.structs.replace(engine.member, max_model_len=MAX_MODEL_LEN)
+        await cluster.change(lambda now: rosters.join(now, [engine.member]))
+        freeze_gc()
+        place = StallHarness(cluster, engine)
+        ticking = asyncio.create_task(place.stall_monitor.run())
+        try:
+            yield place
+        finally:
+            ticking.cancel()
+
+
+def post(path: str, body: bytes | dict[str, Any], *headers: str) -> bytes:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: 127.0.0.1",
+        "Connection: close",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+        *headers,
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + content

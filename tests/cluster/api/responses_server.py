@@ -1,0 +1,134 @@
+"""A cluster whose `/v1/responses` OpenAI's client asks: over HTTP, through an ingress, to an engine
+that writes what the test says. The manager is a store in this process, with a clock that the test
+moves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+from openai.types.responses import Response
+
+from swell.cluster.api.responses.response_store import Heartbeat, ResponseStore, StoreRequest
+from tests.cluster.fake_cluster import FakeCluster, FakeEngine
+from tests.cluster.text import tokenizers_for_tests
+
+TOKENIZER = tokenizers_for_tests.chat_tokenizer()
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 3}}\n</tool_call>'
+LOOK = {
+    "type": "function",
+    "name": "look",
+    "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}},
+}
+
+
+class FakeStoreManager:
+    """The manager's part: its store, which counts what it is asked; `away` says nothing."""
+
+    def __init__(self) -> None:
+        self.limit, self.limit_bytes = 100, 10**7
+        self.missed: list[StoreRequest] = []
+        self.wishes: list[StoreRequest] = []
+        self.heartbeats = 0
+        self.now_s = 0.0
+        self.away = False
+        self.stored = SimpleNamespace(remote=self._handle)
+        self.forget()
+
+    def manager_handle(self) -> ManagerHandle:
+        """Another ingress's way here, which may be away by itself."""
+        return ManagerHandle(self)
+
+    def forget(self) -> None:
+        """A successor has nothing of what was stored."""
+        self.store = ResponseStore(self.limit, self.limit_bytes, 1000.0)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [wish for wish in self.wishes if isinstance(wish, kind)]
+
+    async def _handle(self, wish: StoreRequest) -> Any:
+        if self.away:
+            self.missed.append(wish)
+            raise ConnectionError("no manager")
+        if isinstance(wish, Heartbeat):
+            self.heartbeats += 1
+        if not isinstance(wish, Heartbeat) or wish.ids:  # an idle ingress heartbeats in between
+            self.wishes.append(wish)
+        return self.store.handle(wish, self.now_s)
+
+
+class ManagerHandle:
+    """One ingress's way to the store_manager."""
+
+    def __init__(self, store_manager: FakeStoreManager) -> None:
+        self.away = False
+        self.wishes: list[StoreRequest] = []
+        self._store_manager = store_manager
+        self.stored = SimpleNamespace(remote=self._handle)
+
+    async def _handle(self, wish: StoreRequest) -> Any:
+        if self.away:
+            raise ConnectionError("no manager")
+        self.wishes.append(wish)
+        return await self._store_manager._handle(wish)
+
+
+class ResponsesServer:
+    """A cluster whose engine answers everything with `text`; None: by what it was asked."""
+
+    def __init__(self, folder: Path, text: str | None, **settings: object) -> None:
+        TOKENIZER.save_pretrained(folder)
+        tokens = None
+        if text is not None:
+            tokens = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
+        self.store_manager = FakeStoreManager()
+        self.manager_handle = self.store_manager.manager_handle()
+        self.cluster = FakeCluster(folder, tokens, **{"serve.tool_parser": "hermes", **settings})
+        self.cluster.manager = self.manager_handle  # type: ignore[assignment]
+        self.engine: FakeEngine
+        self.client: openai.AsyncOpenAI
+
+    @contextlib.asynccontextmanager
+    async def open(self, steps: int = 10**9) -> AsyncIterator[ResponsesServer]:
+        async with self.cluster.serving() as cluster:
+            self.engine = await cluster.join(0, steps)
+            url = f"{cluster.client.base_url}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as self.client:
+                yield self
+
+    @contextlib.asynccontextmanager
+    async def second_ingress(self) -> AsyncIterator[tuple[ManagerHandle, openai.AsyncOpenAI, Any]]:
+        """A second ingress: its manager_handle to the store_manager, its client, and itself."""
+        manager_handle = self.store_manager.manager_handle()
+        async with self.cluster.another_ingress(manager_handle) as (ingress, url):
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+            async with client:
+                yield manager_handle, client, ingress
+
+    async def ask(self, **wish: Any) -> Any:
+        return await self.client.responses.create(**{"model": "fake", "input": "hello", **wish})
+
+    @property
+    def prompts(self) -> list[str]:
+        """What the engine read, request by request."""
+        return [TOKENIZER.decode(one.prompt_token_ids) for one in self.engine.arrived]
+
+
+def checked(response: Any) -> Any:
+    """As OpenAI's types have it, to the letter."""
+    plain = json.loads(response.model_dump_json(by_alias=True, exclude_unset=True))
+    return Response.model_validate(plain, strict=True)
+
+
+async def wait_until(look: Callable[[], Any], condition: Callable[[Any], bool]) -> Any:
+    """What `look` finds once it is as it must become."""
+    async with asyncio.timeout(30):
+        while not condition(found := await look()):
+            await asyncio.sleep(0.005)
+    return found

@@ -1,0 +1,120 @@
+"""Of requests that come at once few begin in a turn of the loop, and probes do not queue: without
+a clock, by the order in which things happen."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S, PER_TURN, RequestThrottle
+
+
+class Handlers:
+    """Notes who begins, in which turn of the loop."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int]] = []
+        self.turn = 0
+        self.left = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.begun.append((scope["path"], self.turn))
+
+    def tick(self) -> None:
+        self.turn += 1
+        if self.left:
+            asyncio.get_running_loop().call_soon(self.tick)
+
+    async def run(self, *paths: str, later: tuple[str, ...] = (), to: Any = None) -> None:
+        """`later`: they come when the first half of the others has begun. `to`: who handles them,
+        if not this."""
+        app = RequestThrottle(to or self)
+        self.left = len(paths)
+        self.tick()
+        tasks = [asyncio.ensure_future(self._call(app, path)) for path in paths]
+        while later and len(self.begun) < len(paths) // 2:
+            await asyncio.sleep(0)
+        tasks += [asyncio.ensure_future(self._call(app, path)) for path in later]
+        await asyncio.gather(*tasks)
+        self.left = 0
+
+    async def _call(self, app: RequestThrottle, path: str) -> None:
+        await app({"type": "http", "path": path}, None, None)  # type: ignore[arg-type]
+
+    def order(self) -> list[str]:
+        return [path for path, _ in self.begun]
+
+
+ANSWERS = [f"/v1/completions?{number}" for number in range(1000)]
+
+
+def test_few_start_per_loop_iteration_in_arrival_order():
+    handlers = Handlers()
+    asyncio.run(handlers.run(*ANSWERS))
+    assert handlers.order() == ANSWERS
+    turns = [turn for _, turn in handlers.begun]
+    assert max(map(turns.count, turns)) <= PER_TURN
+    assert turns[-1] - turns[0] <= len(ANSWERS) // PER_TURN + 2, "no turn is left out"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/admin/cluster"])
+def test_health_probes_are_not_throttled(path):
+    handlers = Handlers()
+    asyncio.run(handlers.run(*ANSWERS, path))
+    assert handlers.order().index(path) <= 2 * PER_TURN
+
+
+def test_who_comes_later_queues_behind():
+    handlers = Handlers()
+    asyncio.run(handlers.run(*ANSWERS, later=("/v1/late",)))
+    assert handlers.order() == [*ANSWERS, "/v1/late"]
+
+
+def test_one_that_leaves_while_it_waits_takes_no_place():
+    handlers = Handlers()
+
+    async def run() -> None:
+        app = RequestThrottle(handlers, per_turn=1)
+        tasks = [asyncio.ensure_future(handlers._call(app, f"/v1/{n}")) for n in range(5)]
+        await asyncio.sleep(0)
+        for task in tasks[1:4]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    assert handlers.order() == ["/v1/0", "/v1/4"]
+
+
+def test_alone_nobody_waits():
+    handlers = Handlers()
+
+    async def run() -> None:
+        app = RequestThrottle(handlers)
+        call = handlers._call(app, "/v1/completions")
+        with pytest.raises(StopIteration):
+            call.send(None)
+
+    asyncio.run(run())
+
+
+def test_a_request_came_before_it_waited_for_its_turn() -> None:
+    """So that its time limit runs meanwhile. The clock is the number of the turn."""
+    handlers = Handlers()
+    came: list[float] = []
+    begin = handlers.__call__
+
+    async def handler(scope: Any, receive: Any, send: Any) -> None:
+        came.append(scope[ARRIVAL_TIME_S])
+        await begin(scope, receive, send)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.time = lambda: float(handlers.turn)  # type: ignore[method-assign]
+        await handlers.run(*ANSWERS[: 4 * PER_TURN], to=handler)
+
+    asyncio.run(run())
+    begun = [turn for _, turn in handlers.begun]
+    assert begun[-1] - begun[0] >= 3, "the last one waited"
+    assert max(came) == min(came) <= begun[0]

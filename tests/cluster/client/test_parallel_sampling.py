@@ -1,0 +1,244 @@
+"""Children become one answer, whatever the order in which they speak."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.outputs import (
+    CompletionOutput,
+    LogprobTable,
+    RequestOutput,
+    RequestOutputCollector,
+    RequestOutputKind,
+)
+from swell.cluster.client.parallel_sampling import ParentRequest, best, children, merge_outputs
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.sampling_params import SEED_BITS, SamplingParams, to_core_request
+from swell.cluster.text.token_texts import TokenTexts
+from swell.engine.wire import EngineCoreOutput
+from tests.cluster.text.tokenizers_for_tests import byte_level
+
+CUMULATIVE, DELTA, FINAL = RequestOutputKind
+TOKENIZER = byte_level()
+
+seeds = st.none() | st.integers(-(2**63), 2**63 - 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    n=st.integers(1, 5),
+    more=st.none() | st.integers(0, 4),
+    seed=seeds,
+    logprobs=st.none() | st.integers(0, 3),
+)
+def test_children_differ_in_their_seeds_alone(n, more, seed, logprobs) -> None:
+    params = SamplingParams(
+        n=n, best_of=None if more is None else n + more, seed=seed, logprobs=logprobs, stop=["x"]
+    )
+    found = children(params)
+    assert len(found) == n + (more or 0)
+    told = 0 if more and logprobs is None else logprobs
+    for index, child in enumerate(found):
+        own = None if seed is None else (seed + index) % 2**SEED_BITS
+        assert child == SamplingParams(seed=own, logprobs=told, stop=["x"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(-(2**63), 2**63 - 1))
+def test_the_first_child_draws_what_one_answer_alone_would(seed) -> None:
+    def drawn(params: SamplingParams) -> int:
+        core = to_core_request(
+            params, external_req_id="r", prompt_token_ids=[1], max_tokens=1, eos_token_ids=[]
+        )
+        return core.sampler.seed
+
+    params = SamplingParams(seed=seed, n=3)
+    first, *others = map(drawn, children(params))
+    assert first == drawn(params)
+    assert others == [(first + i) % 2**63 for i in (1, 2)]
+
+
+def test_children_without_a_seed_draw_apart() -> None:
+    cores = [
+        to_core_request(
+            p, external_req_id="r", prompt_token_ids=[1], max_tokens=1, eos_token_ids=[]
+        )
+        for p in children(SamplingParams(n=8))
+    ]
+    assert len({core.sampler.seed for core in cores}) == 8
+    assert {core.external_req_id for core in cores} == {"r"}
+    assert len({core.request_id for core in cores}) == 8
+
+
+# ---------------------------------------------------------------- folding
+
+WORDS = st.lists(st.lists(st.integers(0, 99), max_size=2), min_size=1, max_size=4)
+"""What one child says: the tokens of each of its outputs."""
+LOGPROB = -0.25
+"""Of a token t: this times t."""
+
+
+def spoken(index: int, pieces: list[list[int]], kind: RequestOutputKind) -> Iterator[RequestOutput]:
+    """A child's outputs, as an `OutputProcessor` gives them."""
+    said: list[int] = []
+    for place, piece in enumerate(pieces):
+        said = said + piece
+        last = place == len(pieces) - 1
+        shown = piece if kind == DELTA else said
+        part = CompletionOutput(
+            index=index,
+            text="".join(f"{token} " for token in shown),
+            token_ids=list(shown),
+            num_output_tokens=len(said),
+            cumulative_logprob=LOGPROB * sum(said),
+            finish_reason="length" if last else None,
+        )
+        if last or kind != FINAL:
+            yield RequestOutput(
+                request_id="r",
+                prompt_token_ids=[1, 2, 3],
+                outputs=[part],
+                finished=last,
+                num_cached_tokens=2 * index,
+            )
+
+
+def whole(index: int, pieces: list[list[int]]) -> CompletionOutput:
+    (output,) = spoken(index, pieces, FINAL)
+    return output.outputs[0]
+
+
+def interleaved(
+    data: st.DataObject, said: list[list[list[int]]], kind: RequestOutputKind
+) -> Iterator[RequestOutput]:
+    left = [list(spoken(index, pieces, kind)) for index, pieces in enumerate(said)]
+    while any(left):
+        speaker = data.draw(st.sampled_from([i for i, outputs in enumerate(left) if outputs]))
+        yield left[speaker].pop(0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    said=st.lists(WORDS, min_size=1, max_size=5),
+    kind=st.sampled_from(RequestOutputKind),
+    data=st.data(),
+)
+def test_every_child_is_reported_once_and_whole(said, kind, data) -> None:
+    parent = ParentRequest(SamplingParams(n=len(said)), kind)
+    got: list[RequestOutput] = []
+    latest: dict[int, CompletionOutput] = {}
+    for output in interleaved(data, said, kind):
+        latest[output.outputs[0].index] = output.outputs[0]
+        told = parent.add(output)
+        if told is not None:
+            got.append(told)
+            assert (told.request_id, told.prompt_token_ids) == ("r", [1, 2, 3])
+            if kind == DELTA:
+                assert told.outputs == output.outputs
+            else:
+                assert told.outputs == [latest[index] for index in sorted(latest)]
+    assert [output.finished for output in got] == [False] * (len(got) - 1) + [True]
+    expected = [whole(index, pieces) for index, pieces in enumerate(said)]
+    if kind == DELTA:
+        for answer in expected:
+            parts = [p for output in got for p in output.outputs if p.index == answer.index]
+            assert "".join(part.text for part in parts) == answer.text
+            assert [t for part in parts for t in part.token_ids] == answer.token_ids
+            assert parts[-1].finish_reason == "length"
+    else:
+        assert got[-1].outputs == expected
+        assert kind != FINAL or len(got) == 1
+        assert got[-1].num_cached_tokens == 0, "what the first child found, others did not compute"
+    assert parent.num_output_tokens == sum(len(answer.token_ids) for answer in expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    said=st.lists(WORDS, min_size=2, max_size=5),
+    kind=st.sampled_from(RequestOutputKind),
+    logprobs=st.sampled_from([None, 0]),
+    data=st.data(),
+)
+def test_the_best_are_those_with_the_largest_mean_logprob(said, kind, logprobs, data) -> None:
+    n = data.draw(st.integers(1, len(said) - 1))
+    params = SamplingParams(n=n, best_of=len(said), logprobs=logprobs)
+    parent = ParentRequest(params, kind)
+    told = [parent.add(output) for output in interleaved(data, said, kind)]
+    assert told[:-1] == [None] * (len(told) - 1), "nobody is ranked before all have spoken"
+    assert told[-1] is not None and told[-1].finished
+
+    def rank(index: int) -> tuple[float, int]:
+        tokens = [token for piece in said[index] for token in piece]
+        mean = LOGPROB * sum(tokens) / len(tokens) if tokens else -math.inf
+        return -mean, index
+
+    order = sorted(range(len(said)), key=rank)[:n]
+    assert [part.index for part in told[-1].outputs] == list(range(n))
+    assert [part.token_ids for part in told[-1].outputs] == [
+        whole(index, said[index]).token_ids for index in order
+    ]
+    asked = logprobs is not None
+    assert all((part.cumulative_logprob is not None) == asked for part in told[-1].outputs)
+    drawn = sum(len(piece) for pieces in said for piece in pieces)
+    assert parent.num_output_tokens == drawn, "also those that are left out"
+
+
+def test_merged_outputs_finish_when_all_children_have() -> None:
+    begun, ended = spoken(0, [[1], [2]], CUMULATIVE)
+    other = list(spoken(1, [[3]], CUMULATIVE))
+    assert not merge_outputs([begun, *other]).finished
+    assert merge_outputs([*other, ended]).finished
+
+
+def test_logprobs_that_nobody_asked_for_are_left_out() -> None:
+    table = LogprobTable(TokenTexts(Detokenizer(TOKENIZER)))
+    for asked, shown in ((None, None), (0, table)):
+        outputs = list(spoken(0, [[1]], FINAL)) + list(spoken(1, [[2]], FINAL))
+        for output in outputs:
+            output.outputs[0].logprobs = table
+        found = best(merge_outputs(outputs), SamplingParams(best_of=2, logprobs=asked))
+        assert [part.logprobs for part in found.outputs] == [shown]
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_if_one_child_fails_the_answer_has_failed(kind) -> None:
+    parent = ParentRequest(SamplingParams(n=3), kind)
+    talk = [list(spoken(index, [[1], [2]], kind)) for index in range(3)]
+    parent.add(talk[0][0])
+    failed = talk[1][-1]
+    failed.outputs[0].finish_reason, failed.outputs[0].stop_reason = "error", "no memory"
+    told = parent.add(failed)
+    assert told is not None and told.finished
+    assert [part.stop_reason for part in told.outputs] == ["no memory"]
+    assert [parent.add(output) for output in (*talk[0][1:], *talk[2])] == [None] * (
+        len(talk[0]) - 1 + len(talk[2])
+    )
+
+
+@pytest.mark.parametrize("best_of", [None, 3])
+def test_an_abort_of_the_answer_ends_all_children_with_what_they_have(best_of) -> None:
+    params = SamplingParams(n=2, best_of=best_of, max_tokens=9)
+    processor = OutputProcessor(Detokenizer(TOKENIZER))
+    parent, collectors, ids = ParentRequest(params, FINAL), [], []
+    for index, child in enumerate(children(params)):
+        core = to_core_request(
+            child, external_req_id="r", prompt_token_ids=[1], max_tokens=9, eos_token_ids=[]
+        )
+        ids.append(core.request_id)
+        collectors.append(RequestOutputCollector(FINAL))
+        processor.add_request(core, child, kind=FINAL, queue=collectors[-1], index=index)
+    if best_of is None:
+        processor.process_outputs([EngineCoreOutput(ids[1], [5])])
+    assert processor.abort_requests(["r"], internal=False) == ids
+    told = [parent.add(output) for c in collectors if (output := c.get_nowait()) is not None]
+    assert len(told) == len(ids)
+    assert told[-1] is not None and told[-1].finished
+    assert [part.finish_reason for part in told[-1].outputs] == ["abort", "abort"]
+    drawn = [part.token_ids for part in told[-1].outputs]
+    assert drawn == ([[], [5]] if best_of is None else [[], []])

@@ -1,0 +1,464 @@
+"""A manager without Ray: a scripted placement and coordinator, and time that only jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from swell.cluster.control import actor_names as names
+from swell.cluster.control.actor_names import EngineName
+from swell.cluster.control.checkpoint_store import ClusterCheckpoint
+from swell.cluster.control.manager import ClusterManager
+from swell.cluster.control.placement import EngineHandle, StartFailed
+from swell.configs.schema import load
+from swell.coordinator import roster
+from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.engine_monitor import StalledEngine
+from swell.coordinator.roster import Member, MemberState, Roster
+from swell.coordinator.service import ManagerState, Membership
+from swell.coordinator.wire import ClusterView, EngineReport
+from swell.engine.actor import EngineReady
+from swell.engine.executor import ExecutorLimits, WorkerInfo
+
+TAG = names.engine_tag("configuration", "keys")
+START_S = 10.0
+"""Virtual seconds until a fake engine is ready."""
+NOTES_S = 0.01
+"""Virtual seconds that the notes take to answer."""
+
+
+class _VirtualTimeSelector(selectors.DefaultSelector):
+    """Waits for nothing: a wait moves the clock to its end. To wait for ever is a deadlock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        ready = super().select(0)
+        if not ready and timeout is None:
+            raise AssertionError("everybody waits for everybody")
+        if not ready:
+            self.now += timeout or 0.0
+        return ready
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._virtual_time = _VirtualTimeSelector()
+        super().__init__(self._virtual_time)
+
+    def time(self) -> float:
+        return self._virtual_time.now
+
+
+class FakeCoordinator:
+    """What `CoordinatorHandle` promises."""
+
+    contact = None
+    pid = 77
+
+    def __init__(self, events: list[tuple[str, list[int]]]) -> None:
+        self.events = events
+        self.roster = Roster()
+        self.reports: dict[int, EngineReport] = {}
+        self.stalled_engines: list[StalledEngine] = []
+        self.kept = ManagerState()
+        self.state = "serving"
+        self.group_s = 0.0
+        """How long a group takes to form."""
+        self.group_fails: str | None = None
+        self.silent = False
+        self.gone = False
+        """Its actor is dead for good."""
+        self._lost: set[int] = set()
+        self._changed = asyncio.Event()
+
+    async def open(self) -> None:
+        self.events.append(("open", []))
+
+    async def close(self) -> None:
+        self.events.append(("close", []))
+
+    async def view(self) -> ClusterView:
+        if self.gone:
+            raise RuntimeError("the actor is dead")
+        if self.silent:
+            await asyncio.sleep(1e6)
+        return ClusterView(self.roster, list(self.reports.values()), state=self.state)
+
+    async def wait(self, epoch: int, timeout_s: float) -> Membership:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.roster.epoch == epoch:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+        return Membership(await self.view(), list(self.stalled_engines), self.kept)
+
+    async def join(self, members: list[Member]) -> None:
+        ranks = [member.rank for member in members]
+        self._lost.clear()
+        await asyncio.sleep(self.group_s)
+        if self.group_fails or (self.group_s and self._lost & set(ranks)):
+            raise RuntimeError(self.group_fails or "it died meanwhile")
+        listed = [m for m in members if self.roster.find(m.rank, m.incarnation) is None]
+        self._change(roster.join(self.roster, listed), "join", ranks)
+
+    async def leave(self, ranks: list[int]) -> None:
+        self._change(roster.leave(self.roster, ranks), "leave", ranks)
+
+    async def stay(self, ranks: list[int]) -> None:
+        self._change(roster.stay(self.roster, ranks), "stay", ranks)
+
+    async def part(self, ranks: list[int]) -> None:
+        await asyncio.sleep(self.group_s)
+        self._change(roster.remove(self.roster, ranks), "part", ranks)
+
+    async def lose(self, ranks: list[int]) -> None:
+        self._lost |= set(ranks)
+        self._change(roster.remove(self.roster, ranks), "lose", ranks)
+
+    async def hold(self) -> None:
+        self.state = "paused"
+
+    async def release(self) -> None:
+        self.state = "serving"
+
+    async def take_over(self, owner: str) -> ManagerState:
+        before, self.kept = (
+            self.kept,
+            ManagerState(owner, self.kept.target, self.kept.pause_requested),
+        )
+        return before
+
+    def note(self, note: ManagerState) -> None:
+        if self.kept.owner in ("", note.owner):
+            self.kept = note
+
+    def report_stalled(self, rank: int) -> None:
+        """The engine does nothing any more, and the coordinator says so."""
+        self.stalled_engines.append(StalledEngine(rank, f"engine {rank} was silent"))
+        self._change(roster.remove(self.roster, [rank]), "stopped", [rank])
+
+    def restart(self, *ranks: int) -> None:
+        """It comes back and has heard of these engines; it knows nothing else."""
+        known = [m for m in self.roster.members if m.rank in ranks]
+        epoch = self.roster.epoch
+        active = roster.update_members(Roster(0, tuple(known)), ranks, state=MemberState.ACTIVE)
+        self.stalled_engines, self.kept, self.state = [], ManagerState(), "serving"
+        self._change(Roster(epoch + 1, active.members), "restart", list(ranks))
+
+    def _change(self, after: Roster, event: str, ranks: list[int]) -> None:
+        self.roster = after
+        self.events.append((event, sorted(ranks)))
+        self._changed.set()
+
+
+@dataclass(eq=False)
+class Process:
+    """An engine as Ray sees it: it lives on when the manager that started it is gone."""
+
+    handle: EngineHandle
+    ready_at: float
+    ended: asyncio.Future[str]
+    ready: EngineReady | None = None
+
+
+class FakePlacement:
+    """What `Placement` promises, with engines that do as they are told.
+
+    As in Ray, a process and its placement group are two things: the group of a process that died
+    stays, and keeps its name and its resources, until somebody removes it.
+    """
+
+    def __init__(self, coordinator: FakeCoordinator) -> None:
+        self.coordinator = coordinator
+        self.processes: dict[str, Process] = {}
+        self.groups: set[str] = set()
+        self.tag = TAG
+        """Of the configuration that the next manager has."""
+        self.capacity = 1000
+        """Placement groups for which there are resources."""
+        self.events = coordinator.events
+        self.failures: dict[int, list[StartFailed]] = {}
+        """What the next starts of a rank raise."""
+        self.always: StartFailed | None = None
+        self.room = 1000
+        self.hung: set[int] = set()
+        """Engines that answer nothing."""
+        self.dies_on_start: set[int] = set()
+        """The next engines of these ranks die as soon as they have started."""
+        self.slow_s: dict[int, float] = {}
+        """What engines of a rank take longer than others to be ready."""
+        self.starting = 0
+        self.max_starting = 0
+        self._known: set[str] = set()
+        self._num_started = 0
+
+    @property
+    def alive(self) -> dict[int, EngineHandle]:
+        """Engines that can serve."""
+        ready = [process for process in self.processes.values() if process.ready]
+        assert len({process.handle.rank for process in ready}) == len(ready), "two of one rank"
+        return {process.handle.rank: process.handle for process in ready}
+
+    def refusal(self, engines: int) -> str | None:
+        return f"no room for {engines} engines" if engines > self.room else None
+
+    async def adopt(self) -> tuple[list[EngineHandle], list[EngineHandle]]:
+        listed = self.coordinator.roster
+        found = names.candidates(self.processes, self.groups, "swell", self.tag)
+        found = [name for name in found if name.rank not in self.hung]
+        ready = {name: self.processes[str(name)].ready for name in found}
+        starts = {name: r.incarnation if r else None for name, r in ready.items()}
+        kept = list(names.choose(starts, listed).values())
+        self._known = {str(name) for name in kept}
+        self._end_strays()
+        serving, newcomers = [], []
+        for name in kept:
+            handle = EngineHandle(name.rank, str(name), ready=ready[name])
+            self.processes[str(name)].handle = handle
+            member = listed.find(name.rank, starts[name]) if ready[name] else None
+            handle.leaving = member is not None and member.state is MemberState.LEAVING
+            (newcomers if member is None else serving).append(handle)
+        gone = set(listed.ranks) - {handle.rank for handle in serving}
+        if gone:
+            await self.coordinator.remove_failed(sorted(gone))
+        return serving, newcomers
+
+    def _end_strays(self) -> None:
+        for name in {*self.processes, *self.groups} - self._known:
+            self._note("stray", [int(name.split("-")[2])])
+            self.groups.discard(name)
+            process = self.processes.pop(name, None)
+            if process is not None:
+                process.ended.set_result("it was killed")
+
+    def plan(self, rank: int) -> EngineHandle:
+        self._num_started += 1
+        name = str(EngineName("swell", rank, self.tag, f"{self._num_started}"))
+        self._known.add(name)
+        return EngineHandle(rank, name)
+
+    async def start(self, handle: EngineHandle) -> None:
+        self.starting += 1
+        self.max_starting = max(self.max_starting, self.starting)
+        try:
+            await self._start(handle)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            await self.end(handle)
+            raise
+        finally:
+            self.starting -= 1
+
+    async def _start(self, handle: EngineHandle) -> None:
+        loop = asyncio.get_running_loop()
+        if handle.name not in self.groups:
+            self._note("start", [handle.rank])
+            self._end_strays()
+            if len(self.groups) >= self.capacity:
+                raise transient(f"no room for engine {handle.rank}")
+            self.place(handle, loop.time() + START_S + self.slow_s.get(handle.rank, 0.0))
+        process = self.processes.get(handle.name)
+        await asyncio.sleep(process.ready_at - loop.time() if process else 0.0)
+        failure = self.always or next(iter(self.failures.get(handle.rank, [])), None)
+        if failure is not None:
+            if not self.always:
+                del self.failures[handle.rank][0]
+            raise failure
+        if process is None or handle.name not in self.processes:
+            raise transient("its process ended")
+        handle.ready = process.ready = process.ready or self._ready(handle)
+        if handle.rank in self.dies_on_start:
+            self.dies_on_start.remove(handle.rank)
+            self.die(handle.rank)
+
+    def place(self, handle: EngineHandle, ready_at: float) -> None:
+        """Its process begins to load."""
+        self.groups.add(handle.name)
+        ended = asyncio.get_running_loop().create_future()
+        self.processes[handle.name] = Process(handle, ready_at, ended)
+
+    def there(self, rank: int, tag: str = TAG) -> Member:
+        """An engine that an earlier manager has left, ready to serve."""
+        self.tag, now = tag, self.tag
+        handle = self.plan(rank)
+        self.tag = now
+        self.place(handle, 0.0)
+        handle.ready = self.processes[handle.name].ready = self._ready(handle)
+        return handle.member
+
+    async def refresh(self, handle: EngineHandle) -> None:
+        if handle.rank in self.hung or handle.name not in self.processes:
+            raise TimeoutError
+        self._note("refresh", [handle.rank])
+
+    async def ended(self, handle: EngineHandle) -> str:
+        assert handle.ready is not None, "who has not started cannot be watched"
+        process = self.processes.get(handle.name)
+        return "it was killed" if process is None else await asyncio.shield(process.ended)
+
+    async def end(self, handle: EngineHandle) -> None:
+        self._end(handle, "end")
+
+    async def kill(self, handle: EngineHandle) -> None:
+        self._end(handle, "kill")
+
+    def _end(self, handle: EngineHandle, event: str) -> None:
+        if handle.watcher is not None and handle.watcher is not asyncio.current_task():
+            handle.watcher.cancel()
+        self._known.discard(handle.name)
+        if handle.name in self.processes or handle.name in self.groups:
+            self.groups.discard(handle.name)
+            self.processes.pop(handle.name, None)
+            self.hung.discard(handle.rank)
+            self._note(event, [handle.rank])
+
+    async def close(self, handles: list[EngineHandle]) -> None:
+        for handle in handles:
+            await self.end(handle)
+
+    def die(self, rank: int) -> None:
+        """Its process ends; its placement group stays."""
+        name = self.alive[rank].name
+        self.processes.pop(name).ended.set_result("it was killed")
+
+    def did(self, name: str) -> list[list[int]]:
+        return [ranks for event, ranks in self.events if event == name]
+
+    def _ready(self, handle: EngineHandle) -> EngineReady:
+        self._num_started += 1
+        return EngineReady(
+            handle.rank,
+            ChannelAddress("machine", f"ipc://@{handle.rank}", "tcp://127.0.0.1:1"),
+            ExecutorLimits(10, 100, 50),
+            pid=1000 + handle.rank,
+            node="node",
+            workers=[WorkerInfo(0, 0, 0, 2000 + handle.rank)],
+            incarnation=self._num_started,
+        )
+
+    def _note(self, event: str, ranks: list[int]) -> None:
+        self.events.append((event, sorted(ranks)))
+
+
+class FakeCheckpointStore:
+    """What `CheckpointStore` promises; it outlives everything, and those of one application share
+    it."""
+
+    def __init__(self, identity: str, page: list[ClusterCheckpoint] | None = None) -> None:
+        self.identity = identity
+        self.page = [ClusterCheckpoint()] if page is None else page
+        self.away = False
+
+    async def read(self) -> ClusterCheckpoint:
+        await asyncio.sleep(NOTES_S)
+        if self.away:
+            raise TimeoutError
+        return self.page[0]
+
+    async def write(self, note: ClusterCheckpoint) -> None:
+        await asyncio.sleep(NOTES_S)
+        if self.away:
+            raise TimeoutError
+        self.page[0] = note
+
+    async def clear(self) -> None:
+        await self.write(ClusterCheckpoint())
+
+
+class ManagerHarness:
+    """Managers and what they manage, in a loop of jumping time."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = load({"model": {"path": "m"}, **config})
+        self.coordinator = FakeCoordinator([])
+        self.placement = FakePlacement(self.coordinator)
+        self.notes = FakeCheckpointStore("configuration")
+        self.manager = self.another()
+
+    def redeploy(self, identity: str, **parallel: Any) -> None:
+        """The next manager has another configuration."""
+        self.config = load({"model": {"path": "m"}, "parallel": parallel})
+        self.notes = FakeCheckpointStore(identity, self.notes.page)
+        self.placement.tag = names.engine_tag(identity, "other keys")
+        self.coordinator = FakeCoordinator(self.placement.events)
+        self.placement.coordinator = self.coordinator
+
+    def configure(self, **sections: Any) -> None:
+        """The next manager has other values of keys that engines do not read."""
+        self.config = load({"model": {"path": "m"}, **sections})
+        self.manager = self.another()
+
+    def another(self) -> ClusterManager:
+        return ClusterManager(self.config, self.coordinator, self.placement, self.notes)
+
+    async def lose_manager(self) -> None:
+        """It dies, and does nothing more; its successor has not begun."""
+        await self.manager.leave()
+        self.manager = self.another()
+
+    async def settle(self) -> None:
+        """Until nothing changes any more; refuses to wait for ever."""
+        quiet = 0
+        for _ in range(10_000):
+            await asyncio.sleep(0.05)
+            quiet = quiet + 1 if self.manager.phase in ("idle", "failed") else 0
+            if quiet == 40:
+                return
+        raise AssertionError(f"still in phase {self.manager.phase!r}")
+
+    async def start(self) -> None:
+        await self.manager.start()
+        await self.settle()
+
+    @property
+    def active(self) -> list[int]:
+        """Ranks that clients are sent to; an engine behind each."""
+        ranks = [m.rank for m in self.coordinator.roster.members if m.state is MemberState.ACTIVE]
+        assert set(ranks) <= set(self.placement.alive)
+        return ranks
+
+
+Scenario = Callable[[ManagerHarness], Awaitable[None]]
+
+
+def run(scenario: Scenario, *, data: int = 1, **cluster: Any) -> ManagerHarness:
+    """Runs a scenario, stops the manager, and looks that nothing was left."""
+    loop = VirtualTimeLoop()
+    harness = ManagerHarness({"parallel": {"data": data}, "cluster": cluster})
+
+    async def whole() -> None:
+        await scenario(harness)
+        await harness.manager.stop()
+        await asyncio.sleep(0)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, "tasks were left"
+        assert not harness.placement.processes, "engines were left"
+        assert not harness.placement.groups, "placement groups were left"
+
+    try:
+        loop.run_until_complete(whole())
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+    return harness
+
+
+def transient(text: str = "no room") -> StartFailed:
+    return StartFailed(text, permanent=False)
+
+
+def permanent(text: str = "no such model") -> StartFailed:
+    return StartFailed(text, permanent=True)
+
+
+def busy(rank: int) -> EngineReport:
+    return EngineReport(rank, running=1)

@@ -1,0 +1,211 @@
+"""A failure is planted in each loop of an ingress and of the manager: either it harms one message
+alone, or it ends the process. No request hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+from swell.cluster.api.server.http_server import EdgeServer
+from swell.cluster.app import IngressDeployment, ManagerDeployment
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.coordinator import roster as rosters
+from tests.cluster.control.fake_manager import ManagerHarness, run
+from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
+from tests.cluster.text import tokenizers_for_tests
+from tests.conftest import Deaths
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def planted(*_args: Any, **_kwargs: Any) -> Any:
+    raise ZeroDivisionError("planted")
+
+
+def first_times(times: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, but the first `times` fail."""
+    left = [None] * times
+
+    def run_it(*args: Any, **kwargs: Any) -> Any:
+        if left:
+            left.pop()
+            planted()
+        return call(*args, **kwargs)
+
+    return run_it
+
+
+async def check(deaths: Deaths, loop: str) -> None:
+    await until(lambda: deaths)
+    assert {name for name, _ in deaths} == {loop}
+    assert all(isinstance(error, ZeroDivisionError) for _, error in deaths)
+    deaths.clear()
+
+
+def test_outputs_that_cannot_be_handled_are_computed_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = first_times(3, OutputProcessor.process_outputs)
+
+    async def story() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            await cluster.join(0)
+            monkeypatch.setattr(OutputProcessor, "process_outputs", lambda *a: process(*a))
+            streams = [Stream(cluster, body([number], 20)) for number in range(3)]
+            for number, stream in enumerate(streams):
+                await asyncio.wait_for(stream.done, 20)
+                assert stream.ids == truth([number], 20) and stream.error is None
+
+    asyncio.run(story())
+
+
+def test_a_view_that_cannot_be_followed_is_followed_when_it_comes_again(folder: Path) -> None:
+    """What the engine that left held is not forgotten meanwhile."""
+
+    async def story() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            first = await cluster.join(0, steps=3)
+            stream = Stream(cluster, body([1], 20))
+            await stream.has(3)
+            second = cluster.start(1)
+            links = cluster.ingress.llm._links
+            links._on_view = first_times(1, links._on_view)  # type: ignore[attr-defined]
+            await asyncio.to_thread(first.close)
+            roster = rosters.join(cluster.coordinator.view.roster, [second.member])
+            cluster.coordinator.tell(roster=rosters.remove(roster, [0]))
+            await until(lambda: links._failed_views)  # type: ignore[attr-defined]
+            cluster.coordinator.tell()  # the heartbeat
+            await asyncio.wait_for(stream.done, 20)
+            assert stream.ids == truth([1], 20)
+
+    asyncio.run(story())
+
+
+def test_an_ingress_that_can_follow_no_view_ends(folder: Path, deaths: Deaths) -> None:
+    async def story() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            await cluster.join(0)
+            links = cluster.ingress.llm._links
+            follow, links._on_view = links._on_view, planted  # type: ignore[attr-defined]
+            while not deaths:
+                cluster.coordinator.tell()
+                await asyncio.sleep(0.01)
+            links._on_view = follow  # type: ignore[attr-defined]
+            await check(deaths, "channel")
+
+    asyncio.run(story())
+
+
+def test_an_ingress_whose_heartbeat_has_ended_ends(folder: Path, deaths: Deaths) -> None:
+    async def story() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            cluster.ingress.llm._links._counted = None  # type: ignore[attr-defined]
+            await until(lambda: deaths)
+            [(loop, error)] = deaths
+            assert loop == "ingress: heartbeat" and isinstance(error, AttributeError)
+            deaths.clear()
+
+    asyncio.run(story())
+
+
+def test_an_ingress_that_does_not_listen_any_more_ends(deaths: Deaths) -> None:
+    async def story() -> None:
+        edge = EdgeServer(Starlette(), "127.0.0.1", 0, 5)
+        await edge.start()
+        edge._server.on_tick = planted  # type: ignore[method-assign]
+        await check(deaths, "HTTP server")
+        with pytest.raises(ZeroDivisionError):
+            await edge.stop()
+        edge._socket.close()
+
+    asyncio.run(story())
+
+
+def test_a_manager_whose_loop_has_ended_ends(deaths: Deaths) -> None:
+    """Else no engine would be started any more, and requests to scale would still be accepted."""
+
+    async def scenario(world: ManagerHarness) -> None:
+        await world.start()
+        note, world.coordinator.note = world.coordinator.note, planted  # type: ignore[method-assign]
+        world.manager._wake.set()
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+        world.coordinator.note = note  # type: ignore[method-assign]
+        [(loop, error)] = deaths
+        assert loop == "manager: reconcile" and isinstance(error, ZeroDivisionError)
+        deaths.clear()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("way", ["end", "kill"])
+def test_an_engine_that_cannot_even_be_ended_is_replaced(way: str) -> None:
+    async def scenario(world: ManagerHarness) -> None:
+        await world.start()
+        end = getattr(world.placement, way)
+
+        async def fail(handle: Any) -> None:
+            await end(handle)
+            planted()
+
+        setattr(world.placement, way, fail)
+        if way == "end":
+            world.placement.die(0)
+        else:
+            world.coordinator.report_stalled(0)
+        await asyncio.sleep(60)
+        setattr(world.placement, way, end)
+        await world.settle()
+        assert world.active == [0, 1] and world.manager.phase == "idle"
+
+    run(scenario, data=2)
+
+
+def test_engines_that_left_and_cannot_be_ended_hold_up_no_change() -> None:
+    async def scenario(world: ManagerHarness) -> None:
+        await world.start()
+        end, world.placement.end = world.placement.end, planted  # type: ignore[method-assign]
+        world.manager.scale(1)
+        await asyncio.sleep(60)
+        world.placement.end = end  # type: ignore[method-assign]
+        (stuck,) = [p.handle for p in world.placement.processes.values() if p.handle.rank == 1]
+        await end(stuck)
+        assert world.manager._fleet.ending == {}
+        world.manager.scale(2)
+        await world.settle()
+        assert world.active == [0, 1]
+
+    run(scenario, data=2)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_manager_that_is_stopped_as_it_is_woken_stops(turns: int) -> None:
+    """While it waits for a time, as before it tries something again."""
+
+    async def scenario(world: ManagerHarness) -> None:
+        await world.start()
+        world.manager._reconcile = lambda: 5.0  # type: ignore[method-assign]
+        world.manager._wake.set()
+        await asyncio.sleep(1)
+        world.manager._wake.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(1000):
+            await world.manager.stop()
+
+    run(scenario)
+
+
+def test_serve_asks_in_the_loop_that_does_the_work() -> None:
+    """Without a method of ours Serve asks another thread, which answers whatever hangs here."""
+    for deployment in (ManagerDeployment, IngressDeployment):
+        assert asyncio.iscoroutinefunction(deployment.func_or_class.check_health)

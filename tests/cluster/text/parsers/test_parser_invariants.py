@@ -1,0 +1,280 @@
+"""The laws of `Parser`, for every format, on answers that are whole, broken and nearly marked."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from functools import cache
+from types import FrameType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swell.cluster.text.parsers.deltas import Content, Reasoning, ToolCall
+from tests.cluster.text.parsers.sample_outputs import (
+    ALL,
+    TAGS,
+    Names,
+    fragments,
+    markers,
+    parser,
+    read,
+    symbols,
+    texts,
+    whole,
+)
+
+every_format = pytest.mark.parametrize("names", ALL, ids=str)
+alone = pytest.mark.parametrize(
+    "names", [*(names for names in ALL if None in names), ("hermes", "think")], ids=str
+)
+"""Each format without others, and one pair."""
+
+
+# ---------------------------------------------------------------------------------------- cuts
+
+
+@every_format
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_parts_do_not_depend_on_how_the_text_is_cut(names: Names, data: st.DataObject) -> None:
+    text = data.draw(texts(names))
+    parts = read(names, [text])
+    assert read(names, list(text)) == parts
+    for cut in range(len(text) + 1):
+        assert read(names, [text[:cut], text[cut:]]) == parts
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    assert read(names, pieces) == parts
+
+
+@every_format
+def test_every_cut_of_a_real_answer_gives_the_same_parts(names: Names) -> None:
+    """All 8 cuts of three characters at a time, along the whole answer."""
+    text = "\n".join(whole(names) or ["Hm."])
+    parts = read(names, [text])
+    window = 3
+    for start in range(0, len(text), window):
+        for cuts in itertools.product([False, True], repeat=window):
+            ends = [start + i for i, cut in enumerate(cuts) if cut and start + i < len(text)]
+            pieces = [text[a:b] for a, b in itertools.pairwise([0, *ends, len(text)])]
+            assert read(names, pieces) == parts
+
+
+# ---------------------------------------------------------------------------- what is held back
+
+_ENDS = ["", 'x"', '"', 'x"]', "]", 'x"}', "}", 'x"}]', "}]", 'x"]}', "]}", 'x"}}', "}}"]
+"""They end a value in which the text stopped."""
+
+_CALL_ENDS = [
+    *['{}, "name": "f"}', '"f", "arguments": {}}', '1, "name": "f", "arguments": {}}'],
+    *['1, "name": "f"}', '1, "arguments": {}}', "{}}", '"f"}'],
+]
+"""They end a call of a shown tool that stopped before a value."""
+
+
+@cache
+def _continuations(names: Names) -> list[str]:
+    """Wherever a parser may hold text, one of these makes a call or a tag of it."""
+    ends = [*_CALL_ENDS, *(f": {end}" for end in _CALL_ENDS), ", " * bool(names[0])]
+    for key in ("name", "arguments", "parameters", "type", "id", "x"):
+        calls = [f'{{"{key}": {end}' for end in _CALL_ENDS]
+        ends += [one[at:] for one in calls for at in range(len(key) + 3)]
+        ends += [f', "{key}": {end}' for end in _CALL_ENDS]
+    ends += ["n", "e9", "9", "\\ude00", "x", "g[ARGS]{}", "[ARGS]{}", 'x"=1)', "x'=1)"]
+    ends += ['\\u007b}"'[at:] for at in range(7)]  # a brace that is escaped
+    ends += ["9" * size + "[ARGS]{}" for size in range(10)]
+    found = [one[at:] for one in whole(names) for at in range(len(one))]
+    found += [end + tail for end in _ENDS for tail in ends]
+    for marker in markers(names):
+        tails = ['{"name": "g", "arguments": {}}', "g[ARGS]{}", "{}", "9" * 9 + "[ARGS]{}"]
+        found += [marker[at:] + tail for at in range(len(marker)) for tail in tails]
+    return found
+
+
+@alone
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_what_is_out_is_what_every_continuation_brings_out(
+    names: Names, data: st.DataObject
+) -> None:
+    """Nothing is taken back, and whatever is held could still become something else."""
+    text = data.draw(texts(names, max_pieces=4))[:80]
+    one, parts, found = parser(names), [], ""
+    for end, char in enumerate(text, 1):
+        parts += one.push(char)
+        out = symbols(parts)
+        ended = symbols(read(names, [text[:end]]))
+        assert ended[: len(out)] == out
+        if len(ended) == len(out):
+            continue
+        for continuation in [found[1:], *_continuations(names)]:
+            future = symbols(read(names, [text[:end] + continuation]))
+            assert future[: len(out)] == out, (text[:end], continuation)
+            if future[len(out) : len(out) + 1] != [ended[len(out)]]:
+                found = continuation
+                break
+        else:
+            raise AssertionError(f"{ended[len(out) :]} held for nothing behind {text[:end]!r}")
+
+
+# ------------------------------------------------------------------------------- nothing is lost
+
+
+@every_format
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_without_calls_all_text_comes_out(names: Names, data: st.DataObject) -> None:
+    """With reasoning, all but its tags and the newlines around them."""
+    if names[0] == "harmony":
+        return  # it marks all text, and its headers are dropped
+    text = data.draw(texts(names))
+    parts = read(names, [text])
+    if any(isinstance(part, ToolCall) for part in parts):
+        return
+    shown = "".join(part.text for part in parts if isinstance(part, Content | Reasoning))
+    if names[1] is None:
+        assert shown == text
+        return
+    for tag in TAGS[names[1]]:
+        if shown.count(tag) < text.count(tag):
+            text = text.replace(tag, "", 1)
+    assert shown.replace("\n", "").lstrip() == text.replace("\n", "").lstrip()
+
+
+@every_format
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_parts_are_pieces_of_the_text_in_its_order(names: Names, data: st.DataObject) -> None:
+    """Whatever a parser drops, it invents and moves nothing (escapes apart, which it decodes)."""
+    text = data.draw(texts(names)).replace("\\", "")
+    rest = iter(text)
+    ordered = True
+    for part in read(names, [text]):
+        if isinstance(part, ToolCall):
+            ordered = False  # Arguments may stand before the name.
+        elif ordered:
+            assert all(char in rest for char in part.text), (text, part)
+
+
+# ------------------------------------------------------------------------------ linear in length
+
+
+MAX_STEPS_PER_CHAR = 100
+"""About twice what the dearest character costs, far below the length of the answers."""
+
+
+def _events(names: Names, pieces: list[str]) -> int:
+    """Calls of Python and C functions while an answer is read."""
+    count = 0
+
+    def tick(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    one = parser(names)
+    sys.setprofile(tick)
+    try:
+        for piece in pieces:
+            one.push(piece)
+        one.flush()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def _strings(value: object, depth: int = 5) -> list[str]:
+    """Strings that an object holds, but not those in its lists, which are joined once."""
+    if isinstance(value, str):
+        return [value]
+    if depth == 0 or not hasattr(value, "__dict__"):
+        return []
+    return [text for held in vars(value).values() for text in _strings(held, depth - 1)]
+
+
+_ADVERSARIES = [
+    "a",
+    "\n",
+    " ",
+    "[",
+    "<",
+    "\\",
+    '{"',
+    '{"x":{',
+    "<tool_call>",
+    '<tool_call>{"x":[',
+    '<tool_call>{"x":"',
+    '<tool_call>{"name":"f","arguments":{"',
+    '<tool_call>\n{"arguments":"\\',
+    "<tool_call>\n\n",
+    "<tool_",
+    "</tool_call>",
+    "</think>\n",
+    "</thin",
+    "[TOOL_CALLS]",
+    "[TOOL_CALLS]f[ARGS]",
+    '[TOOL_CALLS][{"name":"f","arguments":{}},',
+    "[TOOL_CALLS]aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+    "[CALL_ID]",
+    '<|python_tag|>{"a":',
+    "<|python_tag|>",
+    '{"name":"f","parameters":{}};',
+    '{"parameters":[',
+    '{"name":"',
+    '{"type":"',
+    "<tool_call>f<arg_key>k</arg_key><arg_value>",
+    "<tool_call>\n<function=f>\n<parameter=a>\n",
+    "<tool_call>\n<function=g>\n<parameter=b>\n[",
+    "<function=f>",
+    "<parameter=a>\n",
+    "\n</param",
+    "</arg_value><arg_key>",
+    "<|tool_calls_section_begin|><|tool_call_begin|>f:0",
+    '<|tool_call_argument_begin|>{"a": ',
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>g\n```json\n{",
+    '<minimax:tool_call><invoke name="f"><parameter name="a">',
+    '<｜DSML｜function_calls><｜DSML｜invoke name="f">',
+    '<｜DSML｜parameter name="a" string="false">{',
+]
+
+
+@alone
+def test_work_grows_with_the_length_of_the_answer_alone(names: Names) -> None:
+    """A character costs so many steps at most, in one piece and alone, and no step copies text
+    that is already held: what is held lies in lists. Each format reads every unit behind one
+    opening, and its own marks behind all."""
+    begun = [call[: len(call) * 2 // 3] for call in whole(names)]
+    openings = ["", "[TOOL_CALLS]", '<tool_call>{"arguments":{"a":"', '{"type":"', *begun]
+    marks = tuple(markers(names))
+    for count, unit in enumerate(_ADVERSARIES):
+        own = bool(marks) and unit.startswith(marks)
+        for opening in openings if own else [openings[count % len(openings)]]:
+            _check_work(names, opening, unit)
+
+
+def _check_work(names: Names, opening: str, unit: str) -> None:
+    text = opening + unit * (600 // len(unit))
+    for pieces in (list(text), [text]):
+        assert _events(names, pieces) < MAX_STEPS_PER_CHAR * len(text) + 100, (unit, opening)
+    one = parser(names)
+    for count, char in enumerate(text):
+        one.push(char)
+        if count % 50 == 0:
+            assert max(map(len, _strings(one)), default=0) <= 300, (unit, opening)
+
+
+def test_fragments_reach_calls_of_every_format() -> None:
+    """The generated answers are not all broken."""
+    for names in ALL:
+        if names[0] is not None:
+            calls = [f for f in fragments((names[0], None)) if read((names[0], None), [f])]
+            found = {type(p) for f in calls for p in read((names[0], None), [f])}
+            assert ToolCall in found and Content in found
+
+
+def test_text_behind_a_tag_that_begins_no_code_is_not_held() -> None:
+    """Built-in tools stand behind `<|python_tag|>` alone."""
+    one = parser(("llama3", None))
+    assert one.push("<|python_start|>S") == [Content("<|python_start|>S")]

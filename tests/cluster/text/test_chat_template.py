@@ -1,0 +1,109 @@
+"""Conversations as the chat template writes them: transformers is the oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
+from swell.cluster.text.parsers import detect_tools, make_parser
+from swell.cluster.text.parsers.deltas import collect
+from swell.cluster.text.prompts import load_tokenizer
+from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.schema.chat_messages import ChatMessage
+from swell.cluster.text.schema.decode import decode
+from tests.cluster.text import tokenizers_for_tests as made
+
+NANO = Path(__file__).parents[3] / "configs" / "models" / "nano"
+USER = ChatMessage(role="user", content="hello")
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a place",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+CALLED = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"place": "Bern"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
+]
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return decode(json.dumps({"model": "m", **fields}).encode(), ChatCompletionRequest)
+
+
+def nano() -> ChatTemplate:
+    return ChatTemplate(load_tokenizer(str(NANO)), "nano")
+
+
+def test_tools_and_calls_reach_the_template_as_transformers_has_them() -> None:
+    body = chat(messages=CALLED, tools=[TOOL])
+    plain = json.loads(json.dumps(CALLED))
+    plain[1]["content"] = ""
+    plain[1]["tool_calls"][0]["function"]["arguments"] = {"place": "Bern"}
+    expected = load_tokenizer(str(NANO)).apply_chat_template(
+        plain, tools=[TOOL], tokenize=False, add_generation_prompt=True
+    )
+    got = nano().render(body.messages, TemplateOptions(tools=body.tools or []))
+    assert got == expected
+    assert "sun" in got
+    assert '"of a place"' in got
+
+
+def test_what_the_demo_template_writes_its_parser_reads() -> None:
+    """A call in the history has the form that an answer's call is read from."""
+    template = nano()
+    body = chat(messages=CALLED[:2])
+    text = template.render(body.messages, TemplateOptions(add_generation_prompt=False))
+    said = text.rpartition("<|assistant|>")[2].removesuffix("<|end|>")
+    parser = make_parser(detect_tools(template.text), None)
+    (call,) = collect([*parser.push(said), *parser.flush()]).tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"place": "Bern"})
+
+
+def test_without_tools_the_demo_template_is_what_nano_learned() -> None:
+    got = nano().render([ChatMessage(role="system", content="s"), USER], TemplateOptions())
+    assert got == "<|bos|><|system|>s<|end|><|user|>hello<|end|><|assistant|>"
+
+
+def test_the_last_message_is_continued() -> None:
+    messages = [USER, ChatMessage(role="assistant", content="I am")]
+    options = TemplateOptions(add_generation_prompt=False, continue_final_message=True)
+    assert nano().render(messages, options).endswith("<|assistant|>I am")
+
+
+def test_a_template_of_the_request_or_of_the_server_replaces_the_models() -> None:
+    tokenizer = made.chat_tokenizer()
+    own = ChatTemplate(tokenizer, "m", "own {{ messages[0]['content'] }} {{ mood }}")
+    assert own.render([USER], TemplateOptions(variables={"mood": "calm"})) == "own hello calm"
+    assert own.render([USER], TemplateOptions(template="{{ messages|length }}")) == "1"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "tools", "chat_template", "messages"])
+def test_variables_may_not_take_our_names(name: str) -> None:
+    with pytest.raises(BadRequest, match=name) as caught:
+        nano().render([USER], TemplateOptions(variables={name: 1}))
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_a_template_that_fails_is_named_by_whose_it_is() -> None:
+    with pytest.raises(BadRequest, match="this request's chat template refuses") as caught:
+        nano().render([USER], TemplateOptions(template="{% if %}"))
+    assert caught.value.param == "chat_template"

@@ -1,0 +1,134 @@
+"""Stop strings against a plain reading of the whole text."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swell.cluster.text.stop_strings import AutomatonCache, NoStops, StopChecker, stop_checker
+
+PIECES = st.lists(st.text("ab ", max_size=4), max_size=12)
+STOPS = st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def oracle(
+    pieces: list[str], stops: list[str], include: bool, min_tokens: int
+) -> tuple[str, str | None, int]:
+    """Read character by character; (text, stop, tokens read)."""
+    text = ""
+    for count, piece in enumerate(pieces, 1):
+        for char in piece:
+            text += char
+            ended = [stop for stop in stops if text.endswith(stop)]
+            if ended and count > min_tokens:
+                stop = max(ended, key=len)
+                return text if include else text[: -len(stop)], stop, count
+    return text, None, len(pieces)
+
+
+def run(
+    pieces: list[str], stops: list[str], include: bool, min_tokens: int
+) -> tuple[list[str], str | None, int]:
+    checker = StopChecker(stops, include_in_output=include, min_tokens=min_tokens)
+    shown = []
+    for count, piece in enumerate(pieces, 1):
+        shown.append(checker.push(piece, count))
+        if checker.matched is not None:
+            return shown, checker.matched, count
+    return [*shown, checker.flush()], None, len(pieces)
+
+
+@settings(max_examples=600, deadline=None)
+@given(PIECES, STOPS, st.booleans(), st.integers(0, 6))
+def test_text_stop_and_token_are_those_of_a_plain_reading(
+    pieces: list[str], stops: list[str], include: bool, min_tokens: int
+) -> None:
+    shown, stop, count = run(pieces, stops, include, min_tokens)
+    assert ("".join(shown), stop, count) == oracle(pieces, stops, include, min_tokens)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PIECES, STOPS)
+def test_exactly_what_may_become_a_stop_is_held(pieces: list[str], stops: list[str]) -> None:
+    checker, text, shown = StopChecker(stops), "", ""
+    for count, piece in enumerate(pieces, 1):
+        text += piece
+        shown += checker.push(piece, count)
+        if checker.matched is not None:
+            return
+        longest = max(
+            size
+            for stop in stops
+            for size in range(len(stop))
+            if text.endswith(stop[:size])  # the empty beginning always is
+        )
+        assert shown == text[: len(text) - longest]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("ab", max_size=30), STOPS, st.booleans(), st.data())
+def test_borders_of_pieces_do_not_matter(
+    text: str, stops: list[str], include: bool, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole, cut = run([text], stops, include, 0), run(pieces, stops, include, 0)
+    assert ("".join(whole[0]), whole[1]) == ("".join(cut[0]), cut[1])
+
+
+def test_the_stop_that_completes_first_wins() -> None:
+    assert run(["xabc"], ["abc", "b"], False, 0) == (["xa"], "b", 1)
+
+
+def test_of_two_that_complete_together_the_longer_wins() -> None:
+    assert run(["xa", "bc"], ["c", "bc", "abc"], False, 0) == (["x", ""], "abc", 2)
+
+
+def test_a_stop_within_min_tokens_is_text() -> None:
+    assert run(["ab", "c", "ab"], ["ab"], False, 2) == (["ab", "c", ""], "ab", 3)
+
+
+def test_a_stop_begun_within_min_tokens_and_completed_after_counts() -> None:
+    assert run(["xa", "b"], ["ab"], False, 1) == (["x", ""], "ab", 2)
+
+
+def test_a_shown_stop_holds_nothing_back() -> None:
+    assert run(["<", "end", ">", "x"], ["<end>"], True, 0) == (["<", "end", ">"], "<end>", 3)
+
+
+def test_without_stops_text_passes() -> None:
+    checker = stop_checker([], include_in_output=False, min_tokens=3)
+    assert isinstance(checker, NoStops)
+    assert (checker.push("abc", 1), checker.flush(), checker.matched) == ("abc", "", None)
+
+
+def test_the_cache_of_automata_is_bounded_by_nodes() -> None:
+    """A request with many long stops has thousands of nodes, of some 280 bytes each."""
+    cache = AutomatonCache(max_nodes=1000)
+    for round_ in range(50):
+        cache.get(tuple(f"{round_} {index} " + "x" * 90 for index in range(8)))
+        cache.get((f"short {round_}",))
+        assert cache.cached_nodes <= 1000
+    small = cache.get(("again",))
+    assert cache.get(("again",)) is small, "what is used again is not built again"
+
+
+def test_answers_of_one_request_share_an_automaton_however_large() -> None:
+    cache = AutomatonCache(max_nodes=10)
+    first = cache.get(("y" * 100,))
+    assert cache.cached_nodes == 0
+    assert cache.get(("y" * 100,)) is first
+
+
+def test_a_thousand_requests_leave_little_memory_behind() -> None:
+    tracemalloc.start()
+    try:
+        for request in range(100):
+            stops = [chr(97 + index) * 250 + str(request) for index in range(16)]
+            stop_checker(stops, include_in_output=False, min_tokens=0)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 5 << 20

@@ -1,0 +1,168 @@
+"""The whole building in this process, without Ray, with nano as its model: coordinator, engine,
+ingress, HTTP. What a judge finds here it would find at a server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import requests
+
+from swell.cluster.api.admin.protocol import (
+    ClusterState,
+    CoordinatorState,
+    EngineState,
+    RescaleState,
+)
+from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.responses.response_store import ResponseStore
+from swell.cluster.api.server.http_server import EdgeServer
+from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.cluster.control.cluster_status import Change
+from swell.configs.schema import Config, load
+from swell.coordinator.channel import make_keys
+from swell.coordinator.ports import free_port
+from swell.coordinator.service import CoordinatorEndpoint, CoordinatorService
+from swell.engine.core import EngineCore
+from swell.engine.executor import build_executor
+from swell.engine.server import EngineServer
+from tests.e2e.cluster import NANO
+
+MODEL = "nano"
+MAX_BODY_BYTES = 100_000
+DEADLINE_S = 60.0
+SETTINGS = {
+    "model.dtype": "float32",
+    "model.max_model_len": 512,
+    "parallel.executor": "inproc",
+    "scheduler.policy": "priority",
+    "cluster.heartbeat_s": 0.2,
+    "serve.max_body_bytes": MAX_BODY_BYTES,
+    "serve.request_chat_template": True,
+}
+
+
+class Manager:
+    """Keeps responses as the real one does, and agrees to every change without making it."""
+
+    def __init__(self) -> None:
+        self._store = ResponseStore(1000, 10**7, 1000.0)
+
+    def __getattr__(self, name: str) -> Any:
+        answer = {
+            "stored": lambda wish: self._store.handle(wish, 0.0),
+            "not_ready_reason": lambda: ("engine 0: starts", False),
+            "describe": self._describe,
+        }.get(name, lambda *_: Change(1))
+
+        async def remote(*args: Any) -> Any:
+            return answer(*args)
+
+        return SimpleNamespace(remote=remote)
+
+    def _describe(self) -> ClusterState:
+        return ClusterState(
+            epoch=1,
+            wave=0,
+            state="serving",
+            target=1,
+            engines=[EngineState(rank=0, state="active")],
+            coordinator=CoordinatorState(),
+            rescale=RescaleState(phase="idle"),
+        )
+
+
+class InProcessServer:
+    """A server that listens at `url`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.client = httpx.Client(base_url=url, timeout=DEADLINE_S)
+        self.session = requests.Session()
+        """For judges that speak with it."""
+
+    def answers(self) -> None:
+        """Raise AssertionError unless a plain request gets the right answer."""
+        told = self.client.post(
+            "/v1/chat/completions",
+            json={
+                "model": MODEL,
+                "messages": [{"role": "user", "content": "upper: abc"}],
+                "max_tokens": 8,
+                "temperature": 0,
+            },
+        )
+        assert told.status_code == 200, told.text
+        assert told.json()["choices"][0]["message"]["content"] == "ABC"
+
+    def wait_idle(self) -> None:
+        """Return once every block and slot is free. Raise AssertionError if one never is."""
+        end = time.monotonic() + DEADLINE_S
+        while True:
+            engines = self.client.get("/admin/idle").json()["engines"]
+            if all(engine["idle"] for engine in engines):
+                return
+            assert time.monotonic() < end, engines
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self.client.close()
+        self.session.close()
+
+
+@contextlib.contextmanager
+def start_in_process_server(model: Path = NANO, **settings: Any) -> Iterator[InProcessServer]:
+    config = load(str(model), SETTINGS | settings)
+    endpoint = CoordinatorEndpoint(make_keys(), secrets.token_hex(8), free_port("127.0.0.1"))
+    coordinator = CoordinatorService(config.cluster, endpoint=endpoint)
+    executor = build_executor(config)
+    core = EngineCore(config, executor, executor.start())
+    engine = EngineServer(config, 0, core, coordinator.keys, coordinator.address)
+    running = threading.Thread(target=engine.run)
+    running.start()
+    coordinator.join([engine.member], 10)
+    ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    serving = threading.Thread(
+        target=lambda: asyncio.run(_serve(config, coordinator, ready)), daemon=True
+    )
+    serving.start()
+    port, stop = ready.get(timeout=DEADLINE_S)
+    in_process_server = InProcessServer(f"http://127.0.0.1:{port}")
+    try:
+        yield in_process_server
+    finally:
+        in_process_server.close()
+        stop()
+        serving.join()
+        engine.stop()
+        running.join()
+        coordinator.stop()
+
+
+async def _serve(
+    config: Config, coordinator: CoordinatorService, ready: queue.SimpleQueue[Any]
+) -> None:
+    """Tells its port, and what to call from any thread to end it."""
+    connect = partial(AsyncEngineCoreClient, coordinator.address, coordinator.keys)
+    ingress = Ingress(config, connect, Manager())
+    await ingress.start()
+    edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
+    await edge.start()
+    while not ingress.llm.active_ranks:
+        await asyncio.sleep(0.01)
+    ending = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    ready.put((edge.port, lambda: loop.call_soon_threadsafe(ending.set)))
+    await ending.wait()
+    await edge.stop()
+    await ingress.stop()

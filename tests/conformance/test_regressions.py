@@ -1,0 +1,109 @@
+"""What judges found wrong once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from schemathesis.core.failures import FailureGroup
+
+from tests.conformance.document import check_answer
+from tests.conformance.in_process_server import MODEL, InProcessServer
+
+TALK = [{"role": "user", "content": "upper: abc"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/completions", "POST"),
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/responses/resp_1", "DELETE, GET, HEAD"),
+        ("/v1/messages", "POST"),
+    ],
+)
+def test_a_wrong_method_is_told_all_right_ones(
+    in_process_server: InProcessServer, path: str, allowed: str
+) -> None:
+    """Schemathesis: a 405 has an Allow header (RFC 9110, 15.5.6)."""
+    told = in_process_server.client.request("PATCH", path)
+    assert told.status_code == 405
+    assert told.headers["allow"] == allowed
+    assert told.headers["x-request-id"]
+    assert "allow" not in in_process_server.client.get("/v1/nothing").headers
+
+
+def test_a_call_comes_back_as_litellm_writes_it(in_process_server: InProcessServer) -> None:
+    """LiteLLM adds `provider_specific_fields` to an answer, and sends all of it back."""
+    answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    reply = {"role": "tool", "tool_call_id": "c1", "content": "x"}
+    ids = []
+    for more in ({}, {"provider_specific_fields": {"refusal": None}, "function_call": None}):
+        wish = {"model": MODEL, "messages": [*TALK, {**answer, **more}, reply]}
+        told = in_process_server.client.post("/tokenize", json=wish)
+        assert told.status_code == 200, told.text
+        ids.append(told.json()["tokens"])
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_is_told_while_an_answer_grows(
+    in_process_server: InProcessServer, path: str, n: int
+) -> None:
+    """GuideLLM asks for `continuous_usage_stats`, as vLLM's servers tell them."""
+    ask: dict[str, Any] = {"prompt": "hi"} if path == "/v1/completions" else {"messages": TALK}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    wish = {"model": MODEL, "max_tokens": 5, "ignore_eos": True, "n": n, **ask}
+    wish |= {"return_token_ids": True, "stream": True, "stream_options": options}
+    told = in_process_server.client.post(path, json=wish)
+    check_answer(path, told)
+    lines = [line for line in told.text.splitlines() if line.startswith("data: {")]
+    *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+    drawn = [0] * n
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        drawn[choice["index"]] += len(choice.get("token_ids", ()))
+        if chunk["usage"] is not None:
+            assert chunk["usage"]["completion_tokens"] == drawn[choice["index"]]
+            assert chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
+        else:
+            assert not choice.get("token_ids")
+    assert drawn == [5] * n
+    assert last["usage"]["completion_tokens"] == sum(drawn)
+
+
+def test_continuous_usage_needs_usage(in_process_server: InProcessServer) -> None:
+    wish = {"model": MODEL, "prompt": "hi", "stream": True}
+    wish["stream_options"] = {"continuous_usage_stats": True}
+    told = in_process_server.client.post("/v1/completions", json=wish)
+    assert told.status_code == 400
+    assert told.json()["error"]["param"] == "stream_options.continuous_usage_stats"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "content"),
+    [
+        (418, "application/json", b'{"error": {"message": "no"}}'),
+        (200, "text/html", b"<p>"),
+        (200, "application/json", b'{"id": 1}'),
+        (400, "application/json", b'{"detail": "no"}'),
+        (200, "text/event-stream", b'data: {"id": 1}\n\n'),
+        (200, "text/event-stream", b"data: [OVER]\n\n"),
+    ],
+)
+def test_the_judge_sees_what_the_document_does_not_tell(
+    status: int, kind: str, content: bytes
+) -> None:
+    headers = {"content-type": kind, "x-swell-engine": "0"}
+
+    def answer_all(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, headers=headers, content=iter([content]))
+
+    with httpx.Client(transport=httpx.MockTransport(answer_all)) as client:
+        answer = client.post("http://h/v1/completions")
+    with pytest.raises(FailureGroup):
+        check_answer("/v1/completions", answer)

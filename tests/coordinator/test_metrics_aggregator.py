@@ -1,0 +1,67 @@
+"""Whatever ingresses come and go, each is told what all others have counted, and nothing twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swell.coordinator.metrics_aggregator import MetricsAggregator, add
+
+HOUR_S = 3600.0
+NAMES = ("first", "second")
+
+words = st.tuples(
+    st.integers(0, 3),  # who speaks
+    st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9), max_size=2),  # what it has counted
+    st.floats(0, HOUR_S / 2),  # how long after the word before
+)
+
+
+@given(st.lists(words, max_size=40))
+def test_all_others_are_counted_once(said):
+    """An ingress that was silent for an hour is dead: who speaks then is another one."""
+    metrics_aggregator, now = MetricsAggregator(), 0.0
+    spoke: dict[int, float] = {}
+    lives: Counter[int] = Counter()
+    true: dict[tuple[int, int], Counter[str]] = {}
+    for who, more, later in said:
+        now += later
+        if now - spoke.get(who, now) > HOUR_S:
+            lives[who] += 1
+        spoke[who] = now
+        mine = true.setdefault((who, lives[who]), Counter())
+        mine.update(more)
+        index = who + 10 * lives[who]
+        metrics_aggregator.record(index, {name: [float(mine[name]), 1.0] for name in mine}, now)
+        others = [counts for key, counts in true.items() if key != (who, lives[who])]
+        assert metrics_aggregator.total_of_others(index) == {
+            name: [float(sum(c[name] for c in others)), float(sum(name in c for c in others))]
+            for name in NAMES
+            if any(name in counts for counts in others)
+        }
+
+
+def test_the_dead_are_not_kept_apart_for_ever():
+    metrics_aggregator = MetricsAggregator()
+    for index in range(1000):
+        metrics_aggregator.record(index, {"n": [1.0]}, index * HOUR_S)
+    assert len(metrics_aggregator._newest) <= 6
+    assert metrics_aggregator.total_of_others(999) == {"n": [999.0]}
+
+
+def test_a_coordinator_that_was_stopped_for_hours_counts_nobody_twice():
+    """All ingresses seem to have been silent for so long, and then they speak one by one."""
+    metrics_aggregator = MetricsAggregator()
+    for index in range(3):
+        metrics_aggregator.record(index, {"n": [1.0]}, 0.0)
+    for index in range(3):
+        metrics_aggregator.record(index, {"n": [2.0]}, 5 * HOUR_S)
+    assert [metrics_aggregator.total_of_others(index) for index in range(3)] == [{"n": [4.0]}] * 3
+
+
+def test_adding_changes_neither():
+    one, other = {"a": [1.0]}, {"a": [2.0], "b": [3.0]}
+    assert add(one, other) == {"a": [3.0], "b": [3.0]}
+    assert (one, other) == ({"a": [1.0]}, {"a": [2.0], "b": [3.0]})

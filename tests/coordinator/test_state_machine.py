@@ -1,0 +1,205 @@
+"""What the coordinator decides: roster, group and liveness together, without sockets or clock."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from swell.configs.schema import load
+from swell.coordinator.null_waves import NullCoordinator
+from swell.coordinator.roster import Member, MemberState
+from swell.coordinator.state_machine import CoordinatorStateMachine
+from swell.coordinator.waves import Phase, WaveCoordinator
+from swell.coordinator.wire import (
+    Broken,
+    EngineHello,
+    EngineReport,
+    Joined,
+    Pause,
+    Paused,
+    ReconfigureDistributedRequest,
+    Repaired,
+    Resume,
+)
+from tests.coordinator.test_roster import member as plain
+
+CONFIG = load({"model": {"path": "m"}, "cluster": {"stall_timeout_s": 4.0}}).cluster
+
+
+def member(rank: int, incarnation: int = 7) -> Member:
+    return msgspec.structs.replace(plain(rank), incarnation=incarnation, store=("h", 100 + rank))
+
+
+@pytest.fixture
+def dense() -> CoordinatorStateMachine:
+    return CoordinatorStateMachine(CONFIG, NullCoordinator(), 0.0)
+
+
+@pytest.fixture
+def lockstep() -> CoordinatorStateMachine:
+    return CoordinatorStateMachine(CONFIG, WaveCoordinator(), 0.0)
+
+
+def form(state_machine: CoordinatorStateMachine, now: float = 0.0) -> None:
+    """Let every engine of the group that forms join it."""
+    for rank in state_machine.waves.ranks:
+        found = state_machine.newest(rank)
+        assert found is not None
+        state_machine.on_message(Joined(rank, found.incarnation, state_machine.waves.epoch), now)
+
+
+def states(state_machine: CoordinatorStateMachine) -> dict[int, MemberState]:
+    return {m.rank: m.state for m in state_machine.roster.members}
+
+
+def test_dense_engines_join_and_detach_at_once(dense) -> None:
+    assert dense.join([member(0), member(1)], 0.0) == []
+    assert dense.roster.ranks == [0, 1]
+    assert dense.detach([0], 0.0) == []
+    assert dense.roster.ranks == [1]
+
+
+def test_a_taken_rank_is_refused_and_who_is_here_may_join_again(dense) -> None:
+    dense.join([member(0)], 0.0)
+    dense.join([member(0)], 0.0)
+    with pytest.raises(ValueError, match="rank 0"):
+        dense.join([member(0, incarnation=8)], 0.0)
+    assert dense.roster.epoch == 1
+
+
+def test_the_dead_are_not_heard(dense) -> None:
+    """Neither after their rank was taken by another one."""
+    dense.join([member(0, 7)], 0.0)
+    dense.remove_failed([0], 0.0)
+    dense.on_message(EngineReport(0, 7, steps=5), 0.0)
+    assert dense.view().reports == []
+    dense.join([member(0, 8)], 0.0)
+    dense.on_message(EngineReport(0, 7, steps=5), 0.0)
+    assert dense.view().reports == []
+    dense.on_message(EngineReport(0, 8, steps=6), 0.0)
+    assert [report.steps for report in dense.view().reports] == [6]
+
+
+def test_an_engine_is_in_the_roster_once_its_group_has_formed(lockstep) -> None:
+    [(rank, command)] = lockstep.join([member(0)], 0.0)
+    assert (rank, command.ranks, command.store) == (0, [0], None)
+    assert lockstep.roster.ranks == [] and not lockstep.settled
+    form(lockstep)
+    assert lockstep.roster.ranks == [0] and lockstep.settled
+    assert lockstep.join([member(1)], 1.0) == [(0, Pause(1))]
+    assert lockstep.roster.ranks == [0], "requests would reach it too early"
+    sends = lockstep.on_message(Paused(0, 7, 1), 1.0)
+    assert [rank for rank, _ in sends] == [0, 1]
+    assert all(c.ranks == [0, 1] and c.store == ("h", 100) for _, c in sends)
+    assert lockstep.on_message(Joined(0, 7, 2), 1.5) == []
+    assert lockstep.on_message(Joined(1, 7, 2), 3.0) == [(0, Resume(2)), (1, Resume(2))]
+    assert lockstep.roster.ranks == [0, 1]
+    assert lockstep.commit_s == 2.0
+
+
+def test_an_engine_leaves_the_roster_once_its_group_goes_on_without_it(lockstep) -> None:
+    lockstep.join([member(0), member(1)], 0.0)
+    form(lockstep)
+    lockstep.leave([1], 0.0)
+    assert lockstep.detach([1], 0.0) == [(0, Pause(1)), (1, Pause(1))]
+    for rank in (0, 1):
+        lockstep.on_message(Paused(rank, 7, 1), 0.0)
+    assert states(lockstep) == {0: MemberState.ACTIVE, 1: MemberState.LEAVING}
+    form(lockstep)
+    assert lockstep.roster.ranks == [0]
+
+
+def test_a_death_takes_it_out_at_once_and_the_others_form_again(lockstep) -> None:
+    lockstep.join([member(0), member(1)], 0.0)
+    form(lockstep)
+    sends = lockstep.remove_failed([0], 0.0)
+    assert lockstep.roster.ranks == [1]
+    told = {rank: c for rank, c in sends if isinstance(c, ReconfigureDistributedRequest)}
+    assert told[1].ranks == [1] and told[1].store is None
+
+
+def test_a_newcomer_that_dies_while_forming_leaves_the_group_as_it_was(lockstep) -> None:
+    lockstep.join([member(0)], 0.0)
+    form(lockstep)
+    lockstep.join([member(1)], 0.0)
+    lockstep.on_message(Paused(0, 7, 1), 0.0)
+    lockstep.remove_failed([1], 0.0)
+    form(lockstep)
+    assert lockstep.roster.ranks == [0] and lockstep.settled
+
+
+@pytest.mark.parametrize("kind", ["dense", "lockstep"])
+def test_a_repairing_engine_stays_and_is_active_again(kind, request) -> None:
+    state_machine = request.getfixturevalue(kind)
+    state_machine.join([member(0), member(1)], 0.0)
+    form(state_machine)
+    state_machine.on_message(
+        Broken(1, 7, state_machine.waves.epoch, "worker 0 died", repairing=True), 0.0
+    )
+    form(state_machine)
+    assert states(state_machine) == {0: MemberState.ACTIVE, 1: MemberState.REPAIRING}
+    state_machine.on_message(Repaired(1, 7, ("other", 5)), 0.0)
+    state_machine.on_message(Paused(0, 7, state_machine.waves.epoch), 0.0)
+    form(state_machine)
+    assert states(state_machine) == {0: MemberState.ACTIVE, 1: MemberState.ACTIVE}
+    found = state_machine.newest(1)
+    assert found is not None and found.store == ("other", 5)
+
+
+def test_the_only_engine_may_repair_too(lockstep) -> None:
+    lockstep.join([member(0)], 0.0)
+    form(lockstep)
+    lockstep.on_message(Broken(0, 7, 1, "worker 1 died", repairing=True), 0.0)
+    assert states(lockstep) == {0: MemberState.REPAIRING}
+    sends = lockstep.on_message(Repaired(0, 7, ("h", 1)), 0.0)
+    assert [c.ranks for _, c in sends] == [[0]]
+    form(lockstep)
+    assert states(lockstep) == {0: MemberState.ACTIVE}
+
+
+def test_a_silent_engine_is_taken_out_and_named(dense) -> None:
+    dense.join([member(0), member(1)], 0.0)
+    for tenth in range(100):
+        now = tenth / 10
+        dense.on_message(EngineReport(0, 7), now)
+        dense.tick(now)
+    assert dense.roster.ranks == [0]
+    [verdict] = dense.stalled_engines
+    assert verdict.rank == 1 and "silent" in verdict.reason
+    assert dense.view().stalls == 1
+
+
+def test_an_operators_pause_and_its_end(dense) -> None:
+    dense.join([member(0)], 0.0)
+    assert dense.pause(0.0) == [(0, Pause(0))]
+    assert dense.view().state == "paused"
+    idle, paused = (
+        EngineReport(0, 7, wave_phase=int(Phase.RUNNING)),
+        EngineReport(0, 7, wave_phase=3),
+    )
+    assert dense.on_message(idle, 0.0) == [(0, Pause(0))], "who did not hear it is told again"
+    assert dense.on_message(paused, 0.0) == []
+    assert dense.resume(0.0) == [(0, Resume(0))]
+    assert dense.on_message(paused, 0.0) == [(0, Resume(0))]
+
+
+@pytest.mark.parametrize("kind", ["dense", "lockstep"])
+def test_a_successor_takes_over_what_it_hears_of(kind, request) -> None:
+    state_machine = request.getfixturevalue(kind)
+    hellos = [EngineHello(member(r), 4, [0, 2], 9, int(Phase.STOPPED)) for r in (2, 0)]
+    state_machine.recover(11, hellos, 0.0)
+    assert state_machine.roster.epoch > 11 and state_machine.roster.ranks == [0, 2]
+    for rank in (0, 2):
+        state_machine.on_message(Paused(rank, 7, 4), 0.0)
+    form(state_machine)
+    assert state_machine.roster.ranks == [0, 2] and state_machine.settled
+
+
+def test_the_epoch_advances_past_one_that_was_seen(dense) -> None:
+    """A successor that heard of its predecessor's epoch too late."""
+    dense.join([member(0)], 0.0)
+    dense.advance_epoch(1, 0.0)
+    assert dense.roster.epoch == 1
+    dense.advance_epoch(9, 0.0)
+    assert (dense.roster.epoch, dense.roster.ranks) == (10, [0])
+    assert dense.cluster_state.due(0.0) is not None, "and it is told"

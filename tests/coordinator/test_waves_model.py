@@ -1,0 +1,66 @@
+"""Waves in every order of events: within bounds all of them, beyond some of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.coordinator.model_checker import BOUNDS, E1, K1, K2, Scenario, explore
+from tests.coordinator.model_mutations import RULES, remove
+from tests.coordinator.model_state import Bounds, Violation
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_every_order_of_events_comes_to_rest(name: str) -> None:
+    assert explore(BOUNDS[name]).states > 50
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_rule_is_superfluous(name: str) -> None:
+    rule = RULES[name]
+    with pytest.raises(Violation):
+        explore(BOUNDS[rule.bounds], limit=20_000, **remove(rule))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_steps_without_rows_at_the_end_of_a_wave(depth: int) -> None:
+    """An end that is known in advance is in the sums of the last step with rows, and `depth - 1`
+    are in flight behind it. One that is seen when the last step is read is in those of the next
+    step submitted; as many are in flight behind that one."""
+    assert explore(Bounds(2, depth, (K1, K2))).most_quiet == depth - 1
+    assert explore(Bounds(2, depth, (E1, K1))).most_quiet == depth
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    engines=st.integers(3, 5),
+    depth=st.integers(1, 4),
+    jobs=st.lists(
+        st.tuples(st.sampled_from(["known", "eos", "stepwise"]), st.integers(1, 4)), max_size=8
+    ),
+    accidents=st.fixed_dictionaries(
+        {
+            name: st.integers(0, most)
+            for name, most in [
+                ("newcomers", 2), ("pauses", 3), ("parts", 2), ("deaths", 3), ("losses", 3),
+                ("restarts", 3), ("late_reports", 4), ("errors", 3),
+            ]
+        }
+    ),
+    choices=st.lists(st.integers(0, 10_000), max_size=300),
+)  # fmt: skip
+def test_any_walk_comes_to_rest(
+    engines: int,
+    depth: int,
+    jobs: list[tuple[str, int]],
+    accidents: dict[str, int],
+    choices: list[int],
+) -> None:
+    story = Scenario(Bounds(engines, depth, tuple(jobs), reports=True, **accidents))
+    for choice in choices:
+        possible = story.moves()
+        if not possible:
+            break
+        story.take(possible[choice % len(possible)])
+    story.rest()

@@ -1,0 +1,357 @@
+"""A desk that has engines of this process answer request_specs, what it was told, and the oracle.
+
+The desk is all that stands above an engine in production (requests, output processor, collectors,
+children), driven by hand: no socket, no task, no clock. So a test decides when a request moves to
+another engine, how slowly its asker reads, and in which kind it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.outputs import (
+    CompletionOutput,
+    LogprobTable,
+    RequestOutput,
+    RequestOutputCollector,
+    RequestOutputKind,
+)
+from swell.cluster.client.parallel_sampling import ParentRequest
+from swell.cluster.local import LLM, TokenizedPrompt
+from swell.cluster.text.detokenizer import Detokenizer, TextStart
+from swell.cluster.text.prompts import load_tokenizer
+from swell.worker.sample import logprobs, sampler
+from tests.engine.features import RequestSpec
+
+NANO = str(Path(__file__).parents[2] / "configs" / "models" / "nano")
+TOLERANCE = 1e-4
+"""Of a log probability: float32 rounds differently in batches of different shapes."""
+_, DELTA, FINAL = RequestOutputKind
+DETOKENIZER = Detokenizer(load_tokenizer(NANO))
+CLIENT = b"desk"
+MAX_STEPS = 5000
+"""Several times what the largest crowd takes."""
+
+# ---------------------------------------------------------------- what was told
+
+
+Positions = list[tuple[list[int], list[float], int, int]]
+"""Of each position: token ids, their log probabilities, rank, offset in the text."""
+
+
+@dataclass
+class Part:
+    """One of the answers to a prompt, in plain data."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    num_output_tokens: int = 0
+    logprobs: Positions | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, newer: CompletionOutput, *, is_delta: bool) -> None:
+        """Take what is told next; what was told before stays true."""
+        logprobs = positions(newer.logprobs)
+        assert self.finish_reason is None or (newer.text == self.text and not is_delta)
+        if is_delta:
+            self.text += newer.text
+            self.token_ids = self.token_ids + newer.token_ids
+            if logprobs is not None:
+                self.logprobs = (self.logprobs or []) + logprobs
+        else:
+            assert newer.text.startswith(self.text)
+            assert newer.token_ids[: len(self.token_ids)] == self.token_ids
+            assert not self.logprobs or (logprobs or [])[: len(self.logprobs)] == self.logprobs
+            self.text, self.token_ids = newer.text, list(newer.token_ids)
+            self.logprobs = logprobs
+        self.num_output_tokens = newer.num_output_tokens
+        self.cumulative_logprob = newer.cumulative_logprob
+        self.finish_reason, self.stop_reason = newer.finish_reason, newer.stop_reason
+
+
+@dataclass
+class Answer:
+    """All that an asker was told, folded by a second hand: not by the code under test."""
+
+    parts: dict[int, Part] = field(default_factory=dict)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: Positions | None = None
+    finished: bool = False
+    num_outputs: int = 0
+    """How many times the asker was told something."""
+    preemptions: int = 0
+    """Of all its children."""
+    is_firm: bool = True
+    """Of an oracle's answer: see `RoundingProbe`."""
+
+    def add(self, output: RequestOutput, kind: RequestOutputKind) -> None:
+        assert not self.finished, "nothing comes behind the last output"
+        self.num_outputs += 1
+        self.finished = output.finished
+        self.prompt_token_ids = output.prompt_token_ids
+        told = positions(output.prompt_logprobs)
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = told
+        elif told is not None:
+            assert_same_positions(told, self.prompt_logprobs)
+        for part in output.outputs:
+            self.parts.setdefault(part.index, Part()).add(part, is_delta=kind == DELTA)
+
+
+def positions(table: LogprobTable | None) -> Positions | None:
+    if table is None:
+        return None
+    columns = zip(table.token_ids, table.logprobs, table.ranks, table.offsets, strict=True)
+    return [(list(ids), list(values), rank, offset) for ids, values, rank, offset in columns]
+
+
+def assert_same(got: Answer, want: Answer) -> None:
+    """Text, ids, ranks, counts and reasons are equal; log probabilities up to rounding."""
+    assert got.finished and want.finished
+    assert got.prompt_token_ids == want.prompt_token_ids
+    assert sorted(got.parts) == sorted(want.parts)
+    assert_same_positions(got.prompt_logprobs, want.prompt_logprobs)
+    for index, mine in want.parts.items():
+        part = got.parts[index]
+        for name in ("text", "token_ids", "num_output_tokens", "finish_reason", "stop_reason"):
+            assert getattr(part, name) == getattr(mine, name), f"{name} of answer {index}"
+        assert_same_positions(part.logprobs, mine.logprobs)
+        if mine.cumulative_logprob is None:
+            assert part.cumulative_logprob is None
+        else:
+            limit = TOLERANCE * (1 + len(mine.token_ids))
+            assert part.cumulative_logprob == pytest.approx(mine.cumulative_logprob, abs=limit)
+
+
+def assert_same_positions(got: Positions | None, want: Positions | None) -> None:
+    if want is None or got is None:
+        assert got is want
+        return
+    assert [(ids, *others) for ids, _, *others in got] == [
+        (ids, *others) for ids, _, *others in want
+    ]
+    for (_, values, *_), (_, true, *_) in zip(got, want, strict=True):
+        assert values == pytest.approx(true, abs=TOLERANCE)
+
+
+# ---------------------------------------------------------------- who answers
+
+
+def engine(**overrides: Any) -> LLM:
+    """Eight rows; the keys of `overrides` are those of `--set`, with `__` for a dot."""
+    changes = {key.replace("__", "."): value for key, value in overrides.items()}
+    basis = {"model.device": "cpu", "cache.memory_bytes": 4_000_000, "scheduler.max_rows": 8}
+    return LLM(NANO, **basis | changes)
+
+
+@dataclass
+class _Child:
+    number: int
+    """Of the answer that it belongs to."""
+    engine: int
+    collector: RequestOutputCollector
+    cuts: list[int]
+    heard: int = 0
+    """Outputs that engines gave, with tokens or without."""
+    preemptions: int = 0
+    """Most that one engine told of."""
+
+
+class EngineHarness:
+    """One asker and its engines.
+
+    `patience`: the asker reads its collectors every so many steps, and finds what has merged there.
+    `recovered_every`: every so many steps each engine loses its cache and its steps in flight, as
+    when a worker of its dies; 0: never.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[LLM],
+        *,
+        patience: int = 1,
+        stream_interval: int = 1,
+        recovered_every: int = 0,
+    ) -> None:
+        self._engines = engines
+        self._patience = patience
+        self._recovered_every = recovered_every
+        self._processor = OutputProcessor(DETOKENIZER, stream_interval=stream_interval)
+        self._children: dict[str, _Child] = {}
+        self._asked: list[tuple[ParentRequest, RequestOutputKind, Answer]] = []
+        self.num_moves = 0
+
+    def ask(
+        self,
+        request_spec: RequestSpec,
+        kind: RequestOutputKind,
+        *,
+        cuts: Iterable[int] = (),
+        at: int = 0,
+    ) -> None:
+        """Begin: child i on engine `at + i`. Each moves to the next engine when so many of its
+        outputs have been heard as `cuts` says."""
+        number, llm = len(self._asked), self._engines[0]
+        talk = llm._prompts.chat_messages([{"role": "user", "content": request_spec.prompt}])
+        prompt = llm._prompts.chat_prompt(talk)
+        self._asked.append((ParentRequest(request_spec.params, kind), kind, Answer()))
+        asked = TokenizedPrompt(prompt, None, TextStart.NEW_TEXT)
+        for request, child, index, _ in llm._requests(str(number), asked, request_spec.params):
+            place = (at + index) % len(self._engines)
+            collector = RequestOutputCollector(kind, request.request_id)
+            self._processor.add_request(request, child, kind=kind, queue=collector, index=index)
+            self._children[request.request_id] = _Child(number, place, collector, sorted(cuts))
+            assert self._engines[place]._core.add_request(request, CLIENT) is None
+
+    def run(self) -> list[Answer]:
+        """Step all engines in turn until everything is answered, in the order of asking."""
+        steps = 0
+        try:
+            while self._processor.has_unfinished_requests():
+                for place, llm in enumerate(self._engines):
+                    if llm._core.has_work:
+                        self._hear(llm)
+                    self._move_from(place)
+                steps += 1
+                assert steps < MAX_STEPS, f"{list(self._processor.request_states)} do not end"
+                if steps % self._patience == 0:
+                    self._read()
+                if self._recovered_every and steps % self._recovered_every == 0:
+                    for llm in self._engines:
+                        llm._core.discard_steps_in_flight()
+        finally:
+            self._clear()
+        self._read()
+        return [answer for _, _, answer in self._asked]
+
+    def _clear(self) -> None:
+        """Leave the engines empty, also behind a failure: who asks next finds them so."""
+        for llm in self._engines:
+            llm._core.abort_requests(list(self._children))
+            while llm._core.has_work:  # steps in flight that nobody waits for
+                llm._core.step()
+            llm.check_idle()
+
+    def _hear(self, llm: LLM) -> None:
+        for outputs in llm._core.step().values():
+            for output in outputs:
+                child = self._children[output.request_id]
+                child.heard += 1
+                child.preemptions = max(child.preemptions, output.num_preemptions)
+            llm._core.abort_requests(self._processor.process_outputs(outputs).reqs_to_abort)
+
+    def _move_from(self, place: int) -> None:
+        """The engine is lost to those whose time has come; another gets what they have heard."""
+        for request_id, state in list(self._processor.request_states.items()):
+            child = self._children[request_id]
+            if child.engine != place or not child.cuts or child.heard < child.cuts[0]:
+                continue
+            child.cuts.pop(0)
+            self.num_moves += 1
+            self._engines[place]._core.abort_requests([request_id])
+            child.engine = (place + 1) % len(self._engines)
+            refused = self._engines[child.engine]._core.add_request(state.resubmission(), CLIENT)
+            assert refused is None, refused
+
+    def _read(self) -> None:
+        for child in self._children.values():
+            output = child.collector.get_nowait()
+            if output is None:
+                continue
+            parent, kind, answer = self._asked[child.number]
+            answer.preemptions += child.preemptions if output.finished else 0
+            told = parent.add(output)
+            if told is not None:
+                answer.add(told, kind)
+
+
+class RoundingProbe:
+    """Looks whether rounding may decide a draw.
+
+    One number in 0 .. 1 draws a token by where it falls among the sums of 320 probabilities; once
+    in some thousand draws it falls within rounding of one of them. Likewise two tokens may be
+    equally likely, or one lie at the edge of top_p. No engine owes anybody such a token, so what
+    is asked in tests is such that every draw, and every rank that is told, comes out the same
+    from logits that differ by more than batches of different shapes make them differ (2e-5 at most
+    was seen, in another direction for each token).
+    """
+
+    SHAKE = 3e-5
+    """Standard deviation of what is added to each logit; the largest of 2560 is 1e-4."""
+    TIMES = 8
+
+    def __init__(self) -> None:
+        self.is_firm = True
+        self._random = torch.Generator().manual_seed(0)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        draw, take, rank = sampler.sample_tokens, sampler.greedy_sample, logprobs.rank_tokens
+
+        def drawn(logits: torch.Tensor, *per_row: torch.Tensor, **options: bool) -> Any:
+            rows = [column.repeat(self.TIMES) for column in per_row]
+            shaken, _ = draw(self._shaken(logits), *rows, **options)
+            tokens, max_logits = draw(logits, *per_row, **options)
+            return self._compare(shaken, tokens), max_logits
+
+        def taken(logits: torch.Tensor) -> Any:
+            tokens, max_logits = take(logits)
+            return self._compare(take(self._shaken(logits))[0], tokens), max_logits
+
+        def ranked(
+            logits: torch.Tensor, ids: torch.Tensor, top: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            shaken, _ = rank(self._shaken(logits), ids.repeat(self.TIMES), top)
+            true, values = rank(logits, ids, top)
+            return self._compare(shaken, true), values
+
+        with (
+            patch.object(sampler, "sample_tokens", drawn),
+            patch.object(sampler, "greedy_sample", taken),
+            patch.object(logprobs, "rank_tokens", ranked),
+        ):
+            yield
+
+    def _compare(self, shaken: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+        """shaken [TIMES * N, ...], true [N, ...], which is given back."""
+        self.is_firm &= bool((shaken.unflatten(0, (self.TIMES, -1)) == true).all())
+        return true
+
+    def _shaken(self, logits: torch.Tensor) -> torch.Tensor:
+        """[N, V] -> [TIMES * N, V]"""
+        many = logits.repeat(self.TIMES, 1)
+        return many + self.SHAKE * torch.randn(many.shape, generator=self._random)
+
+
+class Plain:
+    """The oracle: one engine that computes one step at a time, nobody beside, nothing cached, and
+    the answer told once. Every answer is computed once."""
+
+    def __init__(self) -> None:
+        self._llm = engine(scheduler__steps_in_flight=1, cache__prefix_caching=False)
+        self._answers: dict[bytes, Answer] = {}
+
+    def __call__(self, request_spec: RequestSpec) -> Answer:
+        answer = self._answers.get(request_spec.key)
+        if answer is None:
+            desk, rounding_probe = EngineHarness([self._llm]), RoundingProbe()
+            desk.ask(request_spec, FINAL)
+            with rounding_probe.watching():
+                (answer,) = desk.run()
+            answer.is_firm = rounding_probe.is_firm
+            self._answers[request_spec.key] = answer
+        return answer
+
+    def close(self) -> None:
+        self._llm.close()

@@ -1,0 +1,206 @@
+"""A failure is planted in each loop of an engine and of its workers: it is noticed at once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+import swell.worker.worker
+from swell.configs.schema import load
+from swell.coordinator.channel import Inbox, Outlet, make_keys
+from swell.coordinator.roster import Member
+from swell.coordinator.wire import (
+    CoordinatorMessage,
+    EngineCommand,
+    EngineHello,
+    Introduce,
+    Pause,
+    StartDPWave,
+)
+from swell.engine import actor
+from swell.engine.coordinator_client import CoordinatorClient
+from swell.engine.executor import ExecutorError, GroupBroken
+from swell.engine.executor.heartbeat_listener import HeartbeatListener
+from swell.engine.executor.inproc import WorkerThread
+from swell.worker.groups import GroupError
+from swell.worker.loop import HeartbeatThread as WorkerHeartbeatThread
+from swell.worker.loop import WorkerLoop
+from swell.worker.transport import PeerWaiter
+from swell.worker.wire import WorkerCommand, WorkerHeartbeat, WorkerMessage
+from tests.conftest import Deaths
+
+SOON_S = 20.0
+CONFIG = load({"model": {"path": "m"}, "cluster": {"heartbeat_s": 0.05}})
+
+
+def planted(*_args: Any, **_kwargs: Any) -> Any:
+    raise ZeroDivisionError("planted")
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.005)
+
+
+def check(deaths: Deaths, loop: str) -> None:
+    until(lambda: deaths)
+    [(name, error)] = deaths
+    assert name == loop and isinstance(error, ZeroDivisionError)
+    deaths.clear()
+
+
+class Line:
+    """An engine's beacon, and the coordinator's end of it."""
+
+    def __init__(self, **broken: Any) -> None:
+        keys = make_keys()
+        self.inbox: Inbox[CoordinatorMessage] = Inbox(CoordinatorMessage, keys)
+        self.commands: list[EngineCommand] = []
+        member = Member(0, self.inbox.address)
+        parts: dict[str, Any] = {
+            "hello": lambda: EngineHello(member),
+            "progress_counter": lambda: 0,
+            "on_command": self.commands.append,
+            "on_heartbeat": lambda: None,
+            **broken,
+        }
+        self.beacon = CoordinatorClient(CONFIG.cluster, self.inbox.address, keys, **parts)
+        self.beacon.start()
+
+    def peer(self) -> bytes:
+        heard: list[bytes] = []
+        until(lambda: heard.extend(peer for peer, _ in self.inbox.receive(0.05)) or heard)
+        return heard[0]
+
+    def close(self) -> None:
+        self.beacon.stop()
+        self.inbox.close()
+
+
+@pytest.mark.parametrize("part", ["hello", "on_heartbeat", "on_command"])
+def test_the_coordinator_client(deaths: Deaths, part: str) -> None:
+    line = Line(**{part: planted})
+    try:
+        if part == "on_command":
+            line.inbox.send(line.peer(), Pause(0))
+        check(deaths, "engine beacon")
+    finally:
+        line.close()
+
+
+def test_a_malformed_command_is_dropped_and_counted() -> None:
+    """By whatever speaks for the coordinator: an older build, or rubbish."""
+    line = Line()
+    try:
+        peer = line.peer()
+        for rubbish in (b"\xc1", b"\x92\x01\x91\xa1\xff", msgspec.msgpack.encode(["unknown"])):
+            line.inbox.send(peer, msgspec.Raw(rubbish))
+        line.inbox.send(peer, Introduce())
+        line.inbox.send(peer, StartDPWave(0, 1))
+        until(lambda: line.commands)
+        assert line.commands == [StartDPWave(0, 1)]
+        assert line.beacon._outlet.malformed == 3
+    finally:
+        line.close()
+
+
+def test_the_listener_to_the_workers(deaths: Deaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = make_keys()
+    beats = HeartbeatListener(keys, "127.0.0.1", 1.0)
+    try:
+        monkeypatch.setattr(beats._watch, "beat", planted)
+        worker: Outlet[WorkerCommand] = Outlet(beats.address, WorkerCommand, keys)
+        worker.send(WorkerHeartbeat(0, 1, 0))
+        check(deaths, "workers' beats")
+        worker.close()
+    finally:
+        beats.close()
+
+
+def test_the_worker_heartbeat_thread(deaths: Deaths) -> None:
+    class Worker:
+        progress_counter = property(planted)
+
+    keys = make_keys()
+    inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys)
+    outlets: list[Outlet[WorkerCommand]] = [
+        Outlet(inbox.address, WorkerCommand, keys) for _ in range(2)
+    ]
+    beacon = WorkerHeartbeatThread(WorkerLoop(0, Worker(), outlets[0]), outlets[1], 0.05)
+    check(deaths, "worker beacon")
+    beacon.stop()
+    for end in (*outlets, inbox):
+        end.close()
+
+
+@pytest.mark.parametrize("raised", [GroupError("a peer has gone"), IndexError("slot 9")])
+def test_a_worker_thread_that_cannot_even_leave_answers(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    class Worker:
+        progress_counter = 0
+        abort = shutdown = planted
+
+        def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+            """Nothing to load."""
+
+        def execute_model(self) -> None:
+            raise raised
+
+    monkeypatch.setattr(swell.worker.worker, "Worker", Worker)
+    thread = WorkerThread(CONFIG, 0, 1, lambda *_: None)
+    wanted = GroupBroken if isinstance(raised, GroupError) else type(raised)
+    with pytest.raises(wanted):
+        thread.call("execute_model").result(SOON_S)
+    with pytest.raises(ExecutorError, match="failed before"):
+        thread.call("regroup").result(SOON_S)
+    thread.request_stop()
+    thread.join()
+
+
+def test_a_worker_thread_that_cannot_be_loaded_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "swell.worker.worker", None)
+    thread = WorkerThread(CONFIG, 0, 1, lambda *_: None)
+    with pytest.raises(ExecutorError, match=r"swell\.worker\.worker"):
+        thread.call("load").result(SOON_S)
+    thread.request_stop()
+    thread.join()
+
+
+def test_a_wait_for_a_peer_that_fails_in_an_unknown_way_is_answered() -> None:
+    class Work:
+        wait = planted
+
+    waiter = PeerWaiter()
+    with pytest.raises(ZeroDivisionError):
+        waiter.wait(Work(), None).result(SOON_S)  # type: ignore[arg-type]
+    waiter.close()
+
+
+@pytest.mark.parametrize("error", [ExecutorError("no room"), SystemExit(3)])
+def test_an_engine_whose_loop_has_ended_tells_why_and_ends(
+    deaths: Deaths, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    class Server:
+        def run(self) -> None:
+            raise error
+
+    told: list[str | None] = []
+    kind = actor.EngineActor.__ray_metadata__.modified_class
+    monkeypatch.setattr(actor.time, "sleep", lambda _s: told.append(shell.ended(0)))
+    shell = kind(CONFIG, 0, make_keys(), None)
+    shell._server = Server()
+    thread = threading.Thread(target=shell._run)
+    thread.start()
+    thread.join(SOON_S)
+    assert told == [f"{type(error).__name__}: {error}"], "the manager can ask meanwhile"
+    assert deaths == [("engine", error)]
+    deaths.clear()

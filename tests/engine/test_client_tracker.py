@@ -1,0 +1,52 @@
+"""Who still waits for answers: a scripted clock."""
+
+from __future__ import annotations
+
+from swell.engine.client_tracker import ClientTracker
+
+SILENCE_S = 8.0
+
+
+def test_a_client_that_says_nothing_is_dropped_once() -> None:
+    clients = ClientTracker(SILENCE_S)
+    for second in range(30):
+        clients.advance(float(second))
+        if second == 0:
+            clients.on_message(b"dead", 0.0)
+        clients.on_message(b"alive", float(second))
+        assert clients.drop_silent() == ([b"dead"] if second == SILENCE_S + 1 else [])
+
+
+def test_time_in_which_the_loop_could_not_listen_is_no_silence() -> None:
+    """A repair of a minute, and then another: nothing was taken in meanwhile."""
+    clients = ClientTracker(SILENCE_S)
+    clients.advance(0.0)
+    clients.on_message(b"a", 0.0)
+    clients.advance(60.0)
+    assert clients.drop_silent() == []
+    clients.advance(120.0)
+    assert clients.drop_silent() == []
+    clients.on_message(b"a", 120.0)
+    clients.advance(120.0 + SILENCE_S / 4)
+    assert clients.drop_silent() == []
+
+
+def test_a_client_that_is_heard_right_after_a_late_turn_is_kept() -> None:
+    clients = ClientTracker(SILENCE_S)
+    clients.advance(0.0)
+    clients.on_message(b"a", 0.0)
+    for turn in range(1, 20):
+        clients.advance(turn * 100.0)
+        clients.on_message(b"a", turn * 100.0)
+        assert clients.drop_silent() == []
+
+
+def test_the_dead_are_dropped_even_if_every_step_is_longer_than_the_limit() -> None:
+    clients = ClientTracker(SILENCE_S)
+    clients.advance(0.0)
+    clients.on_message(b"a", 0.0)
+    dropped = []
+    for turn in range(1, 7):
+        clients.advance(turn * 100.0)
+        dropped += clients.drop_silent()
+    assert dropped == [b"a"]

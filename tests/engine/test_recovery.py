@@ -1,0 +1,262 @@
+"""What an engine mends by itself: lost workers, broken groups, clients that have gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from swell.coordinator.channel import Inbox, make_keys
+from swell.coordinator.waves import Phase
+from swell.coordinator.wire import (
+    Broken,
+    CoordinatorMessage,
+    EngineHello,
+    EngineReport,
+    Introduce,
+    Pause,
+    Paused,
+    Repaired,
+    Resume,
+)
+from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
+from swell.engine.wire import FinishReason, KeepAlive
+from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+from tests.engine.fake_worker import expected
+from tests.engine.test_server import LONG, SOON_S, Engine, StepExecutor, request
+
+
+class FragileExecutor(StepExecutor):
+    """Raises what it is told to, once, from the result of a step."""
+
+    breaks_by: ExecutorError | None = None
+    repair_fails = False
+    repair_s = 0.0
+    mended: tuple[str, ...] = ()
+
+    sees: Callable[[SchedulerOutput], None] = staticmethod(lambda plan: None)
+
+    def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
+        self.sees(plan)
+        return _Fragile(self, super().execute(plan))
+
+    def repair(self) -> None:
+        self.mended += ("repair",)
+        time.sleep(self.repair_s)
+        if self.repair_fails:
+            raise ExecutorError("no room for a worker")
+
+    def regroup(self, groups: object) -> None:
+        super().regroup(groups)  # type: ignore[arg-type]
+        self.mended += ("regroup",)
+
+    def abort(self) -> None:
+        self.mended += ("abort",)
+
+
+class _Fragile(AsyncModelRunnerOutput):
+    def __init__(self, executor: FragileExecutor, output: AsyncModelRunnerOutput) -> None:
+        self._executor, self._output = executor, output
+
+    def get_output(self) -> ModelRunnerOutput:
+        error, self._executor.breaks_by = self._executor.breaks_by, None
+        if error is not None:
+            raise error
+        return self._output.get_output()
+
+
+class CoordinatorInbox:
+    """The coordinator's side: keeps what it hears, can answer."""
+
+    def __init__(self, inbox: Inbox[CoordinatorMessage]) -> None:
+        self.inbox = inbox
+        self.peer = b""
+        self.heard: list[CoordinatorMessage] = []
+
+    def until(self, kind: type) -> CoordinatorMessage:
+        """The next message of a kind."""
+        deadline = time.monotonic() + SOON_S
+        while time.monotonic() < deadline:
+            for peer, message in self.inbox.receive(0.05):
+                self.peer = peer
+                self.heard.append(message)
+            for message in self.heard:
+                if isinstance(message, kind):
+                    self.heard.remove(message)
+                    return message
+        raise AssertionError(f"no {kind.__name__} in {self.heard}")
+
+
+Harness = tuple[Engine, CoordinatorInbox]
+
+
+def make_harness(**cluster: float) -> Iterator[Harness]:
+    keys = make_keys()
+    inbox: Inbox[CoordinatorMessage] = Inbox(CoordinatorMessage, keys)
+    engine = Engine(keys, inbox.address, kind=FragileExecutor, **cluster)
+    yield engine, CoordinatorInbox(inbox)
+    engine.close()
+    inbox.close()
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    yield from make_harness()
+
+
+@pytest.fixture
+def harness_with_short_timeouts() -> Iterator[Harness]:
+    yield from make_harness(stall_timeout_s=1.0)
+
+
+@pytest.mark.parametrize("error", [WorkerLost("worker 1 died"), GroupBroken("a peer has gone")])
+def test_requests_go_on_as_if_nothing_had_happened(harness, error) -> None:
+    engine, ear = harness
+    client = engine.client()
+    requests = [request(f"r{i}", [1, i], max_tokens=200, seed=i) for i in range(8)]
+    for wanted in requests:
+        client.send(wanted)
+    client.hear_until(lambda: len(client.tokens) == len(requests))
+    engine.executor.breaks_by = error
+    client.hear_until(lambda: len(client.ended) == len(requests))
+    for wanted in requests:
+        assert client.tokens[wanted.request_id] == expected(wanted)
+    lost = isinstance(error, WorkerLost)
+    assert engine.executor.mended == (("repair", "regroup") if lost else ("regroup",))
+    broken = ear.until(Broken)
+    assert (broken.repairing, broken.reason) == (lost, str(error))
+    if lost:
+        assert ear.until(Repaired).incarnation == broken.incarnation == engine.server.incarnation
+    client.wait_until_idle()
+
+
+def test_who_is_there_whenever_a_worker_is_lost_goes_no_further(harness) -> None:
+    """Those beside it go on: after the first loss no two suspects are computed together."""
+    engine, _inbox_reader = harness
+    prompts = {"poison": [13] * 9, **{f"r{i}": [1, i] for i in range(4)}}
+
+    def lose_worker(plan: SchedulerOutput) -> None:
+        slots = {row.slot for row in plan.new_rows if row.token_ids[0] == 13}
+        if slots.intersection(plan.slots):
+            engine.executor.breaks_by = WorkerLost("worker 1 died")
+
+    engine.executor.sees = lose_worker
+    client = engine.client()
+    for name, prompt in prompts.items():
+        client.send(request(name, prompt, max_tokens=20))
+    client.hear_until(lambda: len(client.ended) == len(prompts))
+    reason, text = client.ended.pop("poison")
+    assert reason is FinishReason.ERROR and "2 workers or engines in a row" in str(text)
+    assert engine.executor.mended.count("repair") == 2
+    for name in client.ended:
+        assert client.tokens[name] == expected(request(name, prompts[name], max_tokens=20))
+    client.wait_until_idle()
+
+
+def test_an_unrecoverable_failure_ends_the_engine(harness) -> None:
+    engine, _inbox_reader = harness
+    engine.executor.repair_fails = True
+    engine.executor.breaks_by = WorkerLost("worker 1 died")
+    engine.client().send(request("r", [1]))
+    engine.thread.join(SOON_S)
+    assert isinstance(engine.failure, ExecutorError) and "no room" in str(engine.failure)
+
+
+def test_a_worker_that_dies_while_nothing_happens_is_replaced(harness) -> None:
+    engine, ear = harness
+    ear.until(EngineReport)
+
+    def check() -> None:
+        del engine.executor.check
+        raise WorkerLost("worker 0 died")
+
+    engine.executor.check = check
+    assert ear.until(Broken).repairing
+    ear.until(Repaired)
+    client = engine.client()
+    client.send(request("r", [1]))
+    client.hear_until(lambda: bool(client.ended))
+    assert client.tokens["r"] == expected(request("r", [1]))
+
+
+def test_what_a_silent_client_asked_for_is_dropped(harness_with_short_timeouts) -> None:
+    """It is told so, in case that it was only stopped; who speaks keeps what it asked for."""
+    engine, _inbox_reader = harness_with_short_timeouts
+    silent, alive = engine.client(), engine.client()
+    silent.send(request("silent", [1], max_tokens=LONG))
+    alive.send(request("alive", [1], max_tokens=LONG))
+    deadline = time.monotonic() + SOON_S
+    while "silent" not in silent.ended:
+        assert time.monotonic() < deadline
+        alive.send(KeepAlive())
+        alive.hear(0.05)
+        silent.hear(0.0)
+    assert silent.ended["silent"][0] == FinishReason.ABORT
+    assert "alive" not in alive.ended
+    assert list(engine.server.core.scheduler.requests) == ["alive"]
+
+
+def test_a_repair_longer_than_the_limit_drops_no_client_that_lives(
+    harness_with_short_timeouts,
+) -> None:
+    engine, _inbox_reader = harness_with_short_timeouts
+    client = engine.client()
+    wanted = request("r", [1], max_tokens=300)
+    client.send(wanted)
+    client.hear_until(lambda: len(client.tokens.get("r", ())) > 3)
+    engine.executor.repair_s = 1.3 * engine.config.cluster.stall_timeout_s
+    engine.executor.breaks_by = WorkerLost("worker 1 died")
+    while "r" not in client.ended:
+        client.send(KeepAlive())
+        client.hear(0.05)
+    assert client.tokens["r"] == expected(wanted)
+
+
+def test_messages_to_each_client_are_counted(harness) -> None:
+    engine, _inbox_reader = harness
+    for index in range(2):
+        client = engine.client()
+        client.send(request(f"r{index}", [1], max_tokens=5))
+        client.hear_until(lambda client=client: bool(client.ended))
+        assert client.seqs == list(range(1, len(client.seqs) + 1))
+
+
+def test_a_paused_engine_keeps_requests_and_goes_on(harness) -> None:
+    engine, ear = harness
+    ear.until(EngineHello)
+    client = engine.client()
+    client.send(request("r", [1], max_tokens=300))
+    client.hear_until(lambda: bool(client.tokens))
+    ear.inbox.send(ear.peer, Pause(0))
+    ear.until(Paused)
+    steps = engine.server.core.num_steps
+    client.send(request("late", [2]))
+    while client.hear(0.2):
+        pass
+    assert engine.server.core.num_steps == steps and not client.ended
+    ear.inbox.send(ear.peer, Resume(0))
+    client.hear_until(lambda: len(client.ended) == 2)
+    assert client.tokens["r"] == expected(request("r", [1], max_tokens=300))
+
+
+def test_an_engine_introduces_itself_when_asked(harness) -> None:
+    engine, ear = harness
+    first = ear.until(EngineHello)
+    ear.inbox.send(ear.peer, Introduce())
+    again = ear.until(EngineHello)
+    assert first.member == again.member == engine.server.member
+    assert again.phase == Phase.RUNNING
+
+
+def test_an_engine_in_a_long_step_still_beats(harness) -> None:
+    """Its loop is silent: somebody else speaks for it, with the newest progress."""
+    engine, ear = harness
+    engine.executor.step_s = 3.0
+    engine.client().send(request("r", [1], max_tokens=2))
+    while not ear.until(EngineReport).running:
+        pass
+    started, beats = time.monotonic(), 0
+    while time.monotonic() < started + 1.5:
+        beats += ear.until(EngineReport).running
+    assert beats >= 3

@@ -1,0 +1,118 @@
+"""What the cluster says of itself over HTTP, and when it is whole again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+
+from swell.cluster.api.admin.protocol import Accepted, ClusterState, Readiness
+from swell.cluster.cli.http_client import Client, ServerError
+from tests.faults.process import Cluster, alive
+
+_POLL_S = 0.1
+_ASK_S = 30.0
+_LOOK_S = 5.0
+"""A cluster that takes longer to say how it is has not said it."""
+
+INGRESS, MANAGER, CONTROLLER = (
+    "ServeReplica:swell:Ingress",
+    "ServeReplica:swell:Manager",
+    "ServeContr",
+)
+"""Parts of the titles that Ray gives to processes which `/admin/cluster` does not name."""
+_TITLES = (INGRESS, MANAGER, CONTROLLER)
+
+
+class Missed(RuntimeError):
+    """What was waited for did not come."""
+
+
+class Passed(Missed):
+    """It was over before it could be seen."""
+
+
+class ClusterMonitor:
+    """Looks at one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._client = Client(cluster.url, timeout_s=_LOOK_S)
+        self._counts = {part: len(cluster.named(part)) for part in _TITLES}
+        """Processes of each title, while all was well."""
+
+    async def get_state(self) -> ClusterState | None:
+        """`GET /admin/cluster`; None if nobody answers."""
+        try:
+            return await self._client.get("/admin/cluster", ClusterState)
+        except ServerError:
+            return None
+
+    async def counter(self, name: str) -> float:
+        """A metric, summed over its labels; 0 if nobody tells it."""
+        try:
+            async with self._client.open("GET", "/metrics") as response:
+                lines = (await response.read()).decode().splitlines()
+        except ServerError:
+            return 0.0
+        starts = (f"{name} ", f"{name}{{")
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(starts))
+
+    async def ask(self, path: str, body: dict[str, object]) -> None:
+        """Ask for a change. Raises Missed if it is refused."""
+        try:
+            await Client(self.cluster.url, timeout_s=_ASK_S).post(path, body, Accepted)
+        except ServerError as error:
+            raise Missed(f"{path} {body}: {error}") from None
+
+    async def until_whole(
+        self, targets: Collection[int], limit_s: float, victims: Collection[int] = ()
+    ) -> ClusterState:
+        """Wait for full capacity: `targets` engines, all active, at rest, without `victims`.
+
+        Raises Missed with what is missing.
+        """
+        deadline = time.monotonic() + limit_s
+        while lack := await self._missing(targets, victims):
+            if time.monotonic() > deadline:
+                raise Missed(f"after {limit_s:g} s: {lack}")
+            await asyncio.sleep(_POLL_S)
+        state = await self.get_state()
+        return state or await self.until_whole(targets, limit_s, victims)
+
+    async def _missing(self, targets: Collection[int], victims: Collection[int]) -> str | None:
+        if living := [victim for victim in victims if alive(victim)]:
+            return f"processes {living} are still there"
+        state = await self.get_state()
+        if state is None:
+            return "nobody answers /admin/cluster"
+        states = [engine.state for engine in state.engines]
+        if state.target not in targets or len(states) != state.target:
+            return f"{len(states)} engines, target {state.target}, wanted {sorted(targets)}"
+        if set(states) != {"active"} or state.state != "serving" or state.rescale.phase != "idle":
+            return f"engines {states}, state {state.state}, rescale {state.rescale}"
+        if (listed := set(victims) & set(pids(state))) or state.coordinator.pid is None:
+            return f"processes {listed} are still listed, coordinator {state.coordinator.pid}"
+        if not set(pids(state)) <= {pid for pid in pids(state) if alive(pid)}:
+            return f"a listed process is gone: {pids(state)}"
+        counts = {part: len(self.cluster.named(part)) for part in _TITLES}
+        if counts != self._counts:
+            return f"processes {counts}, were {self._counts}"
+        listening = self.cluster.listeners()
+        if listening != counts[INGRESS]:
+            return f"{listening} of {counts[INGRESS]} ingresses listen"
+        return await self._not_ready()
+
+    async def _not_ready(self) -> str | None:
+        try:
+            await self._client.get("/ready", Readiness)
+        except ServerError as error:
+            return f"/ready: {error}"
+        return None
+
+
+def pids(state: ClusterState) -> list[int]:
+    """Every process that `/admin/cluster` names: of engines, workers and the coordinator."""
+    found = {state.coordinator.pid, *(engine.pid for engine in state.engines)}
+    found |= {worker.pid for engine in state.engines for worker in engine.workers}
+    return sorted(pid for pid in found if pid is not None)

@@ -1,0 +1,196 @@
+"""What can happen to a cluster: a process is killed, stopped or slowed, several are killed at the
+same instant, or its size changes.
+
+An event says what it did and what must follow, so that whoever caused it can wait for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from swell.cluster.api.admin.protocol import ClusterState
+from tests.faults.cluster_monitor import CONTROLLER, INGRESS, MANAGER, ClusterMonitor, Missed
+
+_SLOW_S = 1.0
+"""Less than any sensible `cluster.stall_timeout_s`: nobody may be replaced for it."""
+
+
+@dataclass(frozen=True)
+class FaultEffect:
+    """What an event did, and what must follow."""
+
+    text: str
+    targets: frozenset[int]
+    """Numbers of engines that may be wanted afterwards."""
+    victims: frozenset[int] = frozenset()
+    """Processes that must be gone, and have successors."""
+    expects_no_restart: bool = False
+    """No process may be replaced."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the table. `act` sees the cluster as it was just before."""
+
+    name: str
+    act: Callable[[ClusterMonitor, ClusterState, random.Random], Awaitable[FaultEffect]]
+    rescales: bool = False
+    """It asks for another size itself, so it cannot come while the size changes."""
+    cuts_connections: bool = False
+    """Connections of the process end with it, and so do their answers."""
+
+
+# ---------------------------------------------------------------- whom
+
+Victim = tuple[int, str]
+"""A process and what it is."""
+Finder = Callable[[ClusterMonitor, ClusterState, random.Random], list[Victim]]
+
+
+def _engines(_monitor: ClusterMonitor, state: ClusterState, _rng: random.Random) -> list[Victim]:
+    active = [engine for engine in state.engines if engine.state == "active"]
+    return [(engine.pid, f"engine {engine.rank}") for engine in active if engine.pid is not None]
+
+
+def _engine(monitor: ClusterMonitor, state: ClusterState, rng: random.Random) -> list[Victim]:
+    return [rng.choice(_engines(monitor, state, rng))]
+
+
+def _worker(_monitor: ClusterMonitor, state: ClusterState, rng: random.Random) -> list[Victim]:
+    active = [engine for engine in state.engines if engine.state == "active"]
+    pairs = [(engine, worker) for engine in active for worker in engine.workers]
+    engine, worker = rng.choice(pairs)
+    return [(worker.pid, f"worker {worker.rank} of engine {engine.rank}")]
+
+
+def _coordinator(
+    _monitor: ClusterMonitor, state: ClusterState, _rng: random.Random
+) -> list[Victim]:
+    if state.coordinator.pid is None:
+        raise Missed("/admin/cluster names no coordinator")
+    return [(state.coordinator.pid, "coordinator")]
+
+
+def _titled(part: str, kind: str) -> Finder:
+    def find(monitor: ClusterMonitor, _state: ClusterState, rng: random.Random) -> list[Victim]:
+        found = monitor.cluster.named(part)
+        if not found:
+            raise Missed(f"no process of this cluster is called {part!r}")
+        return [(rng.choice(sorted(found)), kind)]
+
+    return find
+
+
+# ---------------------------------------------------------------- what
+
+
+async def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+async def _stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+async def _slow(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(_SLOW_S)
+    os.kill(pid, signal.SIGCONT)
+
+
+def _signal(action: str, *kinds: str) -> Event:
+    """`action` on a process of each kind, all found before the first is hit. Whoever is only slow
+    loses nothing."""
+    send, finders = _ACTIONS[action], [_KINDS[kind] for kind in kinds]
+    expects_no_restart = action == "slow"
+
+    async def act(monitor: ClusterMonitor, state: ClusterState, rng: random.Random) -> FaultEffect:
+        found = [victim for find in finders for victim in find(monitor, state, rng)]
+        for pid, _who in found:
+            await send(pid)
+        victims = frozenset() if expects_no_restart else frozenset(pid for pid, _who in found)
+        text = f"{action} " + " and ".join(f"{who} (pid {pid})" for pid, who in found)
+        return FaultEffect(text, frozenset({state.target}), victims, expects_no_restart)
+
+    return Event(
+        f"{action}-{'+'.join(kinds)}",
+        act,
+        cuts_connections="ingress" in kinds and not expects_no_restart,
+    )
+
+
+def scale(name: str, size: Callable[[int], int]) -> Event:
+    """A change of size; those that leave hand over at once what they have."""
+
+    async def act(monitor: ClusterMonitor, state: ClusterState, _rng: random.Random) -> FaultEffect:
+        engines = max(1, size(state.target))
+        await monitor.ask("/admin/scale", {"engines": engines, "drain_timeout_s": 0})
+        return FaultEffect(f"scale {state.target} to {engines}", frozenset({engines}))
+
+    return Event(name, act, rescales=True)
+
+
+async def _drain(monitor: ClusterMonitor, state: ClusterState, rng: random.Random) -> FaultEffect:
+    rank = rng.choice([engine.rank for engine in state.engines])
+    await monitor.ask("/admin/drain", {"rank": rank})
+    return FaultEffect(f"drain engine {rank}", frozenset({state.target - 1}))
+
+
+async def _nothing(
+    _monitor: ClusterMonitor, state: ClusterState, _rng: random.Random
+) -> FaultEffect:
+    return FaultEffect("nothing", frozenset({state.target}), expects_no_restart=True)
+
+
+_KINDS: dict[str, Finder] = {
+    "engine": _engine,
+    "engines": _engines,
+    "worker": _worker,
+    "coordinator": _coordinator,
+    "ingress": _titled(INGRESS, "ingress"),
+    "manager": _titled(MANAGER, "manager"),
+    "controller": _titled(CONTROLLER, "controller of Ray Serve"),
+}
+_ACTIONS: dict[str, Callable[[int], Awaitable[None]]] = {
+    "kill": _kill,
+    "stop": _stop,
+    "slow": _slow,
+}
+
+_ALONE = ("engine", "worker", "coordinator", "ingress", "manager")
+_TOGETHER = (
+    ("engine", "manager"),
+    ("engines", "manager"),
+    ("manager", "coordinator"),
+    ("engine", "manager", "coordinator"),
+    ("engines", "manager", "coordinator"),
+    ("engines", "manager", "coordinator", "controller"),
+    ("engines", "manager", "coordinator", "controller", "ingress"),
+)
+"""What dies at the same instant, as when a machine runs out of memory."""
+
+_TABLE = (
+    Event("nothing", _nothing),
+    *(_signal(action, kind) for kind in _ALONE for action in ("kill", "stop", "slow")),
+    # Ray restarts a controller that died; a stopped one is a fault of Ray's own.
+    _signal("kill", "controller"),
+    *(_signal("kill", *kinds) for kinds in _TOGETHER),
+    scale("scale-up", lambda engines: engines + 1),
+    scale("scale-down", lambda engines: engines - 1),
+    Event("drain", _drain, rescales=True),
+)
+
+EVENTS: dict[str, Event] = {event.name: event for event in _TABLE}
+"""By name, in the order of the matrix."""
+
+
+def named(name: str) -> Event:
+    """Raises ValueError with the known names."""
+    if name not in EVENTS:
+        raise ValueError(f"no event {name!r}; the events are: {', '.join(EVENTS)}")
+    return EVENTS[name]

@@ -1,0 +1,145 @@
+"""`python -m tests.sampling_cost`: what each wish about tokens costs a step, and what it costs not
+to have it.
+
+One engine in this process, a random llama of 12.9 M parameters (vocabulary 32 000), 64 rows that
+decode. Each wish runs in turn with the plain answers, so that what else the machine does meets
+both; the ratio of two neighbours is kept, and the median of all is told.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from swell.cluster.local import LLM, SamplingParams
+from swell.cluster.text.sampling_params import StructuredOutputs
+from swell.worker.sample.logits_processor import LogitsProcessor
+from swell.worker.sample.sampler import Sampler
+
+ROWS, PROMPT_TOKENS, STEPS, PAIRS = 64, 32, 48, 3
+NANO = Path(__file__).parents[1] / "configs" / "models" / "nano"
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 400}
+
+WISHES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "top_k": {"top_k": 50},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.05},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "logit_bias (300 tokens)": {"logit_bias": dict.fromkeys(range(1000, 1300), -5.0)},
+    "bad_words (50)": {"bad_words": [f"word{i}" for i in range(50)]},
+    "allowed_token_ids (1000)": {"allowed_token_ids": list(range(1000))},
+    "min_tokens": {"min_tokens": STEPS, "ignore_eos": False},
+    "logprobs (0)": {"logprobs": 0},
+    "logprobs (5)": {"logprobs": 5},
+    "json_schema (vocabulary of 320)": {"structured_outputs": StructuredOutputs(json=SCHEMA)},
+}
+
+
+def plain(**wish: Any) -> SamplingParams:
+    fields = {"temperature": 0.8, "seed": 1, "max_tokens": STEPS, "ignore_eos": True, **wish}
+    return SamplingParams(**fields)
+
+
+def step_ms(llm: LLM, params: SamplingParams) -> float:
+    """Mean time of a step, the prefill's among them."""
+    prompts = [[3 + (row * 7 + i) % 300 for i in range(PROMPT_TOKENS)] for row in range(ROWS)]
+    started = time.perf_counter()
+    llm.generate(prompts, params)
+    return (time.perf_counter() - started) / STEPS * 1e3
+
+
+def compare(one: Callable[[], float], other: Callable[[], float]) -> tuple[float, float, float]:
+    """Medians of both, and of the ratio of neighbours, `other` over `one`."""
+    pairs = [(one(), other()) for _ in range(PAIRS)]
+    return (
+        statistics.median(a for a, _ in pairs),
+        statistics.median(b for _, b in pairs),
+        statistics.median(b / a for a, b in pairs),
+    )
+
+
+class Timed:
+    """A stage and the time that it takes."""
+
+    def __init__(self, stage: LogitsProcessor) -> None:
+        self._stage = stage
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            started = time.perf_counter()
+            result = getattr(self._stage, name)(*args)
+            self.seconds += time.perf_counter() - started
+            return result
+
+        return call
+
+
+def unused(llm: LLM) -> None:
+    """What the stages take of a step of answers that ask for none of them."""
+    (sampler,) = (thing for thing in gc.get_objects() if isinstance(thing, Sampler))
+    stages = sampler._logits_processors
+    sampler._logits_processors = timed = [Timed(stage) for stage in stages]
+    step = step_ms(llm, plain())
+    sampler._logits_processors = stages
+    taken = sum(stage.seconds for stage in timed) / STEPS * 1e3
+    print(f"stages that nobody uses: {taken:.3f} of {step:.2f} ms a step, {taken / step:.2%}")
+
+
+def main() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="swell-costs-"))
+    try:
+        for file in NANO.glob("tokenizer*"):
+            shutil.copy(file, folder)
+        (folder / "config.json").write_text(json.dumps(MODEL))
+        overrides = {
+            "model.load_format": "dummy",
+            "model.dtype": "float32",
+            "cache.prefix_caching": False,
+            "cache.memory_bytes": 400_000_000,
+        }
+        with LLM(str(folder), **overrides) as llm:
+            step_ms(llm, plain())
+            show(llm)
+    finally:
+        shutil.rmtree(folder)
+
+
+def show(llm: LLM) -> None:
+    unused(llm)
+    print(f"{'64 rows':36} {'without, ms a step':>18} {'with, ms':>9} {'ratio':>6}")
+    for name, wish in WISHES.items():
+        params = plain(**wish)
+        step_ms(llm, params)  # tables are made at first use
+        tell(name, lambda: step_ms(llm, plain()), lambda params=params: step_ms(llm, params))
+
+
+def tell(name: str, one: Callable[[], float], other: Callable[[], float]) -> None:
+    base, used, ratio = compare(one, other)
+    print(f"{name:36} {base:18.2f} {used:9.2f} {ratio:6.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Steps of few tokens are replayed, and nobody can tell by the answers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from swell.cluster.local import LLM, SamplingParams
+from swell.kernels.graph import can_capture
+from swell.worker import forward as graphs
+from tests.worker import tiny_models
+
+pytestmark = pytest.mark.skipif(not can_capture("cpu"), reason="the compiled backend is missing")
+
+
+NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
+
+
+def make(folder, family) -> None:
+    tiny_models.make(folder, family)
+    for file in NANO.glob("tokenizer*"):
+        shutil.copy(file, folder)
+
+
+@pytest.fixture
+def replayed(monkeypatch) -> set[tuple[int, ...]]:
+    """The tokens, rows and samples of steps that were replayed."""
+    from swell.kernels.cpu.graph import Recording
+
+    seen: set[tuple[int, ...]] = set()
+    replay = Recording.replay
+
+    def watched(self, *sizes: int) -> None:
+        seen.add(sizes)
+        replay(self, *sizes)
+
+    monkeypatch.setattr(Recording, "replay", watched)
+    return seen
+
+
+def answers(folder, **overrides) -> list:
+    """Ids and log probabilities of prompts that come and go."""
+    options = {
+        "scheduler.max_rows": 4,
+        "scheduler.max_tokens_per_step": 16,
+        "cache.memory_bytes": 1 << 22,
+        **overrides,
+    }
+    with LLM(str(folder), **options) as llm:
+        prompts = [[5, 6, 7], [8, 9], list(range(10, 40)), [11, 12, 13, 14]]
+        wishes = [
+            SamplingParams(
+                temperature=0.8, seed=i, max_tokens=6 + 9 * i, ignore_eos=True, logprobs=2
+            )
+            for i in range(4)
+        ]
+        outputs = [llm.generate(prompts, wishes)]
+        progress_counter = llm._core.executor.progress_counter
+        outputs.append(llm.generate(prompts[:1], wishes[3]))
+        assert (
+            llm._core.executor.progress_counter >= progress_counter + wishes[3].max_tokens
+        )  # seen to make progress
+    parts = [output.outputs[0] for some in outputs for output in some]
+    return [(part.token_ids, part.logprobs) for part in parts]
+
+
+@pytest.mark.parametrize("limit", [2, 128])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replayed_answers_are_the_same_bit_for_bit(
+    tmp_path, monkeypatch, replayed, family, dtype, limit
+):
+    make(tmp_path, family)
+    monkeypatch.setattr(graphs, "MAX_SAMPLES", limit)
+    found = answers(tmp_path, **{"model.dtype": dtype})
+    most = min(limit, 4)
+    assert {samples for _, _, samples in replayed} == set(range(1, most + 1))
+    assert {(rows, rows, rows) for rows in range(1, most + 1)} < replayed
+    assert any(tokens > rows > samples for tokens, rows, samples in replayed)  # parts of prompts
+    replayed.clear()
+    monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
+    assert found == answers(tmp_path, **{"model.dtype": dtype})
+    assert not replayed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatch, replayed, dtype):
+    """Rows that take the most likely token, alone and beside one that asks for more; both kinds of
+    steps are replayed."""
+    make(tmp_path, "llama")
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    other = SamplingParams(temperature=1, seed=1, max_tokens=5, ignore_eos=True)
+    prompts = [[5, 6, 7], list(range(10, 40)), [8, 9]]
+
+    def tokens(*wishes: SamplingParams) -> list[list[int]]:
+        outputs = llm.generate(prompts[: len(wishes)], list(wishes))
+        return [output.outputs[0].token_ids for output in outputs]
+
+    with LLM(str(tmp_path), **{"model.dtype": dtype, "scheduler.max_rows": 4}) as llm:
+        alone = tokens(greedy, greedy)
+        assert replayed
+        assert tokens(greedy, greedy, other)[:2] == alone
+        assert tokens(greedy, greedy) == alone
+        told = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+        assert tokens(told, told) == alone
+        worker = llm._core.executor._worker
+        assert {c.head for c in worker.runner._model_step._captured} == set(graphs.HeadOutput)
+        monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
+        replayed.clear()
+        assert tokens(greedy, greedy) == alone and not replayed
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_neox"])
+def test_models_that_compute_otherwise_run_as_ever(tmp_path, monkeypatch, replayed, family):
+    """Experts are chosen on the way; a model of transformers' calls torch."""
+    make(tmp_path, family)
+    tried = answers(tmp_path)
+    assert not replayed
+    monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
+    assert tried == answers(tmp_path)

@@ -1,0 +1,42 @@
+"""The last layer goes on with the tokens whose hidden states somebody reads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from swell.cluster.local import LLM, SamplingParams
+from swell.worker import forward as graphs
+from tests.worker import tiny_models
+
+NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
+PROMPTS = [[5, 6, 7], list(range(10, 40)), [11, 12, 13, 14]]
+
+
+@pytest.mark.parametrize(("prompt_logprobs", "wanted"), [(None, [0, 3, 3]), (1, [27, 10, 3])])
+def test_a_layer_computes_what_is_read(tmp_path, monkeypatch, prompt_logprobs, wanted):
+    """27 tokens a step: the last 3 of the long prompt go with the others' 7."""
+    monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
+    tiny_models.make(tmp_path, "llama")
+    for file in NANO.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    options = {
+        "scheduler.max_tokens_per_step": 27,
+        "cache.memory_bytes": 1 << 22,
+        "cache.prefix_caching": False,
+    }
+    with LLM(str(tmp_path), **options) as llm:
+        model = llm._core.executor._worker.model
+        seen: list[list[int]] = [[], []]
+        for rows, layer in zip(seen, (model.layers[0], model.layers[-1]), strict=True):
+            layer.mlp.register_forward_pre_hook(
+                lambda _, args, rows=rows: rows.append(len(args[0]))
+            )
+        wishes = SamplingParams(
+            max_tokens=2, temperature=0, ignore_eos=True, prompt_logprobs=prompt_logprobs
+        )
+        llm.generate(PROMPTS[1:2] + PROMPTS[::2], wishes)
+    assert seen[0] == [27, 10, 3]
+    assert seen[1] == wanted

@@ -1,0 +1,75 @@
+"""What the workers of several engines agree on before a step.
+
+Engines that share experts compute each step together: an expert's rank must be there for every
+token of every engine. So each step, a dummy one too, begins with one all-reduce over the same
+worker of all engines, on CPU, of int64
+
+    [ engines that want another step | engines that vote for a pause | tokens of engine 0, 1, ... ]
+
+to which each engine contributes itself. All workers of a stage then know for how many tokens of
+each engine the experts are wanted, and the engines learn from the step's result whether all of
+them are done. With nobody's tokens no layer is computed; an engine without any computes just the
+layers that have experts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swell.worker.mesh import Mesh
+from swell.worker.wire import SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class DPSyncResult:
+    """What the engines are up to, this one included."""
+
+    working: int = 0
+    """Engines that want another step."""
+    pausing: int = 0
+    """Engines that vote for a pause."""
+    sync_s: float = 0.0
+    """How long it took to agree: the wait for the slowest engine."""
+
+
+class DPSync:
+    """A worker's part. This base is that of an engine that shares no experts."""
+
+    def before_step(self, plan: SchedulerOutput) -> DPSyncResult:
+        """Agree with the other engines; called once for every plan, in order."""
+        return DPSyncResult()
+
+    def execute_dummy_batch(self) -> None:
+        """Compute what the others need of this engine in a step in which it has no tokens."""
+
+
+class LockstepDPSync(DPSync):
+    def __init__(self, model: Any, mesh: Mesh) -> None:
+        self._model = model
+        self._mesh = mesh
+
+    def before_step(self, plan: SchedulerOutput) -> DPSyncResult:
+        mesh = self._mesh
+        sums = torch.zeros(2 + mesh.sync.size, dtype=torch.int64)
+        sums[0], sums[1] = plan.work, plan.pause
+        sums[2 + mesh.sync.rank] = sum(plan.num_tokens)
+        started = time.monotonic()
+        working, pausing, *tokens = mesh.sync.all_reduce(sums).tolist()
+        mesh.tokens = tokens
+        return DPSyncResult(working, pausing, time.monotonic() - started)
+
+    def execute_dummy_batch(self) -> None:
+        if not any(self._mesh.tokens):
+            return
+        nothing = self._model.make_empty_intermediate(0).hidden_states
+        for layer in self._model.moe_layers():
+            layer(nothing)
+
+
+def make_dp_sync(model: Any, mesh: Mesh) -> DPSync:
+    """This worker's part."""
+    return LockstepDPSync(model, mesh) if mesh.shares_experts else DPSync()

@@ -1,0 +1,157 @@
+"""A step, from its ids to what is drawn from, without Python in between.
+
+The Python that calls a layer's operations takes longer than they do with few tokens, and a tenth of
+a step with 64 rows. So the first step is captured (see `swell.kernels.graph`) in the largest sizes
+that there may be, on the inputs, which stay where they are; every step fills these and replays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swell.kernels.graph import NotCapturableError, can_capture, capture
+from swell.kernels.inputs import Sizes
+from swell.worker.input_batch import InputBatch
+from swell.worker.mesh import Mesh
+from swell.worker.models.intermediate import IntermediateTensors
+from swell.worker.request_states import RequestStates
+
+MAX_SAMPLES = 128
+"""Beyond it a step's products far outweigh its Python, and its logits take memory."""
+
+
+class HeadOutput(Enum):
+    """What is wanted of the rows that sample."""
+
+    LOGITS = auto()
+    """[S, vocab] float32"""
+    ARGMAX = auto()
+    """[S] int64, the tokens of the largest logits, which are drawn with that and written to the
+    states; and these logits, [S] float32."""
+
+
+class Forward:
+    """Hidden states of a batch and what follows from them, by running the model."""
+
+    def __init__(self, model: Any, states: RequestStates) -> None:
+        self._model = model
+        self._states = states
+
+    def hidden(
+        self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
+    ) -> Any:
+        """Of the wanted tokens on the last stage, else what the next one takes; `head` is what
+        will be asked of them."""
+        return self._model(batch, intermediate)
+
+    def head(self, head: HeadOutput, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
+        """What the last call of `hidden` gave -> what is wanted of the batch's rows that sample"""
+        if len(hidden) > batch.num_samples:
+            hidden = hidden.index_select(0, batch.logits_indices)
+        if head is HeadOutput.LOGITS:
+            return [self._model.compute_logits(hidden)]
+        tokens, max_logits = self._model.argmax(hidden)
+        self._states.write_sampled(batch.sample_slots, batch.sample_positions, tokens)
+        return [tokens, max_logits]
+
+    @property
+    def progress(self) -> int:
+        """Grows with what is computed without a call of the model; from any thread."""
+        return 0
+
+
+class CapturedForward(Forward):
+    """Of a model that is all of its pipeline. What it returns holds until the next call."""
+
+    def __init__(self, model: Any, states: RequestStates) -> None:
+        super().__init__(model, states)
+        self._captured: tuple[_Captured, ...] = ()
+        """At most one for each head."""
+        self._capturable = True
+        self._result: list[Tensor] = []
+        """What the last call's replay gave for its head."""
+
+    def hidden(
+        self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
+    ) -> Any:
+        captured = self._find(batch, head) if _fits(batch) else None
+        if captured is None:
+            self._result = []
+            return super().hidden(batch, intermediate, head)
+        hidden, *self._result = captured.run(batch)
+        return hidden
+
+    def head(self, head: HeadOutput, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
+        return self._result or super().head(head, hidden, batch)
+
+    @property
+    def progress(self) -> int:
+        return sum(captured.graph.progress for captured in self._captured)
+
+    def _find(self, batch: InputBatch, head: HeadOutput) -> _Captured | None:
+        for captured in self._captured:
+            if captured.head is head:
+                return captured
+        if not self._capturable:
+            return None
+        try:
+            captured = _Captured(Forward(self._model, self._states), batch, head)
+        except NotCapturableError:
+            self._capturable = False
+            return None
+        self._captured += (captured,)
+        return captured
+
+
+def _fits(batch: InputBatch) -> bool:
+    """Whether hidden states are wanted of the tokens alone that are followed by a drawn one."""
+    alone = not batch.all_hidden or batch.num_samples == batch.num_tokens
+    return alone and batch.num_samples <= MAX_SAMPLES
+
+
+class _Captured:
+    """The operations up to one head, on inputs that stay, and where results appear."""
+
+    def __init__(self, forward: Forward, batch: InputBatch, head: HeadOutput) -> None:
+        """`batch`: any; its inputs lie where those of every step do."""
+        self.head = head
+        inputs = batch.inputs
+        tokens, (rows, blocks) = len(inputs.input_ids), inputs.block_table.shape
+        samples = min(MAX_SAMPLES, rows - 1)
+        sizes = Sizes(tokens, rows, samples, tokens, blocks * batch.block_tokens)
+        largest = replace(batch, sizes=sizes, all_hidden=False)
+        device = inputs.input_ids.device.type
+        # [samples, hidden], and what the head gives, if it was captured
+        self._results, self.graph = capture(
+            lambda: _compute(forward, largest, head), device, tokens, rows, samples
+        )
+        self._views: dict[int, list[Tensor]] = {}
+        """S -> the first S rows of them."""
+
+    def run(self, batch: InputBatch) -> list[Tensor]:
+        """Hidden states [S, hidden], and what the head gives of them, if it was captured."""
+        tokens, rows, samples, *_ = batch.sizes
+        self.graph.replay(tokens, rows, samples)
+        if samples not in self._views:
+            self._views[samples] = [result[:samples] for result in self._results]
+        return self._views[samples]
+
+
+def _compute(forward: Forward, batch: InputBatch, head: HeadOutput) -> list[Tensor]:
+    hidden: Tensor = forward.hidden(batch, None, head)
+    if head is HeadOutput.LOGITS and hidden.dtype != torch.float32:
+        return [hidden]  # logits are converted, which is no operation of a backend
+    return [hidden, *forward.head(head, hidden, batch)]
+
+
+def make_forward(model: Any, states: RequestStates, mesh: Mesh) -> Forward:
+    """Captured where a worker computes without peers."""
+    alone = mesh.pipeline.size == mesh.tensor.size == mesh.data.size == 1
+    if alone and can_capture(states.token_ids.device.type):
+        return CapturedForward(model, states)
+    return Forward(model, states)

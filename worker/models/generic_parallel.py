@@ -1,0 +1,194 @@
+"""How a model of transformers is cut: by its own tensor plan and its own pipeline plan.
+
+The tensor plan maps module names, with `*` for numbers, to a style; planned `nn.Linear` modules
+become our parallel layers under the same name. The pipeline plan lists the modules of the base
+model in order, around the one list of layers; what another stage holds becomes `PPMissingLayer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
+from swell.worker.mesh import Group, Mesh
+from swell.worker.models.intermediate import stage_layers
+
+
+def _columns(linear: nn.Linear, group: Group, name: str) -> nn.Module:
+    bias = linear.bias is not None
+    return ColumnParallelLinear(linear.in_features, linear.out_features, group, bias, what=name)
+
+
+def _gathered_columns(linear: nn.Linear, group: Group, name: str) -> nn.Module:
+    """Every rank gets the whole output, so a layer that does not divide may as well stay whole."""
+    if linear.out_features % group.size:
+        return linear
+    bias = linear.bias is not None
+    return ColumnParallelLinear(linear.in_features, linear.out_features, group, bias, gather=True)
+
+
+def _rows(linear: nn.Linear, group: Group, name: str) -> nn.Module:
+    bias = linear.bias is not None
+    return RowParallelLinear(linear.in_features, linear.out_features, group, bias, what=name)
+
+
+def _split_rows(linear: nn.Linear, group: Group, name: str) -> nn.Module:
+    """The whole input is on every rank; see `_gathered_columns`."""
+    if linear.in_features % group.size:
+        return linear
+    bias = linear.bias is not None
+    return RowParallelLinear(linear.in_features, linear.out_features, group, bias, split_input=True)
+
+
+def _whole(module: nn.Module, group: Group, name: str) -> nn.Module:
+    return module
+
+
+STYLES: dict[str, Callable[..., nn.Module]] = {
+    "colwise": _columns,
+    "colwise_rep": _gathered_columns,
+    "colwise_gather_output": _gathered_columns,
+    "rowwise": _rows,
+    "rowwise_rep": _split_rows,
+    "rowwise_split_input": _split_rows,
+    "embedding_rowwise": _whole,
+    "embedding_colwise": _whole,
+    "replicate": _whole,
+    "replicated_with_grad_allreduce": _whole,
+}
+"""Style of a tensor plan -> what takes the module's place."""
+
+HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+
+
+def split_tensors(model: nn.Module, config: Any, group: Group) -> None:
+    """Replace the planned modules of `model` (on meta) by this rank's part of them.
+
+    Raises `ValueError` where the model has no plan, or one that cannot be followed.
+    """
+    if group.size == 1:
+        return
+    plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    name = type(model).__name__
+    way_out = "set parallel.tensor=1 (parallel.pipeline may split it)"
+    if not any(STYLES.get(style) not in (_gathered_columns, _whole) for style in plan.values()):
+        raise ValueError(f"architecture {name!r} has no tensor-parallel plan; {way_out}")
+    _check_heads(plan, config, group)
+    if any(getattr(config, "activation_sparsity_pattern", None) or ()):
+        raise ValueError(
+            f"architecture {name!r}: activation_sparsity_pattern compares all intermediate values "
+            f"of a layer, and each rank would have a part of them; {way_out}"
+        )
+    modules = {path: _pattern(path) for path, _ in model.named_modules()}
+    bare = {_pattern(path) for path, _ in model.named_parameters()} & plan.keys()
+    for path, pattern in modules.items():
+        style = plan.get(pattern)
+        if style is None:
+            continue
+        module, take = model.get_submodule(path), STYLES.get(style)
+        if take is None or not (take is _whole or isinstance(module, nn.Linear)):
+            bare.add(pattern)
+            continue
+        _replace(model, path, take(module, group, path.rpartition(".")[2]))
+    if bare:
+        pattern = min(bare)
+        raise ValueError(
+            f"architecture {name!r}: its tensor-parallel plan wants {plan[pattern]!r} for "
+            f"{pattern!r}, which is not supported; {way_out}"
+        )
+
+
+def _pattern(path: str) -> str:
+    """The path as plans write it: numbers of layers and experts are `*`."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _check_heads(plan: dict[str, str], config: Any, group: Group) -> None:
+    """A plan that splits heads needs as many for every rank: models reshape by whole heads."""
+    split = [k for k, v in plan.items() if v == "colwise" and k.endswith(HEAD_PROJECTIONS)]
+    if not split:
+        return
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, key, None)
+        if heads and heads % group.size:
+            fits = [str(n) for n in range(1, group.size) if heads % n == 0]
+            raise ValueError(
+                f"parallel.tensor={group.size} does not divide the model's {key}={heads}; "
+                f"set parallel.tensor to one of {', '.join(fits)}"
+            )
+
+
+@dataclass
+class StageBoundary:
+    """Where hidden states enter and leave this stage during one forward."""
+
+    incoming: torch.Tensor | None = None
+    """[1, T, hidden], put in place of what the layer before this stage's first would give."""
+    outgoing: torch.Tensor | None = None
+    """[1, T, hidden], what reached the layer after this stage's last."""
+
+
+class PPMissingLayer(nn.Module):
+    """Stands for a module that another stage has: hands its input on."""
+
+    def __init__(
+        self, stage_boundary: StageBoundary, enters: bool = False, leaves: bool = False
+    ) -> None:
+        super().__init__()
+        self.stage_boundary, self.enters, self.leaves = stage_boundary, enters, leaves
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.enters:
+            assert self.stage_boundary.incoming is not None
+            return self.stage_boundary.incoming
+        if self.leaves:
+            self.stage_boundary.outgoing = x
+        return x
+
+
+def split_stages(
+    model: nn.Module, base: nn.Module, mesh: Mesh, stage_boundary: StageBoundary
+) -> range:
+    """Keep this stage's part of `base`; returns its layers.
+
+    Raises `ValueError` where the model has no plan and more than one stage is wanted.
+    """
+    name, config = type(model).__name__, base.config
+    total = int(config.num_hidden_layers)  # type: ignore[arg-type]
+    mine = stage_layers(total, mesh.pipeline.size, mesh.stage)
+    if mesh.pipeline.size == 1:
+        return mine
+    plan = list(getattr(config, "base_model_pp_plan", None) or {})
+    lists = [key for key in plan if isinstance(base.get_submodule(key), nn.ModuleList)]
+    if len(lists) != 1:
+        raise ValueError(
+            f"architecture {name!r} has no pipeline plan with one list of layers; set "
+            "parallel.pipeline=1 (parallel.tensor may split it)"
+        )
+    layers = base.get_submodule(lists[0])
+    assert isinstance(layers, nn.ModuleList)
+    for i, layer in enumerate(layers):
+        if i not in mine:
+            stand_in = PPMissingLayer(
+                stage_boundary, enters=i == mine.start - 1, leaves=i == mine.stop
+            )
+            for key in ("attention_type", "layer_type"):  # some models read it off the layer
+                if hasattr(layer, key):
+                    setattr(stand_in, key, getattr(layer, key))
+            layers[i] = stand_in
+    place = plan.index(lists[0])
+    gone = [] if mesh.is_first_stage else plan[:place]
+    gone += [] if mesh.is_last_stage else plan[place + 1 :]
+    for key in gone:
+        _replace(base, key, PPMissingLayer(stage_boundary))
+    return mine
+
+
+def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, module)

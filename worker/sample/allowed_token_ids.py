@@ -1,0 +1,77 @@
+"""`allowed_token_ids`: nothing else is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swell.kernels.bitmask import apply_bitmask
+from swell.kernels.host import to_device
+from swell.worker.input_batch import InputBatch
+from swell.worker.request_states import RequestStates
+from swell.worker.sample.logits_processor import BANNED_BIAS, LogitsProcessor
+from swell.worker.slot_set import SlotSet
+from swell.worker.wire import NewRow
+
+NOT_ALLOWED_LOGIT = 1e6 * BANNED_BIAS
+"""The logit of all others. Far below any sum of bans, so that where every allowed token is banned
+one of them is drawn, and not one of the others; finite for the reason that BANNED_BIAS is."""
+
+
+class AllowedTokenIds(LogitsProcessor):
+    """Keeps a bitmask for each slot, ceil(V / 32) * 4 bytes (19 KB of 152k tokens), on the device.
+
+    The table is made for the first row that asks and samples.
+    """
+
+    def __init__(self, states: RequestStates, vocab: int) -> None:
+        self._max_rows, self._vocab = states.max_rows, vocab
+        self._active_slots = SlotSet(states.max_rows)
+        # slot -> bitmask, [ceil(V / 32)] int32, of rows that are not in the table yet
+        self._staged: dict[int, np.ndarray] = {}
+        # [max_rows, ceil(V / 32)] int32
+        self._bitmask: Tensor | None = None
+
+    def add_request(self, row: NewRow) -> None:
+        allowed = row.sampler.allowed_token_ids
+        mask = packed_bits(allowed, self._vocab) if allowed else None
+        self._active_slots.set(row.slot, bool(allowed))
+        self._staged.pop(row.slot, None)
+        if mask is not None:
+            self._staged[row.slot] = mask
+
+    def rows(self, batch: InputBatch) -> np.ndarray:
+        return batch.rows_in(self._active_slots)
+
+    def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
+        rows = to_device(rows_np, logits.device)
+        bitmask = self._table(logits)[batch.sample_slots[rows]]
+        apply_bitmask(logits, bitmask, rows, NOT_ALLOWED_LOGIT)
+
+    def _table(self, logits: Tensor) -> Tensor:
+        """The table, with all rows that have taken slots."""
+        device = logits.device
+        if self._bitmask is None:
+            shape = (self._max_rows, -(-self._vocab // 32))
+            self._bitmask = torch.zeros(shape, dtype=torch.int32, device=device)
+        if self._staged:
+            slots = np.array(list(self._staged), dtype=np.int64)
+            masks = np.stack(list(self._staged.values()))
+            self._staged.clear()
+            self._bitmask.index_copy_(0, to_device(slots, device), to_device(masks, device))
+        return self._bitmask
+
+
+def packed_bits(token_ids: Sequence[int], vocab: int) -> np.ndarray:
+    """[ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is set for each token t.
+
+    Raises ValueError for a token outside of the vocabulary."""
+    tokens = np.asarray(token_ids, dtype=np.int64)
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab):
+        raise ValueError(f"an allowed token lies outside of the vocabulary, 0 .. {vocab - 1}")
+    bits = np.zeros(-(-vocab // 32) * 32, dtype=bool)
+    bits[tokens] = True
+    return np.packbits(bits, bitorder="little").view("<i4")

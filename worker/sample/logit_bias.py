@@ -1,0 +1,146 @@
+"""Wishes that name single tokens: `logit_bias`, `bad_words`, and no end before `min_tokens`.
+
+All of them are *entries*: an amount that is added to one token's logit. A row's entries are made
+once, when it takes its slot; a step joins those of its rows, sends them in one copy and adds them
+in one scatter, whatever they stand for.
+
+An entry may depend on the tokens before the drawn one. The bad word [a, b, c] is an entry for c,
+BANNED_BIAS, and two *conditions*: b stands one token back, a two. The newest tokens are known to
+the device alone, so it decides there: an entry with a condition that does not hold adds 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swell.kernels.host import to_device
+from swell.worker.input_batch import InputBatch
+from swell.worker.request_states import RequestStates
+from swell.worker.sample.logits_processor import BANNED_BIAS, LogitsProcessor
+from swell.worker.slot_set import SlotSet
+from swell.worker.wire import NewRow
+
+ALWAYS = np.iinfo(np.int64).max
+NO_TOKEN = -1
+"""Equals no token id: a condition on what would stand before the prompt does not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class _BiasEntries:
+    """E entries and C conditions of one row."""
+
+    # [E] int64 each: the token, and the first position at which the entry is not used any more
+    tokens: np.ndarray
+    until: np.ndarray
+    # [E] float64
+    amounts: np.ndarray
+    # [C] int64 each: the entry, how many tokens back, and which token must stand there
+    entry: np.ndarray
+    back: np.ndarray
+    wanted: np.ndarray
+
+    @classmethod
+    def of(cls, row: NewRow, vocab: int) -> _BiasEntries | None:
+        """Bias, then end tokens, then the last tokens of bad words; None if there are none.
+
+        Raises ValueError for a token that is none of the `vocab`."""
+        bias, words = row.sampler.logit_bias, row.sampler.bad_words
+        ends = row.end_token_ids if row.min_tokens > 0 else []
+        if not (bias or words or ends):
+            return None
+        first_word = len(bias) + len(ends)
+        before = [
+            (first_word + i, len(word) - 1 - j, token)
+            for i, word in enumerate(words)
+            for j, token in enumerate(word[:-1])
+        ]
+        conditions = np.array(before, dtype=np.int64).reshape(-1, 3)
+        until = np.full(first_word + len(words), ALWAYS)
+        until[len(bias) : first_word] = row.prompt_tokens + row.min_tokens
+        amounts = np.full(len(until), BANNED_BIAS)
+        amounts[: len(bias)] = list(bias.values())
+        tokens = np.array([*bias, *ends, *(word[-1] for word in words)], dtype=np.int64)
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            raise ValueError(f"an edited token lies outside of the vocabulary, 0 .. {vocab - 1}")
+        return cls(
+            tokens=tokens,
+            until=until,
+            amounts=amounts,
+            entry=conditions[:, 0],
+            back=conditions[:, 1],
+            wanted=conditions[:, 2],
+        )
+
+
+class LogitBias(LogitsProcessor):
+    """`logit_bias`, `bad_words` (over prompt and output) and `min_tokens` of all rows."""
+
+    def __init__(self, states: RequestStates, vocab: int) -> None:
+        self._states = states
+        self._vocab = vocab
+        # [max_rows]
+        self._entries: list[_BiasEntries | None] = [None] * states.max_rows
+        self._active_slots = SlotSet(states.max_rows)
+        # [max_rows] first position at which the slot's row has nothing to edit any more
+        self._until_np = np.zeros(states.max_rows, dtype=np.int64)
+
+    def add_request(self, row: NewRow) -> None:
+        entries = _BiasEntries.of(row, self._vocab)
+        self._entries[row.slot] = entries
+        self._until_np[row.slot] = 0 if entries is None else entries.until.max()
+        self._active_slots.set(row.slot, entries is not None)
+
+    def rows(self, batch: InputBatch) -> np.ndarray:
+        rows = batch.rows_in(self._active_slots)
+        if not len(rows):
+            return rows
+        until = self._until_np[batch.sample_slots_np[rows]]
+        return rows[batch.sample_positions_np[rows] < until]
+
+    def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
+        slots, positions = batch.sample_slots_np[rows_np], batch.sample_positions_np[rows_np]
+        entries = [self._entries[slot] for slot in slots.tolist()]
+        host = [
+            *_joined_entries(entries, rows_np, positions),
+            *_conditions(entries, slots, positions),
+        ]
+        packed = to_device(np.concatenate(host), logits.device)
+        row, token, amount, entry, slot, position, wanted = packed.split([len(x) for x in host])
+        amounts = amount.view(torch.float64).float()
+        if len(entry):
+            seen = self._states.token_ids[slot, position]
+            # An entry's amount is BANNED_BIAS, and the largest of all: 0 as soon as one differs.
+            amounts.scatter_reduce_(0, entry, torch.where(seen == wanted, BANNED_BIAS, 0.0), "amax")
+        logits.index_put_((row, token), amounts, accumulate=True)
+
+
+def _joined_entries(
+    entries: list[_BiasEntries], rows: np.ndarray, positions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Row, token and amount of all entries, [E] int64 each: the bits of the amounts' float64, so
+    that everything travels in one array."""
+    counts = [len(one.tokens) for one in entries]
+    amounts = np.concatenate([one.amounts for one in entries])
+    until = np.concatenate([one.until for one in entries])
+    amounts[np.repeat(positions, counts) >= until] = 0
+    tokens = np.concatenate([one.tokens for one in entries])
+    return np.repeat(rows, counts), tokens, amounts.view(np.int64)
+
+
+def _conditions(
+    entries: list[_BiasEntries], slots: np.ndarray, positions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Entry, slot, position and wanted token of all conditions, [C] int64 each; an entry's number
+    counts through all rows."""
+    counts = [len(one.entry) for one in entries]
+    sizes = np.array([len(one.tokens) for one in entries])
+    entry = np.concatenate([one.entry for one in entries])
+    entry += np.repeat(np.cumsum(sizes) - sizes, counts)
+    position = np.repeat(positions, counts) - np.concatenate([one.back for one in entries])
+    wanted = np.concatenate([one.wanted for one in entries])
+    wanted[position < 0] = NO_TOKEN
+    return entry, np.repeat(slots, counts), position.clip(0), wanted
