@@ -206,7 +206,7 @@ def play(tmp_path: Path) -> Iterator[Play]:
         head = f"import sys; sys.path.insert(0, {str(CONTENDERS)!r})\n"
         head += "import os, subprocess, threading\nfrom lines import Lines\nlines = Lines()\n"
         file.write_text(head + program)
-        made.append(Child(name, [sys.executable, str(file)], tmp_path, talks=True))
+        made.append(Child(name, [sys.executable, str(file)], tmp_path, has_stdin=True))
         return Player(name, made[-1])
 
     yield make
@@ -296,7 +296,7 @@ from tests.benchmarks.cases import CASES
 from tests.benchmarks.children import Child
 
 def run(setup):
-    child = Child("sleeper", ["sh", "-c", "sleep 600 & echo $$ $!; wait"], setup.logs, talks=True)
+    child = Child("sleeper", ["sh", "-c", "sleep 600 & echo $$ $!; wait"], setup.logs, has_stdin=True)
     child.start()
     print(child.line(20).decode(), setup.logs, flush=True)
     child.line(600)

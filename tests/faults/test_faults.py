@@ -292,7 +292,7 @@ def test_signals_do_what_their_names_say(
             assert condition(pid) == "T"
     assert sleeper.wait(timeout=10) == -signal.SIGKILL
     assert not alive(pid)
-    assert (effects["slow"].keeps, effects["slow"].victims) == (True, frozenset())
+    assert (effects["slow"].expects_no_restart, effects["slow"].victims) == (True, frozenset())
     assert [effects[action].victims for action in ("stop", "kill")] == [{pid}, {pid}]
     assert all(effect.targets == {1} and str(pid) in effect.text for effect in effects.values())
 
