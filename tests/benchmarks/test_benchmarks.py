@@ -19,6 +19,8 @@ from tests.benchmarks.interleaved import OURS, InterleavedRounds, Numbers
 from tests.benchmarks.results import CaseResult, Figure
 from tests.benchmarks.steps import steps
 
+pytestmark = pytest.mark.slow
+
 # ---------------------------------------------------------------------------------- figures
 
 
@@ -296,7 +298,8 @@ from tests.benchmarks.cases import CASES
 from tests.benchmarks.children import Child
 
 def run(setup):
-    child = Child("sleeper", ["sh", "-c", "sleep 600 & echo $$ $!; wait"], setup.logs, has_stdin=True)
+    command = ["sh", "-c", "sleep 600 & echo $$ $!; wait"]
+    child = Child("sleeper", command, setup.logs, has_stdin=True)
     child.start()
     print(child.line(20).decode(), setup.logs, flush=True)
     child.line(600)

@@ -20,6 +20,8 @@ from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 from tests.conftest import Deaths
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

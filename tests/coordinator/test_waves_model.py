@@ -10,6 +10,8 @@ from tests.coordinator.model_checker import BOUNDS, E1, K1, K2, Scenario, explor
 from tests.coordinator.model_mutations import RULES, remove
 from tests.coordinator.model_state import Bounds, Violation
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_every_order_of_events_comes_to_rest(name: str) -> None:

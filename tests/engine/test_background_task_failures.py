@@ -35,6 +35,8 @@ from swell.worker.transport import PeerWaiter
 from swell.worker.wire import WorkerCommand, WorkerHeartbeat, WorkerMessage
 from tests.conftest import Deaths
 
+pytestmark = pytest.mark.slow
+
 SOON_S = 20.0
 CONFIG = load({"model": {"path": "m"}, "cluster": {"heartbeat_s": 0.05}})
 

@@ -18,6 +18,8 @@ from swell.engine.server import EngineServer
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
 
+pytestmark = pytest.mark.slow
+
 NANO_MOE = Path(__file__).resolve().parents[2] / "configs" / "models" / "nano-moe"
 SOON_S = 60.0
 PROMPTS = [[5, 6, 7, 8 + index] for index in range(4)]

@@ -24,6 +24,8 @@ from tests.engine.fake_worker import VOCAB, FakeWorker, expected, make_core, run
 from tests.engine.test_token_exact import Engine
 from tests.worker import tiny_models
 
+pytestmark = pytest.mark.slow
+
 CLIENT = b"ingress"
 WHY = "it fell"
 

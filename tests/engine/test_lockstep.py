@@ -13,6 +13,8 @@ from swell.worker.sample.wire import SamplerParams
 from tests.engine.fake_worker import expected
 from tests.engine.lockstep_cluster import Cluster
 
+pytestmark = pytest.mark.slow
+
 
 def request(name: str, prompt: list[int], max_tokens: int = 20) -> EngineCoreRequest:
     seed = sum(name.encode())

@@ -20,6 +20,8 @@ from swell.worker.sample.wire import SamplerParams, TokenLogprobs
 from tests.engine.test_token_exact import Engine
 from tests.worker import tiny_models
 
+pytestmark = pytest.mark.slow
+
 BAD = 77
 """The token whose embedding is no number."""
 GOOD = {"a": [5, 6, 7], "b": list(range(10, 50)), "c": [200, 201]}

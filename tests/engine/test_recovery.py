@@ -26,6 +26,8 @@ from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, Schedul
 from tests.engine.fake_worker import expected
 from tests.engine.test_server import LONG, SOON_S, Engine, StepExecutor, request
 
+pytestmark = pytest.mark.slow
+
 
 class FragileExecutor(StepExecutor):
     """Raises what it is told to, once, from the result of a step."""

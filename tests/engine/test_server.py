@@ -35,6 +35,8 @@ from swell.worker.wire import (
 )
 from tests.engine.fake_worker import VOCAB, FakeExecutor, expected
 
+pytestmark = pytest.mark.slow
+
 SOON_S = 20.0
 """A deadline that only a failure reaches."""
 

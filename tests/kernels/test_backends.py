@@ -13,6 +13,8 @@ import torch
 
 from swell.kernels import backends as backends
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(backends.__file__).parent
 DOORS = [
     *("attention", "cache", "norm", "rope", "activation", "sample", "moe"),

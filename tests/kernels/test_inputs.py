@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from swell.kernels import backends as backends
 from swell.kernels.inputs import Inputs
 
+pytestmark = pytest.mark.slow
+
 SLOTS, LENGTH, BLOCK, BLOCKS = 6, 40, 4, 10
 
 

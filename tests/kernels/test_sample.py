@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from swell.kernels import backends as backends
 from swell.kernels.reference import sample as reference
 
+pytestmark = pytest.mark.slow
+
 MASK = (1 << 64) - 1
 
 

@@ -13,6 +13,8 @@ import torch
 from swell.kernels import backends as backends
 from tests.worker.test_mesh import in_threads
 
+pytestmark = pytest.mark.slow
+
 ROWS, SIZE, OUTS = 16, 256, 512
 
 

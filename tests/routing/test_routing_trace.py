@@ -11,6 +11,8 @@ from tests.routing.policies import POLICIES
 from tests.routing.simulation import BLOCK_TOKENS, Simulation, SimulationConfig, SimulationResult
 from tests.routing.trace import TraceConfig, generate
 
+pytestmark = pytest.mark.slow
+
 SHAPE = TraceConfig(users_per_s=3.0, duration_s=40.0)
 TRACE = generate(SHAPE, 1, BLOCK_TOKENS)
 TURNS = sum(len(conversation.turns) for conversation in TRACE)

@@ -19,6 +19,8 @@ from swell.worker.models.generic_probe import flat, mixes_tokens
 from tests.worker import tiny_models
 from tests.worker.test_models import MAX_TOKENS, check, refusal
 
+pytestmark = pytest.mark.slow
+
 CAUSAL = masking_utils.causal_mask_function
 
 

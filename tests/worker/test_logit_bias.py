@@ -20,6 +20,8 @@ from tests.worker import test_model_runner as runner_parts
 from tests.worker.reference_sampler import ReferenceRow
 from tests.worker.sampler_harness import EVERYTHING, NOTHING, VOCAB, SamplerHarness
 
+pytestmark = pytest.mark.slow
+
 
 def test_bad_words_as_transformers_bans_them():
     """Over random contexts of few tokens, at least as long as the longest word (shorter ones

@@ -19,6 +19,8 @@ from swell.worker.sample.sampler import SamplerOutput
 from swell.worker.sample.wire import Extra, PromptLogprobs, SamplerParams, TokenLogprobs
 from swell.worker.wire import ModelRunnerOutput, NewRow, SchedulerOutput
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SLOTS, LENGTH, VOCAB = 6, 40, 23
 

@@ -18,6 +18,8 @@ from swell.worker import transport
 from swell.worker.mesh import Group, GroupError, Mesh, SoloGroup
 from swell.worker.wire import GroupPlan
 
+pytestmark = pytest.mark.slow
+
 
 def in_threads(world: int, work: Callable[[int], Any]) -> list[Any]:
     """work(rank) of every rank at once; an exception is a result."""

@@ -27,6 +27,8 @@ from swell.worker.sample.wire import SamplerParams
 from swell.worker.staging import StagedTable
 from swell.worker.wire import BlockGrowth, NewRow, SchedulerOutput
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ROWS, LENGTH, BLOCK = 6, 40, 4
 

@@ -26,6 +26,8 @@ from swell.worker.models.generic import refuse_config
 from swell.worker.models.intermediate import IntermediateTensors, stage_layers
 from tests.worker import tiny_models
 
+pytestmark = pytest.mark.slow
+
 BLOCK_TOKENS = 4
 MAX_TOKENS = 64
 LENGTHS = (1, 21, 9, 30)

@@ -20,6 +20,8 @@ from tests.worker import tiny_models
 from tests.worker.moe_engines import NEW_TOKENS, PROMPTS, EngineGroup, answers
 from tests.worker.test_mesh import in_threads
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ["mixtral", "qwen3_moe", "qwen3_moe-mixed"]
 
 SPREADS = {1: [[0, 1, 3]], 2: [[0, 1], [2, 3, 4]], 3: [[0, 1, 2], [], [3]]}

@@ -18,6 +18,8 @@ from swell.worker.wire import GroupPlan
 from tests.worker import tiny_models
 from tests.worker.moe_engines import NEW_TOKENS, PROMPTS, Engine, EngineGroup, answers
 
+pytestmark = pytest.mark.slow
+
 
 @st.composite
 def holdings(draw: Any) -> tuple[list[set[int]], int]:

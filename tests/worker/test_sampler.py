@@ -15,6 +15,8 @@ from swell.worker.sample.sampler import Sampler
 from swell.worker.sample.wire import SamplerParams
 from swell.worker.wire import NewRow, SchedulerOutput
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 VOCAB = 40
 

@@ -34,6 +34,8 @@ from swell.engine.wire import EngineCoreRequest
 from tests.cluster.text import tokenizers_for_tests
 from tests.engine.fake_worker import FakeExecutor, next_token
 
+pytestmark = pytest.mark.slow
+
 MAX_MODEL_LEN = 600
 
 

@@ -24,6 +24,8 @@ from swell.engine.wire import EngineCoreRequest
 from tests.cluster.api.responses_server import TOKENIZER, ResponsesServer, checked, wait_until
 from tests.cluster.fake_cluster import truth, until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.chat_messages import ChatMessage, NamedToolChoice, call_rules
 from swell.cluster.text.schema.decode import decode
 
+pytestmark = pytest.mark.slow
+
 
 def read(**body: Any) -> ResponsesRequest:
     payload = {"model": "m", "input": "hi", **body}

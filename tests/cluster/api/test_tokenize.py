@@ -11,6 +11,8 @@ import pytest
 from tests.cluster.fake_cluster import FakeCluster
 from tests.kinds import KINDS, kind
 
+pytestmark = pytest.mark.slow
+
 TALK = [{"role": "user", "content": "How is the sky?"}]
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 FUNCTIONS: dict[str, dict[str, Any]] = {

@@ -14,6 +14,8 @@ from swell.coordinator.roster import MemberState
 from tests.cluster.fake_cluster import FakeCluster, FakeCoordinator, Stream, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 RESUBMITTED = "swell_resubmitted_requests_total"
 
 Scene = Callable[[FakeCluster], Awaitable[None]]

@@ -15,6 +15,8 @@ from swell.cluster.text.sampling_params import BadRequest, SamplingParams, inter
 from tests.cluster.fake_cluster import FakeCluster, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
