@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 class AttentionMetadata(NamedTuple):

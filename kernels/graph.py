@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 class NotCapturableError(RuntimeError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return backends.get("linear", x.device.type).linear(x, weight, bias)  # type: ignore[no-any-return]
 
 
-def largest(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
+def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
     """x [S, in], weight [out, in] -> the largest of the first `outs` > 0 outputs of `linear`, [S]
     float32, and which it is, [S] int64: of equal ones the first. Where one of a row's outputs is
     NaN, so is the largest, and `which` is any.
 
     Backends: reference, cpu.
     """
-    return backends.get("linear", x.device.type).largest(x, weight, outs)  # type: ignore[no-any-return]
+    return backends.get("linear", x.device.type).linear_argmax(x, weight, outs)  # type: ignore[no-any-return]
 
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:

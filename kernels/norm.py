@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -69,11 +69,11 @@ class WorkerActor:
         loop = WorkerLoop(self._rank, self._worker, self._outlet)
         heartbeats: Outlet[WorkerCommand] = Outlet(self._heartbeats, WorkerCommand, self._keys)
         heartbeat_interval_s = min(cluster.heartbeat_s, cluster.stall_timeout_s / 4)
-        beacon = HeartbeatThread(loop, heartbeats, heartbeat_interval_s)
+        heartbeat_thread = HeartbeatThread(loop, heartbeats, heartbeat_interval_s)
         try:
             loop.run()
         finally:
-            beacon.stop()
+            heartbeat_thread.stop()
             self._worker.shutdown()
             self._outlet.close()
 

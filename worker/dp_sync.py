@@ -54,11 +54,11 @@ class LockstepDPSync(DPSync):
 
     def before_step(self, plan: SchedulerOutput) -> DPSyncResult:
         mesh = self._mesh
-        sums = torch.zeros(2 + mesh.sync.size, dtype=torch.int64)
-        sums[0], sums[1] = plan.work, plan.pause
-        sums[2 + mesh.sync.rank] = sum(plan.num_tokens)
+        reduced = torch.zeros(2 + mesh.sync.size, dtype=torch.int64)
+        reduced[0], reduced[1] = plan.work, plan.pause
+        reduced[2 + mesh.sync.rank] = sum(plan.num_tokens)
         started = time.monotonic()
-        working, pausing, *tokens = mesh.sync.all_reduce(sums).tolist()
+        working, pausing, *tokens = mesh.sync.all_reduce(reduced).tolist()
         mesh.tokens = tokens
         return DPSyncResult(working, pausing, time.monotonic() - started)
 

@@ -18,7 +18,7 @@ from swell.worker.loader import load_weight_shards
 from swell.worker.mesh import Mesh
 
 
-def place(have: Sequence[set[int]], num_experts: int) -> list[int]:
+def place_experts(have: Sequence[set[int]], num_experts: int) -> list[int]:
     """have: the experts that each rank holds (one may be held by several) -> the owner of each.
 
     With q, r = divmod(num_experts, ranks), r ranks own q + 1 experts and the others q. As many as
@@ -102,7 +102,7 @@ def max_share_bytes(layers: Sequence[MoE], config: Config) -> int:
 
 
 def rebalance(model: Any, mesh: Mesh, model_config: ModelConfig) -> tuple[int, int]:
-    """Bring the experts of this stage to where `place` wants them; every worker of `mesh.expert`
+    """Bring the experts of this stage to where `place_experts` wants them; every worker of `mesh.expert`
     calls it at the same time.
 
     What a peer has comes from the peer, what nobody has from the checkpoint, what another owns is
@@ -116,10 +116,10 @@ def rebalance(model: Any, mesh: Mesh, model_config: ModelConfig) -> tuple[int, i
     group, here = mesh.expert, mesh.expert.rank
     count = layers[0].traits.count
     mine = torch.zeros(1, count, dtype=torch.int64, device=mesh.device)
-    mine[0, list(layers[0].held)] = 1
+    mine[0, list(layers[0].local_experts)] = 1
     have = [set(row.nonzero().flatten().tolist()) for row in group.all_gather(mine, 0).cpu()]
     moved, missing = 0, []
-    for expert, owner in enumerate(place(have, count)):
+    for expert, owner in enumerate(place_experts(have, count)):
         holders = [rank for rank, held in enumerate(have) if expert in held]
         if not holders and owner == here:
             missing.append(expert)
@@ -127,7 +127,7 @@ def rebalance(model: Any, mesh: Mesh, model_config: ModelConfig) -> tuple[int, i
             moved += _move(layers, mesh, expert, holders[0], owner)
         if owner != here:
             for layer in layers:
-                layer.held.pop(expert, None)
+                layer.local_experts.pop(expert, None)
     _load(model, missing, model_config)
     return moved, len(missing)
 
@@ -151,18 +151,18 @@ def _move(layers: Sequence[MoE], mesh: Mesh, expert: int, source: int, target: i
     """Ranks go through the moves in one order, so none waits for one that waits for it."""
     if mesh.expert.rank == source:
         for layer in layers:
-            for part in layer.held[expert]:
-                mesh.expert.send(part, target).wait()
+            for tensor in layer.local_experts[expert]:
+                mesh.expert.send(tensor, target).wait()
     if mesh.expert.rank != target:
         return 0
     weights = [layer.make_expert() for layer in layers]
     for arrived in weights:
-        for part in arrived:
-            mesh.expert.recv(part, source)
+        for tensor in arrived:
+            mesh.expert.recv(tensor, source)
     _store_expert(layers, expert, weights)
     return 1
 
 
 def _store_expert(layers: Sequence[MoE], expert: int, weights: Sequence[Expert]) -> None:
     for layer, part in zip(layers, weights, strict=True):
-        layer.held[expert] = part
+        layer.local_experts[expert] = part

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from swell.configs.log import first_line
 from swell.worker.transport import Transport
 
 
@@ -229,7 +230,3 @@ class ProcessGroup(Group):
 def make_group(name: str, rank: int, size: int) -> Group:
     """A group that is yet to be formed, unless it is a group of one."""
     return SoloGroup() if size == 1 else ProcessGroup(name, rank, size)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -72,7 +72,7 @@ class InputBatch:
         )
 
     @property
-    def wanted(self) -> Tensor | None:
+    def hidden_indices(self) -> Tensor | None:
         """[W] int64, index into T of the tokens whose hidden states are wanted in the end; None:
         of all T"""
         return None if self.all_hidden else self.logits_indices
@@ -92,9 +92,9 @@ class InputBatch:
         """[S] int64, the position that the drawn token takes"""
         return self.inputs.samples[2, : self.sizes.samples]
 
-    def rows_in(self, askers: SlotSet) -> np.ndarray:
+    def rows_in(self, active_slots: SlotSet) -> np.ndarray:
         """[M] int64: which of the S rows that sample ask for something."""
-        return askers.among(self.sample_slots_np) if askers.any else NO_ROWS
+        return active_slots.among(self.sample_slots_np) if active_slots.any else NO_ROWS
 
     @cached_property
     def sample_rows_np(self) -> np.ndarray:

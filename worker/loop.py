@@ -44,7 +44,7 @@ class WorkerLoop:
         self._aborted = -1
         """Groups of this generation, and of older ones, are to be left."""
 
-    def beat(self) -> WorkerHeartbeat:
+    def heartbeat(self) -> WorkerHeartbeat:
         """How far the worker is; from any thread."""
         return WorkerHeartbeat(self._rank, self._worker.progress_counter, self._generation)
 
@@ -116,8 +116,8 @@ class HeartbeatThread:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._waker = Waker()
         self._ending = False
-        run = exit_on_error(self._run, "worker beacon")
-        self._thread = threading.Thread(target=run, name="swell-beacon", daemon=True)
+        run = exit_on_error(self._run, "worker heartbeat")
+        self._thread = threading.Thread(target=run, name="swell-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -129,7 +129,7 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         while not self._ending:
-            self._outlet.send(self._loop.beat())
+            self._outlet.send(self._loop.heartbeat())
             command = self._outlet.receive(self._heartbeat_interval_s, self._waker)
             if isinstance(command, AbortGroups):
                 self._loop.abort(command.generation)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from swell.configs.log import first_line
 from swell.kernels.sample import greedy_sample
 from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from swell.worker.layers.weight_shard import WeightShard, whole
+from swell.worker.layers.weight_shard import WeightShard, replicated_shard
 from swell.worker.mesh import Mesh
 from swell.worker.models import generic_attention, generic_masks, generic_probe
 from swell.worker.models.generic_attention import Mode, PagedAttentionHook, UnsupportedModelError
@@ -86,7 +87,7 @@ class GenericForCausalLM(nn.Module):
         """The stage's layers over a flat batch of T tokens.
 
         The first stage reads `batch.input_ids`, the others `intermediate`. The last returns the
-        normed hidden states of `batch.wanted`, [W, hidden], or of all.
+        normed hidden states of `batch.hidden_indices`, [W, hidden], or of all.
         """
         if not len(batch.positions):  # the dummy batch: transformers does not take empty rows
             nothing = self.make_empty_intermediate(0)
@@ -98,7 +99,9 @@ class GenericForCausalLM(nn.Module):
         hidden = self._run(batch.input_ids, batch.positions, incoming)
         if not self.mesh.is_last_stage:
             return IntermediateTensors(hidden)
-        return hidden if batch.wanted is None else hidden.index_select(0, batch.wanted)
+        return (
+            hidden if batch.hidden_indices is None else hidden.index_select(0, batch.hidden_indices)
+        )
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
@@ -151,7 +154,7 @@ class GenericForCausalLM(nn.Module):
             for name, tensor in [*module._parameters.items(), *persistent]:
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield whole(f"{path}.{name}".lstrip("."), tensor)
+                    yield replicated_shard(f"{path}.{name}".lstrip("."), tensor)
 
     def _run(
         self, ids: torch.Tensor, positions: torch.Tensor | None, incoming: torch.Tensor | None
@@ -190,12 +193,14 @@ class GenericForCausalLM(nn.Module):
         calls = self._calls
         try:
             modules = [module for _, module in self._parts]
-            with self.mesh.tensor.dry_run(), generic_probe.flat(modules):
+            with self.mesh.tensor.dry_run(), generic_probe.constant_weights(modules):
                 with generic_masks.recording(self.base):
                     calls.mode = Mode.TRACE
-                    given = generic_probe.integers(self.base, self._run, ids, positions, incoming)
+                    given = generic_probe.trace_integers(
+                        self.base, self._run, ids, positions, incoming
+                    )
                     calls.mode = Mode.REHEARSE
-                    found = generic_probe.integers(self.base, self._run, ids, None, incoming)
+                    found = generic_probe.trace_integers(self.base, self._run, ids, None, incoming)
                 mixed = generic_probe.mixes_tokens(self.base, self._run, ids, positions, incoming)
                 hidden = self._run(ids, positions, incoming)
                 if not self.mesh.is_last_stage and hidden.shape != (2, self.hidden):
@@ -213,7 +218,7 @@ class GenericForCausalLM(nn.Module):
         except Exception as error:
             raise ValueError(
                 f"architecture {calls.architecture!r} cannot be served: its forward fails on two "
-                f"tokens: {type(error).__name__}: {_first_line(error)}{_unsplit_hint(self.mesh)}"
+                f"tokens: {type(error).__name__}: {first_line(error)}{_unsplit_hint(self.mesh)}"
             ) from error
         calls.mode = Mode.COMPUTE
         silent = [i for i in self.range if i not in calls.layers]
@@ -281,7 +286,7 @@ def _on_meta(config: Any) -> tuple[Any, Any]:
     except Exception as error:
         raise ValueError(
             f"architecture {name!r} is no causal LM that transformers can build: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from None
     name, base = type(causal).__name__, causal.base_model
     text = base.config.get_text_config()
@@ -381,7 +386,3 @@ def _unsplit_hint(mesh: Mesh) -> str:
     split = {"pipeline": mesh.pipeline.size, "tensor": mesh.tensor.size}
     ways = [f"parallel.{key}=1" for key, size in split.items() if size > 1]
     return f"; set {' and '.join(ways)}" if ways else ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

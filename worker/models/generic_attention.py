@@ -28,7 +28,7 @@ from swell.worker.models.generic_masks import (
     MaskFunction,
     UnsupportedMaskError,
     difference_from_eager,
-    sees,
+    mask_function_of,
     sliding_window_of,
 )
 
@@ -134,7 +134,7 @@ class PagedAttentionHook:
         elif v.shape[3] > q.shape[3]:
             self.refuse(f"its values ({v.shape[3]}) are wider than its keys ({q.shape[3]})")
         try:
-            window = self._window(sees(mask), q.device)
+            window = self._window(mask_function_of(mask), q.device)
         except UnsupportedMaskError as unfit:
             self.refuse(f"in its layer {index}, {unfit}")
         layer = Attention(

@@ -18,7 +18,7 @@ WEIGHT = 0.01
 """Of every parameter, while a model is learned."""
 
 
-def integers(base: nn.Module, run: Callable[..., Any], *arguments: Any) -> Seen:
+def trace_integers(base: nn.Module, run: Callable[..., Any], *arguments: Any) -> Seen:
     """The integers that reach the modules of `base` in `run(*arguments)`, and the rows that its
     embeddings look up.
 
@@ -86,7 +86,7 @@ def mixes_tokens(
 ) -> bool:
     """Whether the second of two tokens sees the first, although attention gives it nothing.
 
-    Under `flat`: the first is made not a number, and what then becomes of the second shows it.
+    Under `constant_weights`: the first is made not a number, and what then becomes of the second shows it.
     False where the numbers of such a model are of no use.
     """
     if not run(ids, positions, incoming)[1].isfinite().all():
@@ -110,7 +110,7 @@ def mixes_tokens(
 
 
 @contextmanager
-def flat(modules: Sequence[nn.Module]) -> Iterator[None]:
+def constant_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Every parameter is WEIGHT everywhere, in memory for the largest matrix: the rows of a table
     are one row, and matrices that are stacked, as experts are, are one matrix. So a model that has
     no weights yet has numbers, and little memory is touched."""

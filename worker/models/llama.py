@@ -121,7 +121,7 @@ class LlamaAttention(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         meta: AttentionMetadata,
-        wanted: torch.Tensor | None,
+        hidden_indices: torch.Tensor | None,
     ) -> torch.Tensor:
         q, k, v = self.qkv(x)
         q = q.unflatten(1, (self.qkv.heads, self.head_dim))
@@ -129,7 +129,7 @@ class LlamaAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, k, cos, sin)
-        return self.out(_of(self.attention(q.flatten(1), k.flatten(1), v, meta), wanted))
+        return self.out(_of(self.attention(q.flatten(1), k.flatten(1), v, meta), hidden_indices))
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         yield from self.qkv.weight_shards(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
@@ -159,7 +159,7 @@ class LlamaLayer(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         meta: AttentionMetadata,
-        wanted: torch.Tensor | None,
+        hidden_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] -> the same of the wanted tokens, [W] int64; None: of all. What the others
         leave to later steps is their K and V."""
@@ -167,8 +167,8 @@ class LlamaLayer(nn.Module):
             x, residual = self.attention_norm(x), x
         else:
             x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, cos, sin, meta, wanted)
-        x, residual = self.mlp_norm.add(x, _of(residual, wanted))
+        x = self.attention(x, cos, sin, meta, hidden_indices)
+        x, residual = self.mlp_norm.add(x, _of(residual, hidden_indices))
         return self.mlp(x), residual
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
@@ -232,7 +232,7 @@ class LlamaForCausalLM(nn.Module):
         """The stage's layers over a flat batch of T tokens.
 
         The first stage reads `batch.input_ids`, the others `intermediate`. The last returns the
-        normed hidden states of `batch.wanted`, [W, hidden], or of all.
+        normed hidden states of `batch.hidden_indices`, [W, hidden], or of all.
         """
         residual: torch.Tensor | None = None
         if self.mesh.is_first_stage:
@@ -243,8 +243,8 @@ class LlamaForCausalLM(nn.Module):
         cos, sin = self.rope(batch.positions)
         last = self.layers[-1] if self.mesh.is_last_stage else None
         for layer in self.layers:
-            wanted = batch.wanted if layer is last else None
-            x, residual = layer(x, residual, cos, sin, batch.attention, wanted)
+            hidden_indices = batch.hidden_indices if layer is last else None
+            x, residual = layer(x, residual, cos, sin, batch.attention, hidden_indices)
         if not self.mesh.is_last_stage:
             return IntermediateTensors(x, residual)
         x, _ = self.norm.add(x, residual)
@@ -291,8 +291,8 @@ class LlamaForCausalLM(nn.Module):
         return [pair] if all(name in stored for name in pair) else []
 
 
-def _of(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
-    return x if wanted is None else embedding(wanted, x)
+def _of(x: torch.Tensor, hidden_indices: torch.Tensor | None) -> torch.Tensor:
+    return x if hidden_indices is None else embedding(hidden_indices, x)
 
 
 def head_dim(config: Any) -> int:

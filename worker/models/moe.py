@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swell.worker.experts import place
+from swell.worker.experts import place_experts
 from swell.worker.layers.moe import Expert, ExpertTraits, MoE
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.mesh import Mesh
@@ -93,10 +93,10 @@ class MoeForCausalLM(LlamaForCausalLM):
         if mesh.shares_experts:
             return
         for layer in self.moe_layers():
-            owners = place([set()] * mesh.tensor.size, layer.traits.count)
+            owners = place_experts([set()] * mesh.tensor.size, layer.traits.count)
             for expert, owner in enumerate(owners):
                 if owner == mesh.tensor_rank:
-                    layer.held[expert] = layer.make_expert()
+                    layer.local_experts[expert] = layer.make_expert()
 
     def make_mlp(self, config: Any, traits: Traits, layer: int) -> nn.Module:
         assert isinstance(traits, MoETraits)
