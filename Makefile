@@ -70,7 +70,7 @@ lint: setup
 # mypy cannot see that the repository's top is the package `swell`, so it reads an installed copy.
 typecheck: setup
 	rm -rf build/typecheck build/lib && $(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
-	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster -p swell.worker -p swell.kernels
 
 clean:
 	rm -rf $(VENV) $(JUDGES) build dist *.egg-info

@@ -29,7 +29,7 @@ def pack(weight: Tensor) -> Weight:
 
     Backends: reference, cpu.
     """
-    return backends.get("linear", weight.device.type).pack(weight)  # type: ignore[no-any-return]
+    return backends.get("linear", weight.device.type).pack(weight)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     With a packed weight a row's result has the same bits whatever rows stand beside it. Sums are
     in float32, and rounded once to the type. Backends: reference, cpu.
     """
-    return backends.get("linear", x.device.type).linear(x, weight, bias)  # type: ignore[no-any-return]
+    return backends.get("linear", x.device.type).linear(x, weight, bias)
 
 
 def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
@@ -48,9 +48,9 @@ def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]
 
     Backends: reference, cpu.
     """
-    return backends.get("linear", x.device.type).linear_argmax(x, weight, outs)  # type: ignore[no-any-return]
+    return backends.get("linear", x.device.type).linear_argmax(x, weight, outs)
 
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:
     """Rows `ids` [T] int of weight [N, hidden] -> new [T, hidden]. Backends: reference, cpu."""
-    return backends.get("linear", ids.device.type).embedding(ids, weight)  # type: ignore[no-any-return]
+    return backends.get("linear", ids.device.type).embedding(ids, weight)

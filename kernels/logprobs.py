@@ -20,4 +20,4 @@ def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Te
     are
     -inf, its log probabilities are NaN, all of them. Backends: reference, cpu.
     """
-    return backends.get("logprobs", logits.device.type).rank_tokens(logits, token_ids, top)  # type: ignore[no-any-return]
+    return backends.get("logprobs", logits.device.type).rank_tokens(logits, token_ids, top)

@@ -18,7 +18,7 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
     increment of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195; constants as
     in https://prng.di.unimi.it/splitmix64.c). Backends: reference, cpu.
     """
-    return backends.get("sample", seeds.device.type).uniform_noise(seeds, positions)  # type: ignore[no-any-return]
+    return backends.get("sample", seeds.device.type).uniform_noise(seeds, positions)
 
 
 def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
     Where one of a row's logits is NaN, so is the latter, and the token is any.
     Backends: reference, cpu.
     """
-    return backends.get("sample", logits.device.type).greedy_sample(logits)  # type: ignore[no-any-return]
+    return backends.get("sample", logits.device.type).greedy_sample(logits)
 
 
 def sample_tokens(
@@ -58,7 +58,7 @@ def sample_tokens(
     `any_top_k_or_p`: whether a row of the batch uses top_k or top_p; if False, nothing is sorted.
     The caller knows it without reading the device. Backends: reference, cpu.
     """
-    return backends.get("sample", logits.device.type).sample_tokens(  # type: ignore[no-any-return]
+    return backends.get("sample", logits.device.type).sample_tokens(
         logits,
         temperature,
         top_k,

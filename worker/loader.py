@@ -15,12 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -119,8 +118,15 @@ def max_model_len(model_config: ModelConfig, hf_config: Any) -> int:
     return wanted or own or 0
 
 
+class Loadable(Protocol):
+    """A model whose parameters can be filled."""
+
+    def weight_shards(self, stored: Collection[str]) -> Iterable[WeightShard]:
+        """What it reads from a checkpoint that has the tensors named `stored`."""
+
+
 def load_weights(
-    model: nn.Module, model_config: ModelConfig, progress: Progress | None = None
+    model: Loadable, model_config: ModelConfig, progress: Progress | None = None
 ) -> int:
     """Fill the parameters of `model` with this rank's part of the checkpoint; returns its bytes.
 

@@ -105,7 +105,7 @@ class ModelRunner:
         self._pending_sends = PendingSends(scheduler.steps_in_flight)
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._copy_stream = torch.cuda.Stream(device)
 
     @property
     def is_output_rank(self) -> bool:
@@ -171,8 +171,8 @@ class ModelRunner:
         self.states.stage(row)
 
     def _forward(self, batch: InputBatch, head: HeadOutput) -> Tensor | None:
-        """On the last stage, hidden states for this head (see `InputBatch.hidden_indices`). The other
-        stages send theirs to the next one and return None."""
+        """On the last stage, hidden states for this head (see `InputBatch.hidden_indices`). The
+        other stages send theirs to the next one and return None."""
         stage, group = self.mesh.stage, self.mesh.pipeline
         intermediate = None
         if not self.mesh.is_first_stage:
@@ -204,9 +204,11 @@ class ModelRunner:
             )
         result = self._model_step.head(head, hidden, batch)
         if head is HeadOutput.ARGMAX:
-            sampled = SamplerOutput(batch, *result)
+            tokens, max_logits = result
+            sampled = SamplerOutput(batch, tokens, max_logits)
         else:
-            sampled = self.sampler(*result, batch)
+            (logits,) = result
+            sampled = self.sampler(logits, batch)
             self.states.write_sampled(batch.sample_slots, batch.sample_positions, sampled.tokens)
         self.feedback.after_sampling(sampled.tokens)
         sampled.pending_extras += pending_extras

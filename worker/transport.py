@@ -12,11 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from swell.worker.gloo_abort import Address, listening_device, shut_down_connections
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend  # dist.Backend is a class of names
 
 POLL_S = 0.01
 """How often a rank that forms a group polls for its peers and for an abort."""
@@ -27,7 +30,7 @@ CONNECT_S = 20.0
 _POLL_TIMEOUT = timedelta(seconds=0.2)
 """How long an aborted operation of gloo's may take to fail."""
 
-_leaked_backends: list[dist.Backend] = []
+_leaked_backends: list[Backend] = []
 """Backends with an operation that never ends: to destroy one would wait for it."""
 
 
@@ -72,7 +75,7 @@ class PeerWaiter:
 class Transport:
     """A backend of torch, and how to abort and to leave it."""
 
-    def __init__(self, backend: dist.Backend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.aborted = False
 
@@ -99,7 +102,7 @@ class GlooTransport(Transport):
     """CPU only. In gloo an operation that starts just as its connection breaks may never end: after
     an abort, `wait` raises within `_POLL_TIMEOUT` and leaves such an operation behind."""
 
-    def __init__(self, backend: dist.Backend, members: set[Address], timeout_s: float) -> None:
+    def __init__(self, backend: Backend, members: set[Address], timeout_s: float) -> None:
         """`members`: where each rank listens for connections of this group, and no other."""
         super().__init__(backend)
         self._members = members
@@ -186,7 +189,7 @@ def _gloo(
     for address in exchange(f"{host} {port}"):
         peer_host, _, peer_port = address.rpartition(" ")
         members.add((peer_host, int(peer_port)))
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
     options._timeout = timedelta(seconds=min(timeout_s, CONNECT_S))
     options._threads = 2
     options._devices = [device]

@@ -116,7 +116,7 @@ class Recording:
     def replay(self, *sizes: int) -> None:
         """Make the calls, for the first rows."""
         assert all(map(le, sizes, self._sizes)), sizes
-        self._current_sizes[:] = sizes
+        self._current_sizes[:] = list(sizes)
         _replay(self._address)
 
     @property

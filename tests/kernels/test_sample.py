@@ -250,7 +250,7 @@ def test_a_weight_that_underflows_is_never_sampled(backend, row, underflow):
     u = torch.zeros(1, dtype=torch.float64)
     assert tokens_of(backend, logits, *tensors([row]), u).tolist() == [2]
     logits[0, 0] = -86.0 * 0.01
-    assert tokens_of(backend, logits, *tensors([row[:2] + (1.0, 0.0)]), u).tolist() == [0]
+    assert tokens_of(backend, logits, *tensors([(*row[:2], 1.0, 0.0)]), u).tolist() == [0]
 
 
 @settings(

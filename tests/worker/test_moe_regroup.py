@@ -58,7 +58,8 @@ def test_placements_are_balanced_and_move_the_least(case: tuple[list[set[int]], 
 
 
 def test_live_states_survive_regrouping(tiny_moe: Any) -> None:
-    """1 -> 3 -> 2 -> 1 engines between the steps of one answer; experts go where `place_experts` says."""
+    """1 -> 3 -> 2 -> 1 engines between the steps of one answer; experts go where `place_experts`
+    says."""
     folder, truth = tiny_moe("mixtral")
     with EngineGroup(folder) as engine_group:
         first, second, third = (engine_group.add() for _ in range(3))

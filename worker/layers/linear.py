@@ -136,7 +136,7 @@ class QKVParallelLinear(_FusedColumns):
         super().__init__(hidden, (q, kv, kv), bias)
         self.sizes = [q.count, kv.count, kv.count]
 
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # three outputs, where the base has one
         self, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [T, hidden] -> q [T, H*D], k [T, KVH*D], v [T, KVH*D] of this rank (views)"""

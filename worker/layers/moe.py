@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from swell.kernels.moe import combine_experts, expert_outputs, route
+from swell.worker.layers.mlp import FeedForward
 from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter, replicated_shard
 from swell.worker.mesh import Mesh
 
@@ -50,7 +50,7 @@ class ExpertTraits:
     """Of gate, up and down in a checkpoint."""
 
 
-class MoE(nn.Module):
+class MoE(FeedForward):
     """The router is on every rank, an expert on one rank of `mesh.expert`."""
 
     def __init__(self, hidden: int, traits: ExpertTraits, mesh: Mesh) -> None:

@@ -37,6 +37,9 @@ SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that differ in their masks alone."""
 
+INITIALIZED = "_is_hf_initialized"
+"""The attribute by which transformers marks tensors that `initialize_weights` must not change."""
+
 _CONSTRUCTION = threading.Lock()
 """While transformers builds or initializes a model it patches functions of torch."""
 
@@ -174,6 +177,7 @@ class GenericForCausalLM(nn.Module):
         out = self.base(use_cache=False, **inputs)
         hidden = out.last_hidden_state if self.mesh.is_last_stage else self._stage_boundary.outgoing
         self._stage_boundary.incoming = self._stage_boundary.outgoing = None
+        assert hidden is not None, "the stage's last layer did not hand its output on"
         return hidden[0]
 
     @torch.no_grad()
@@ -367,7 +371,7 @@ def _materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
             if old is not None:
                 data = real(old, f"{path}.{name}")
                 made[id(old)] = new = nn.Parameter(data, requires_grad=False)
-                new._is_hf_initialized = True  # type: ignore[attr-defined]
+                setattr(new, INITIALIZED, True)
                 module._parameters[name] = new
         for name, old in module._buffers.items():
             if old is None:
@@ -376,7 +380,7 @@ def _materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
                 module._buffers[name] = torch.empty(old.shape, dtype=old.dtype, device=device)
             else:
                 module._buffers[name] = real(old, f"{path}.{name}")
-                module._buffers[name]._is_hf_initialized = True  # type: ignore[union-attr]
+                setattr(module._buffers[name], INITIALIZED, True)
     with _CONSTRUCTION:
         causal.initialize_weights()
 

@@ -11,9 +11,9 @@ follows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from swell.kernels.rope import apply_rope
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from swell.worker.layers.linear import QKVParallelLinear, RowParallelLinear
-from swell.worker.layers.mlp import GatedMLP
+from swell.worker.layers.mlp import FeedForward, GatedMLP
 from swell.worker.layers.norm import RMSNorm
 from swell.worker.layers.rotary import RotaryEmbedding
 from swell.worker.layers.weight_shard import WeightShard, materialize
@@ -141,9 +141,8 @@ class LlamaAttention(nn.Module):
 
 class LlamaLayer(nn.Module):
     def __init__(
-        self, config: Any, traits: Traits, layer: int, group: Group, mlp: nn.Module
+        self, config: Any, traits: Traits, layer: int, group: Group, mlp: FeedForward
     ) -> None:
-        """`mlp` maps [T, hidden] to [T, hidden], whatever the tokens."""
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.attention_norm = RMSNorm(hidden, eps)
@@ -181,6 +180,7 @@ class LlamaLayer(nn.Module):
 class LlamaForCausalLM(nn.Module):
     """One pipeline stage, and one tensor rank's part of it."""
 
+    layers: Sequence[LlamaLayer]
     traits_table: ClassVar[Mapping[str, Callable[[Any], Traits]]] = TRAITS
 
     def __init__(
@@ -204,10 +204,11 @@ class LlamaForCausalLM(nn.Module):
         self.vocab_size = int(config.vocab_size)
         stages = mesh.pipeline.size
         self.range = stage_layers(config.num_hidden_layers, stages, mesh.stage)
-        self.layers = nn.ModuleList(
+        layers = (
             LlamaLayer(config, traits, i, group, self.make_mlp(config, traits, i))
             for i in self.range
         )
+        self.layers = cast("Sequence[LlamaLayer]", nn.ModuleList(layers))
         self.tied = bool(config.tie_word_embeddings)
         if mesh.is_first_stage:
             self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
@@ -220,7 +221,7 @@ class LlamaForCausalLM(nn.Module):
         self.rope = RotaryEmbedding(head_dim(config), max_positions, _rope(config))
         self.rope.to(device)
 
-    def make_mlp(self, config: Any, traits: Traits, layer: int) -> nn.Module:
+    def make_mlp(self, config: Any, traits: Traits, layer: int) -> FeedForward:
         """The feed-forward block of a layer."""
         return GatedMLP(
             config.hidden_size, config.intermediate_size, self.mesh.tensor, traits.mlp_bias
@@ -247,6 +248,7 @@ class LlamaForCausalLM(nn.Module):
             x, residual = layer(x, residual, cos, sin, batch.attention, hidden_indices)
         if not self.mesh.is_last_stage:
             return IntermediateTensors(x, residual)
+        assert residual is not None, "each stage has a layer"
         x, _ = self.norm.add(x, residual)
         return x
 

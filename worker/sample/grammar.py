@@ -137,7 +137,7 @@ class GrammarMask(LogitsProcessor):
                 masks[:, -1] &= np.int32((1 << self._vocab % 32) - 1)
         for i, _ in able:
             grammar_states[i].matcher()  # notes a failure; its mask allowed the end tokens
-        for row in np.flatnonzero(~masks.any(axis=1)):
+        for row in np.flatnonzero(~masks.any(axis=1)).tolist():
             grammar_states[row].fail_without_token(self._vocab)
         for row, state in enumerate(grammar_states):
             if state.failure:
@@ -284,7 +284,8 @@ def _compile_matcher(model_path: str, lark: str) -> LLMatcher:
             "structured output needs the package llguidance, which this worker lacks; install it "
             "(pip install llguidance)"
         ) from None
-    limits = LLParserLimits(**GRAMMAR_LIMITS, verbose_errors=False)
+    # mypy takes the ints of the dictionary for the flag, too.
+    limits = LLParserLimits(**GRAMMAR_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
     matcher = LLMatcher(load_vocabulary(model_path), lark, log_level=0, limits=limits)
     matcher.compute_bitmask()
     return matcher

@@ -83,4 +83,5 @@ class HiddenStatesReader(ABC):
     def __call__(
         self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput
     ) -> list[PendingExtra]:
-        """The results of a step for which `reads` is true; hidden [T, hidden], of the last stage."""
+        """The results of a step for which `reads` is true; hidden [T, hidden], of the last
+        stage."""
