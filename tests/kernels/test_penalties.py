@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 pytestmark = pytest.mark.slow
 
