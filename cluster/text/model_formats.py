@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.text.lark_compiler import compile_lark
 from swell.cluster.text.parsers import (
     make_parser,
     message_format,
@@ -31,7 +32,7 @@ from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.detection import detect_reasoning, detect_tools
 from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
 from swell.cluster.text.schema.chat_messages import CallRules, ToolDefinition, call_rules
-from swell.cluster.text.structured_output import compile_grammar, compile_lark, grammar_fragment
+from swell.cluster.text.structured_output import compile_grammar, grammar_fragment
 from swell.configs.schema import ConfigError, ServeConfig
 from swell.worker.sample.wire import Grammar
 
@@ -205,7 +206,7 @@ def _check_after_reasoning(
         return
     param = param or "structured_outputs"
     try:
-        compile_lark(behind.alone(), param)
+        compile_lark(behind.to_grammar(), param)
     except BadRequest:
         raise BadRequest(
             f"{param} has only texts that begin with {reasoning.padding!r}, which behind reasoning "

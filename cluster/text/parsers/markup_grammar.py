@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from swell.cluster.text.lark_compiler import MAX_BYTES
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import (
     CallGrammar,
@@ -34,7 +35,7 @@ from swell.cluster.text.parsers.text_grammar import (
     with_definitions,
 )
 from swell.cluster.text.parsers.values import STRING, schema_types
-from swell.cluster.text.structured_output import MAX_BYTES, inline_json
+from swell.cluster.text.structured_output import inline_json
 
 if TYPE_CHECKING:
     from swell.cluster.text.parsers.markup import Markup, MarkupParser
