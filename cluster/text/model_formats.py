@@ -9,13 +9,18 @@ from typing import Any
 import msgspec
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.text.lark_compiler import compile_lark
 from swell.cluster.text.parsers import (
-    detect_reasoning,
-    detect_tools,
     make_parser,
     message_format,
     reasoning_format,
     tool_format,
+)
+from swell.cluster.text.parsers.answer_grammar import (
+    MessageGrammar,
+    ReasoningGrammar,
+    answer,
+    unpadded,
 )
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.parsers.constrained import (
@@ -24,10 +29,10 @@ from swell.cluster.text.parsers.constrained import (
     StructuredOrCallsParser,
 )
 from swell.cluster.text.parsers.deltas import Tool
-from swell.cluster.text.parsers.grammar import MessageGrammar, ReasoningGrammar, answer, unpadded
+from swell.cluster.text.parsers.detection import detect_reasoning, detect_tools
 from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
 from swell.cluster.text.schema.chat_messages import CallRules, ToolDefinition, call_rules
-from swell.cluster.text.structured_output import compile_grammar, compile_lark, grammar_fragment
+from swell.cluster.text.structured_output import compile_grammar, grammar_fragment
 from swell.configs.schema import ConfigError, ServeConfig
 from swell.worker.sample.wire import Grammar
 
@@ -93,28 +98,35 @@ class ModelFormats:
         calls = _call_rules(body, tools)
         form = None if calls and calls.required else body.form()
         reasoning = self._reasoning_grammar(body, form, prompt)
-        held = calls is not None or form is not None
+        constrained = calls is not None or form is not None
         name = self._tools if tools else None
         kind = self._reasoning
         written = self._message_format
-        if held and reasoning is None and written is None:
+        if constrained and reasoning is None and written is None:
             kind = None
-        within = StructuredOrCallsParser if calls and form else None
-        shown = [_tool(tool) for tool in tools]
+        wrap_calls = StructuredOrCallsParser if calls and form else None
+        request_tools = [_tool(tool) for tool in tools]
         start_markers: tuple[str, ...] = ()
         if name and calls and not (form and form.grammar):
             start_markers = tool_format(name).start_markers
 
         def make() -> Parser:
-            parser = make_parser(name, kind, shown=shown, prompt=prompt, within=within, held=held)
+            parser = make_parser(
+                name,
+                kind,
+                request_tools=request_tools,
+                prompt=prompt,
+                wrap_calls=wrap_calls,
+                constrained=constrained,
+            )
             if calls and calls.required:
                 return RequiredCallsParser(parser)
             return ConstrainedCallsParser(parser, start_markers) if start_markers else parser
 
         limited = reasoning is not None and reasoning.budget is not None
         messages = written.messages(prompt, self._added) if written else None
-        grammar = partial(self._compile, body, shown, calls, form, reasoning, messages)
-        return AnswerFormat(make_parser=make, grammar=grammar if held or limited else None)
+        grammar = partial(self._compile, body, request_tools, calls, form, reasoning, messages)
+        return AnswerFormat(make_parser=make, grammar=grammar if constrained or limited else None)
 
     def _reasoning_grammar(
         self, body: ChatCompletionRequest, form: StructuredOutputs | None, prompt: str
@@ -127,11 +139,11 @@ class ModelFormats:
         if not begun and (body.continue_final_message or kind.closed_by_prompt(prompt)):
             return None
         own = form.grammar if form else None
-        if not begun and own is not None and kind.open in own:
+        if not begun and own is not None and kind.start_token in own:
             return None  # the parser could not tell such a text from reasoning
         return ReasoningGrammar(
-            opening=kind.open,
-            closing=kind.close,
+            opening=kind.start_token,
+            closing=kind.end_token,
             begun=begun,
             padding=kind.padding,
             budget=_budget(body),
@@ -174,7 +186,7 @@ class ModelFormats:
                 required=rules is not None and rules.required,
                 form=grammar_fragment(form, body.structured_outputs_field) if form else None,
                 reasoning=reasoning,
-                start_markers=[opener.strip() for opener in kind.start_markers] if kind else (),
+                start_markers=[one.strip() for one in kind.start_markers] if kind else (),
                 messages=messages,
             )
         except ValueError as error:
@@ -194,7 +206,7 @@ def _check_after_reasoning(
         return
     param = param or "structured_outputs"
     try:
-        compile_lark(behind.alone(), param)
+        compile_lark(behind.to_grammar(), param)
     except BadRequest:
         raise BadRequest(
             f"{param} has only texts that begin with {reasoning.padding!r}, which behind reasoning "

@@ -14,9 +14,9 @@ import numpy as np
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
 from swell.cluster.text.model_formats import ModelFormats
-from swell.cluster.text.parsers import detect_tools
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.parsers.deltas import Message, collect
+from swell.cluster.text.parsers.detection import detect_tools
 from swell.cluster.text.schema.decode import decode
 from swell.configs.schema import ServeConfig
 from swell.worker.sample.vocabulary import load_vocabulary
