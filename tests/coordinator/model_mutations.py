@@ -82,7 +82,9 @@ RULES = {
         _M, "may_submit", " and not self.finishing", "", "depth 2"
     ),
     "work keeps the wave alive": Rule(_M, "on_all_reduce", "not working", "True", "depth 1"),
-    "steps in flight are read first": Rule(_M, "on_all_reduce", " or self.in_flight", "", "depth 2"),
+    "steps in flight are read first": Rule(
+        _M, "on_all_reduce", " or self.in_flight", "", "depth 2"
+    ),
     "the next wave does not begin finishing": Rule(
         _M, "on_all_reduce", "self.finishing = False", "pass", "depth 1"
     ),
@@ -134,18 +136,23 @@ RULES = {
     "nobody is no group to pause": Rule(
         _C, "_request_pause", " or not self.ranks", "", "first two, pause"
     ),
-    "a pause is held until release": Rule(_C, "_on_acknowledged", "if self.pause_requested", "if False", "pause"),
-    "release resumes": Rule(
-        _C, "resume", "self._resume() if self.group_state is GroupState.PAUSED else []", "[]", "pause"
+    "a pause is kept until resume": Rule(
+        _C, "_on_acknowledged", "if self.pause_requested", "if False", "pause"
+    ),
+    "resume lets all run": Rule(
+        _C, "resume", "self._resume() if self.group_state is GroupState.PAUSED else []", "[]",
+        "pause",
     ),
     "a pause is not taken back": Rule(
-        _C, "resume", "self.group_state is GroupState.PAUSED", "self.group_state is not GroupState.SERVING", "pause"
+        _C, "resume", "self.group_state is GroupState.PAUSED",
+        "self.group_state is not GroupState.SERVING", "pause",
     ),
     "all must answer": Rule(
         _C, "_on_acknowledged", "self.heard != set(self.ranks)", "False", "pause"
     ),
     "answers count for one pause": Rule(
-        _C, "_request_pause", "GroupState.PAUSING, frozenset()", "GroupState.PAUSING, self.heard", "two pauses"
+        _C, "_request_pause", "GroupState.PAUSING, frozenset()",
+        "GroupState.PAUSING, self.heard", "two pauses",
     ),
     "a pause of another epoch is dropped": Rule(
         _C, "paused", "epoch == self.epoch", "True", "death, two pauses"

@@ -106,7 +106,7 @@ def test_a_failing_handler_does_not_stop_the_loop(service, connect, monkeypatch)
             raise ZeroDivisionError("planted")
         return hear_word(word, now)
 
-    monkeypatch.setattr(service._state_machine, "hear", once)
+    monkeypatch.setattr(service._state_machine, "on_message", once)
     engine.send(msgspec.Raw(b"\xc1"))
     for steps in (1, 2):
         engine.send(EngineReport(0, steps=steps))
@@ -285,7 +285,7 @@ def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
         if incarnation == 1:
             outlet.send(EngineHello(engine))
         joins[-1].start()
-        while 0 not in service._state_machine.coming:
+        while 0 not in service._state_machine.joining:
             time.sleep(0.001)
         outlet.send(EngineHello(engine))
         command = outlet.receive(SOON_S)

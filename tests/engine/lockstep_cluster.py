@@ -221,7 +221,7 @@ class Cluster:
     def abort(self, rank: int, request_id: str) -> None:
         self.outlets[rank].send(AbortRequests([request_id]))
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take in what is there."""
         if time.monotonic() > self._alive_at + 1.0:
             self._alive_at = time.monotonic()
@@ -243,7 +243,7 @@ class Cluster:
         deadline = time.monotonic() + SOON_S
         while not done():  # type: ignore[operator]
             assert time.monotonic() < deadline, self.describe()
-            self.hear()
+            self.receive()
 
     def finish(self) -> None:
         self.until(lambda: self.ended == set(self.tokens))
