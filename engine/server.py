@@ -236,18 +236,18 @@ class EngineServer:
             answer = UtilityOutput(call.call_id, None, msgspec.Raw(msgspec.msgpack.encode(result)))
         except Exception as error:
             answer = UtilityOutput(call.call_id, f"{type(error).__name__}: {error}")
-        self._inbox.send(peer, EngineCoreOutputs(self.rank, utility_output=answer))
+        self._inbox.send(peer, EngineCoreOutputs(utility_output=answer))
 
     def _send(self, client: bytes, outputs: list[EngineCoreOutput]) -> None:
         seq = self._client_tracker.next_seq(client)
-        self._inbox.send(client, EngineCoreOutputs(self.rank, outputs, time.monotonic(), seq=seq))
+        self._inbox.send(client, EngineCoreOutputs(outputs, seq=seq))
 
     def _send_started(self, started: dict[bytes, list[str]]) -> None:
         """A step that ends this process may begin now. Of a suspect it must be known, so it waits
         until the message has surely left; of others, that a step's first millisecond is enough."""
         for client, ids in started.items():
             seq = self._client_tracker.next_seq(client)
-            self._inbox.send(client, EngineCoreOutputs(self.rank, seq=seq, started=ids))
+            self._inbox.send(client, EngineCoreOutputs(seq=seq, started=ids))
         requests = self.core.scheduler.requests
         if any(requests[i].failed_attempts for ids in started.values() for i in ids):
             time.sleep(_FLUSH_S)
@@ -373,8 +373,6 @@ class EngineServer:
             steps=core.num_steps,
             progress_counter=core.progress,
             preemptions=scheduler.num_preemptions,
-            prompt_tokens=scheduler.num_prompt_tokens,
-            generation_tokens=scheduler.num_generated_tokens,
             prefix_queries=scheduler.kv.num_queried_tokens,
             prefix_hits=scheduler.kv.num_hit_tokens,
             wave=member.wave,

@@ -123,7 +123,6 @@ class Client:
         message = self._outlet.receive(timeout_s)
         if message is None:
             return False
-        assert message.engine_index == 0
         self.seqs += [message.seq] if message.outputs or message.started else []
         self.started += message.started
         for output in message.outputs:
@@ -357,7 +356,7 @@ def test_a_report_can_be_asked_for(engine) -> None:
     assert answer.failure_message is None
     report = msgspec.msgpack.decode(answer.result, type=EngineReport)
     assert (report.rank, report.running, report.waiting, report.prompt_tokens) == (0, 1, 0, 3)
-    assert report.steps >= 1 and report.generation_tokens >= 1 and 0 < report.kv_usage < 1
+    assert report.steps >= 1 and 0 < report.kv_usage < 1
     client.send(AbortRequests(["long"]))
 
 
