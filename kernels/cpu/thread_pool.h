@@ -32,7 +32,7 @@ class Tasks {
   }
 
  private:
-  friend class Team;
+  friend class ThreadPool;
 
   // The word is first << 32 | left: the tasks that nobody has begun. A loop ends when all that were
   // begun are done, so whoever has claimed one is of this loop.
