@@ -29,7 +29,8 @@ from swell.coordinator.metrics_aggregator import MetricsAggregator
 from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.state_machine import CoordinatorStateMachine
-from swell.coordinator.waves import RankedCommands, WaveCoordinator
+from swell.coordinator.wave_interface import CoordinatorWaves, RankedCommands
+from swell.coordinator.waves import WaveCoordinator
 from swell.coordinator.wire import (
     ClusterView,
     CoordinatorMessage,
@@ -109,7 +110,7 @@ class CoordinatorService:
         self._inbox: Inbox[CoordinatorMessage] = Inbox(
             CoordinatorMessage, endpoint.keys, host, name=endpoint.name, port=endpoint.port
         )
-        waves = WaveCoordinator() if lockstep else NullCoordinator()
+        waves: CoordinatorWaves = WaveCoordinator() if lockstep else NullCoordinator()
         self._state_machine = CoordinatorStateMachine(config, waves, now)
         self._waker = Waker()
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()

@@ -22,7 +22,7 @@ from swell.configs.log import StructuredLogger
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Waker
 from swell.coordinator.roster import Member
-from swell.coordinator.waves import Phase
+from swell.coordinator.wave_interface import Phase
 from swell.coordinator.wire import (
     CoordinatorMessage,
     EngineCommand,
@@ -95,7 +95,7 @@ class EngineServer:
         self.incarnation = secrets.randbits(48)
         self.repairs = 0
         self.core = core
-        core.member.rank, core.member.incarnation = rank, self.incarnation
+        core.wave_member.rank, core.wave_member.incarnation = rank, self.incarnation
         core.on_start = self._send_started
         self._resets = 0
         self._log = StructuredLogger("engine", rank=rank)
@@ -216,7 +216,7 @@ class EngineServer:
             if ids:
                 self._log.warning("client is silent", requests=len(ids))
                 self._send(client, [EngineCoreOutput(i, [], FinishReason.ABORT) for i in ids])
-        if not self.core.has_work and self.core.member.phase is not Phase.OUT:
+        if not self.core.has_work and self.core.wave_member.phase is not Phase.OUT:
             self.core.executor.check()
 
     def _check_conservation(self) -> None:
@@ -265,12 +265,12 @@ class EngineServer:
     def _abort_collectives(self) -> None:
         """On the beacon's thread: the loop may be inside a step that never ends, or be forming a
         group that nobody wants any more. Done again until it has taken the newest command."""
-        member = self.core.member
+        member = self.core.wave_member
         if self._newest_epoch > member.epoch and member.phase is not Phase.PAUSED:
             self.core.executor.abort()
 
     def _handle_command(self, command: EngineCommand) -> None:
-        member = self.core.member
+        member = self.core.wave_member
         match command:
             case StartDPWave():
                 self._send_to_coordinator(member.start(command))
@@ -286,7 +286,7 @@ class EngineServer:
     def _reconfigure(self) -> None:
         """Join the group of the newest epoch."""
         request, self._reconfiguration = self._reconfiguration, None
-        member = self.core.member
+        member = self.core.wave_member
         drained = member.phase is Phase.PAUSED
         if request is None or not member.reconfigure(request):
             return
@@ -294,7 +294,7 @@ class EngineServer:
             self.core.discard_steps_in_flight()
         self._log.info("reconfiguring", epoch=request.epoch, ranks=request.ranks, drained=drained)
         if self.rank in request.ranks:
-            self.core.regroup(
+            regrouped = self.core.regroup(
                 GroupPlan(
                     generation=0,
                     epoch=request.epoch,
@@ -305,13 +305,19 @@ class EngineServer:
                 )
             )
             self._send_to_coordinator(member.joined())
+            self._log.info(
+                "reconfigured",
+                epoch=request.epoch,
+                experts_moved=sum(worker.experts_moved for worker in regrouped),
+                experts_loaded=sum(worker.experts_loaded for worker in regrouped),
+            )
 
     def _recover(self, failure: ExecutorError) -> None:
         """Replace what was lost, and form the engine's own groups again; an engine that shares
         experts waits for the coordinator's next epoch."""
         lost = isinstance(failure, WorkerLost)
         self._log.warning("groups broke", reason=str(failure), workers_lost=lost)
-        member = self.core.member
+        member = self.core.wave_member
         self._resets += 1
         self.core.discard_steps_in_flight()
         for failed in self.core.take_failed():
@@ -334,7 +340,7 @@ class EngineServer:
 
     @property
     def _wave(self) -> tuple[object, ...]:
-        member = self.core.member
+        member = self.core.wave_member
         return (member.epoch, member.wave, member.phase, member.voting)
 
     def _send_to_coordinator(self, messages: list[CoordinatorMessage]) -> None:
@@ -350,7 +356,7 @@ class EngineServer:
 
     def _hello(self) -> EngineHello:
         """On the beacon's thread. A group that was asked for and not begun counts as begun."""
-        member = self.core.member
+        member = self.core.wave_member
         behind = self._newest_epoch > member.epoch
         return EngineHello(
             self.member,
@@ -361,7 +367,7 @@ class EngineServer:
         )
 
     def _report(self) -> EngineReport:
-        core, scheduler, member = self.core, self.core.scheduler, self.core.member
+        core, scheduler, member = self.core, self.core.scheduler, self.core.wave_member
         return EngineReport(
             rank=self.rank,
             incarnation=self.incarnation,

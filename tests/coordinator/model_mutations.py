@@ -72,10 +72,10 @@ RULES = {
         _M, "start", "message.wave > self.wave", "True", "depth 1"
     ),
     "a remembered start begins the wave": Rule(
-        _M, "_complete", "elif self.again", "elif False", "three requests"
+        _M, "_complete", "elif self.start_pending", "elif False", "three requests"
     ),
     "a remembered start counts once": Rule(
-        _M, "_complete", "self.again = False", "pass", "three requests"
+        _M, "_complete", "self.start_pending = False", "pass", "three requests"
     ),
     # 4. How a wave ends.
     "while the tide ebbs no step is submitted": Rule(
@@ -148,11 +148,11 @@ RULES = {
         "self.group_state is not GroupState.SERVING", "pause",
     ),
     "all must answer": Rule(
-        _C, "_on_acknowledged", "self.heard != set(self.ranks)", "False", "pause"
+        _C, "_on_acknowledged", "self.acknowledged != set(self.ranks)", "False", "pause"
     ),
     "answers count for one pause": Rule(
         _C, "_request_pause", "GroupState.PAUSING, frozenset()",
-        "GroupState.PAUSING, self.heard", "two pauses",
+        "GroupState.PAUSING, self.acknowledged", "two pauses",
     ),
     "a pause of another epoch is dropped": Rule(
         _C, "paused", "epoch == self.epoch", "True", "death, two pauses"
@@ -180,7 +180,7 @@ RULES = {
     ),
     "a group is a new epoch": Rule(_C, "_form", "self.epoch + 1", "self.epoch", "newcomer"),
     "all must join": Rule(
-        _C, "_form", "self.ranks, self.heard,", "self.ranks, _,", "newcomer"
+        _C, "_form", "self.ranks, self.acknowledged,", "self.ranks, _,", "newcomer"
     ),
     "nobody is no group to wait for": Rule(
         _C, "_form", " if self.ranks else GroupState.SERVING", "", "two deaths"
@@ -199,7 +199,7 @@ RULES = {
         _M, "_leave", "self.finishing = ", "", "death, depth 2"
     ),
     "who leaves does not remember a start": Rule(
-        _M, "_leave", " = self.again", "", "repair, two requests"
+        _M, "_leave", " = self.start_pending", "", "repair, two requests"
     ),
     # 8. Another coordinator.
     "a group that was taken over forms again": Rule(

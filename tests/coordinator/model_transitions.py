@@ -7,7 +7,8 @@ from dataclasses import fields
 
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member
-from swell.coordinator.waves import GroupState, Phase, WaveCoordinator
+from swell.coordinator.wave_interface import GroupState, Phase
+from swell.coordinator.waves import WaveCoordinator
 from swell.coordinator.wire import (
     Broken,
     EngineHello,

@@ -9,7 +9,8 @@ from swell.configs.schema import load
 from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.roster import Member, MemberState
 from swell.coordinator.state_machine import CoordinatorStateMachine
-from swell.coordinator.waves import Phase, WaveCoordinator
+from swell.coordinator.wave_interface import Phase
+from swell.coordinator.waves import WaveCoordinator
 from swell.coordinator.wire import (
     Broken,
     EngineHello,

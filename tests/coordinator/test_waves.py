@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from swell.coordinator.waves import GroupState, Phase, WaveCoordinator, WaveMember
+from swell.coordinator.wave_interface import GroupState, Phase
+from swell.coordinator.waves import WaveCoordinator, WaveMember
 from swell.coordinator.wire import (
     Pause,
     ReconfigureDistributedRequest,
@@ -90,7 +91,7 @@ def test_a_request_of_a_paused_engine_waits() -> None:
 def test_a_start_that_comes_after_a_pause_is_ignored() -> None:
     member = WaveMember(1, 0, 1, epoch=1, phase=Phase.PAUSED, ranks=(0, 1))
     member.start(StartDPWave(1, 5))
-    assert member.phase is Phase.PAUSED and not member.again
+    assert member.phase is Phase.PAUSED and not member.start_pending
 
 
 def test_one_may_resume_long_before_another() -> None:

@@ -116,7 +116,7 @@ def test_the_listener_to_the_workers(deaths: Deaths, monkeypatch: pytest.MonkeyP
     keys = make_keys()
     beats = HeartbeatListener(keys, "127.0.0.1", 1.0)
     try:
-        monkeypatch.setattr(beats._watch, "beat", planted)
+        monkeypatch.setattr(beats._monitor, "on_heartbeat", planted)
         worker: Outlet[WorkerCommand] = Outlet(beats.address, WorkerCommand, keys)
         worker.send(WorkerHeartbeat(0, 1, 0))
         check(deaths, "workers' beats")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from swell.coordinator.waves import Phase
+from swell.coordinator.wave_interface import Phase
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
 from tests.engine.fake_worker import expected
@@ -176,7 +176,7 @@ def test_a_pause_stops_all_and_loses_nothing(cluster) -> None:
     cluster.receive()
     assert steps(cluster) == before and not cluster.tokens["r1"]
     cluster.join(2)
-    assert all(e.server.core.member.phase is Phase.PAUSED for e in cluster.engines.values())
+    assert all(e.server.core.wave_member.phase is Phase.PAUSED for e in cluster.engines.values())
     tracker.ask(2)
     cluster.service.resume()
     tracker.check()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from swell.coordinator.channel import Inbox, make_keys
-from swell.coordinator.waves import Phase
+from swell.coordinator.wave_interface import Phase
 from swell.coordinator.wire import (
     Broken,
     CoordinatorMessage,
@@ -22,7 +22,13 @@ from swell.coordinator.wire import (
 )
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
 from swell.engine.wire import FinishReason, KeepAlive
-from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+from swell.worker.wire import (
+    AsyncModelRunnerOutput,
+    GroupPlan,
+    ModelRunnerOutput,
+    Regrouped,
+    SchedulerOutput,
+)
 from tests.engine.fake_worker import expected
 from tests.engine.test_server import LONG, SOON_S, Engine, StepExecutor, request
 
@@ -47,9 +53,10 @@ class FragileExecutor(StepExecutor):
         if self.repair_fails:
             raise ExecutorError("no room for a worker")
 
-    def regroup(self, groups: object) -> None:
-        super().regroup(groups)  # type: ignore[arg-type]
+    def regroup(self, groups: GroupPlan) -> list[Regrouped]:
+        regrouped = super().regroup(groups)
         self.mended += ("regroup",)
+        return regrouped
 
     def abort(self) -> None:
         self.mended += ("abort",)

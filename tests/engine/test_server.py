@@ -355,7 +355,7 @@ def test_a_report_can_be_asked_for(engine) -> None:
     answer = client.call("report")
     assert answer.failure_message is None
     report = msgspec.msgpack.decode(answer.result, type=EngineReport)
-    assert (report.rank, report.running, report.waiting, report.prompt_tokens) == (0, 1, 0, 3)
+    assert (report.rank, report.running, report.waiting) == (0, 1, 0)
     assert report.steps >= 1 and 0 < report.kv_usage < 1
     client.send(AbortRequests(["long"]))
 
