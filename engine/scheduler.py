@@ -94,8 +94,6 @@ class Scheduler:
         self.running: list[Request] = []
         """In policy order, so the last one is the one to preempt, and is scheduled last."""
         self.num_preemptions = 0
-        self.num_generated_tokens = 0
-        self.num_prompt_tokens = 0
         self.num_nans_in_logits = 0
         """Requests that ended because their logits were no numbers."""
         self.num_started_requests = 0
@@ -141,7 +139,6 @@ class Scheduler:
         request = Request(core, client, (priority, self._arrivals), self._clock())
         self.requests[core.request_id] = request
         heapq.heappush(self._waiting, (request.order, request, None))
-        self.num_prompt_tokens += request.prompt_tokens
         return None
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -350,7 +347,6 @@ class Scheduler:
             extras = output.extras.get(row, _NO_EXTRAS) if output.extras else _NO_EXTRAS
             if token_id is not None:
                 answer = request.append(token_id, extras)
-                self.num_generated_tokens += 1
             elif extras:
                 answer = EngineCoreOutput(request.request_id, [], extras=extras)
             else:

@@ -60,15 +60,15 @@ class EngineCoreRequest(
     """Empty when the end of sequence is to be ignored."""
     stop_token_ids: list[int] = []
     output_token_ids: list[int] = []
-    client_index: int = 0
-    arrival_time: float = 0.0
-    """Wall clock, seconds; for statistics and order only."""
     priority: int = 0
     """Smaller runs first under the policy `priority`."""
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
+    """Read by the ingress alone: the only rank that may serve it."""
     trace_headers: dict[str, str] | None = None
+    """W3C headers of the HTTP request. They reach the engine and end here until it traces."""
     external_req_id: str | None = None
+    """Read by the ingress alone: the id that its client knows."""
     skip_prefix_cache: bool = False
     """Compute every prompt token, also those that the prefix cache has: something is to be told
     of each."""
@@ -150,10 +150,7 @@ class EngineCoreOutputs(
 ):
     """All that one step gave to one ingress."""
 
-    engine_index: int = 0
     outputs: list[EngineCoreOutput] = []
-    timestamp: float = 0.0
-    """Monotonic clock of the engine's machine, seconds."""
     utility_output: UtilityOutput | None = None
     seq: int = 0
     """Counts the messages with outputs to this ingress, from 1: a gap means that some were lost,

@@ -124,7 +124,6 @@ class ServingHandler:
                     priority=request_params.priority,
                     cache_salt=request_params.cache_salt,
                     data_parallel_rank=request_params.data_parallel_rank,
-                    client_index=self._llm.client_index,
                     trace_headers=headers or None,
                 )
                 tickets.append(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -151,8 +150,6 @@ def to_core_request(
     priority: int = 0,
     cache_salt: str | None = None,
     data_parallel_rank: int | None = None,
-    client_index: int = 0,
-    arrival_time: float | None = None,
     trace_headers: dict[str, str] | None = None,
 ) -> EngineCoreRequest:
     """The engine's form of a validated wish.
@@ -187,8 +184,6 @@ def to_core_request(
         min_tokens=params.min_tokens,
         eos_token_ids=[] if params.ignore_eos else eos_token_ids,
         stop_token_ids=list(params.stop_token_ids),
-        client_index=client_index,
-        arrival_time=time.time() if arrival_time is None else arrival_time,
         priority=priority,
         cache_salt=cache_salt,
         data_parallel_rank=data_parallel_rank,

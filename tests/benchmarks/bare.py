@@ -89,7 +89,7 @@ class BareEngine:
                 self._take(self._messages.get())
             self._intake()
             for outputs in self._core.step(self._intake).values():
-                message = EngineCoreOutputs(0, outputs)
+                message = EngineCoreOutputs(outputs)
                 self._loop.call_soon_threadsafe(self._on_outputs, message)
 
     def _intake(self) -> None:
@@ -102,7 +102,7 @@ class BareEngine:
             case EngineCoreRequest():
                 refused = self._core.add_request(message, _CLIENT)
                 if refused is not None:
-                    answer = EngineCoreOutputs(0, [refused])
+                    answer = EngineCoreOutputs([refused])
                     self._loop.call_soon_threadsafe(self._on_outputs, answer)
             case AbortRequests():
                 self._core.abort_requests(message.request_ids)

@@ -80,7 +80,7 @@ class StubEngine:
         ids = self._draw.choices(self._token_ids, k=len(self.requests))
         pairs = zip(self.requests, ids, strict=True)
         outputs = [EngineCoreOutput(request, [token]) for request, token in pairs]
-        return msgspec.msgpack.encode(EngineCoreOutputs(0, outputs))
+        return msgspec.msgpack.encode(EngineCoreOutputs(outputs))
 
     def deliver(self, message: bytes) -> None:
         self._on_outputs(self._decoder.decode(message))

@@ -246,7 +246,7 @@ class FakeEngine(_Threaded):
             self.messages_to_drop -= 1
             return
         seq = self.counts[peer]
-        self.inbox.send(peer, EngineCoreOutputs(self.member.rank, outputs, seq=seq, **fields))
+        self.inbox.send(peer, EngineCoreOutputs(outputs, seq=seq, **fields))
 
 
 def _logprobs(request: EngineCoreRequest, tokens: list[int]) -> list[Extra]:

@@ -119,9 +119,7 @@ def test_what_has_cost_ingresses_again_and_again_has_failed(tmp_path: Path) -> N
 
 def core(request: EngineCoreRequest) -> EngineCoreRequest:
     """What the answer depends on."""
-    return msgspec.structs.replace(
-        request, request_id="", external_req_id="", client_index=0, arrival_time=0.0
-    )
+    return msgspec.structs.replace(request, request_id="", external_req_id="")
 
 
 @pytest.mark.parametrize("seed", [{}, {"seed": 7}])

@@ -145,7 +145,7 @@ class ScriptedCluster:
         """One step of an engine, which takes so long; its outputs come at the end."""
         outputs = self.cores[rank].step()
         self.now += seconds
-        self._on_outputs(EngineCoreOutputs(rank, outputs.get(CLIENT, [])))
+        self._on_outputs(EngineCoreOutputs(outputs.get(CLIENT, [])))
 
     def submit(self, prompt: list[int], tokens: int, **changes: Any) -> list[Ticket]:
         """The children of one answer; no end token ends them early."""

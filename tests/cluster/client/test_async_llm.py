@@ -47,7 +47,7 @@ class BlockedLinks:
             return
         loop = asyncio.get_running_loop()
         raw = msgspec.Raw(msgspec.msgpack.encode("idle"))
-        self._answer = EngineCoreOutputs(0, utility_output=UtilityOutput(call.call_id, None, raw))
+        self._answer = EngineCoreOutputs(utility_output=UtilityOutput(call.call_id, None, raw))
         loop.add_reader(self._event, self._arrive)
         loop.call_soon(self._block)
 
