@@ -110,21 +110,21 @@ class FakeCoordinator:
     async def leave(self, ranks: list[int]) -> None:
         self._change(roster.leave(self.roster, ranks), "leave", ranks)
 
-    async def stay(self, ranks: list[int]) -> None:
-        self._change(roster.stay(self.roster, ranks), "stay", ranks)
+    async def cancel_leave(self, ranks: list[int]) -> None:
+        self._change(roster.cancel_leave(self.roster, ranks), "cancel_leave", ranks)
 
-    async def part(self, ranks: list[int]) -> None:
+    async def detach(self, ranks: list[int]) -> None:
         await asyncio.sleep(self.group_s)
-        self._change(roster.remove(self.roster, ranks), "part", ranks)
+        self._change(roster.remove(self.roster, ranks), "detach", ranks)
 
-    async def lose(self, ranks: list[int]) -> None:
+    async def remove_failed(self, ranks: list[int]) -> None:
         self._lost |= set(ranks)
-        self._change(roster.remove(self.roster, ranks), "lose", ranks)
+        self._change(roster.remove(self.roster, ranks), "remove_failed", ranks)
 
-    async def hold(self) -> None:
+    async def pause(self) -> None:
         self.state = "paused"
 
-    async def release(self) -> None:
+    async def resume(self) -> None:
         self.state = "serving"
 
     async def take_over(self, owner: str) -> ManagerState:
@@ -310,8 +310,8 @@ class FakePlacement:
         self._end(handle, "kill")
 
     def _end(self, handle: EngineHandle, event: str) -> None:
-        if handle.watcher is not None and handle.watcher is not asyncio.current_task():
-            handle.watcher.cancel()
+        if handle.exit_watcher is not None and handle.exit_watcher is not asyncio.current_task():
+            handle.exit_watcher.cancel()
         self._known.discard(handle.name)
         if handle.name in self.processes or handle.name in self.groups:
             self.groups.discard(handle.name)

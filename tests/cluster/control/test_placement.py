@@ -90,7 +90,7 @@ class FakeCoordinator:
     async def view(self) -> ClusterView:
         return ClusterView(self.roster)
 
-    async def lose(self, ranks: list[int]) -> None:
+    async def remove_failed(self, ranks: list[int]) -> None:
         self.lost += ranks
 
 
