@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 from typing import Any
 
-from swell.cluster.api.responses.response_store import ResponseStore, StoreReply, StoreRequest
 from swell.cluster.control.backoff import Backoff, Trouble
 from swell.cluster.control.checkpoint_store import CheckpointStore, ClusterCheckpoint
 from swell.cluster.control.checkpoint_writer import CheckpointWriter
@@ -87,11 +86,6 @@ class ClusterManager:
         self._scale_requested = False
         """The next start was asked for; else it replaces what died, or is the first."""
         self._view = ClusterView(Roster())
-        self._stored = ResponseStore(
-            config.serve.stored_responses,
-            config.serve.stored_response_bytes,
-            config.serve.stored_response_age_s,
-        )
         self._log = StructuredLogger("cluster.manager")
 
     async def start(self) -> None:
@@ -270,10 +264,6 @@ class ClusterManager:
         if self.error is not None:
             lines.append(self.error)
         return "; ".join(lines) or "the first engine", False
-
-    def stored(self, wish: StoreRequest) -> StoreReply:
-        """What ingresses keep here for each other, as long as this manager lives."""
-        return self._stored.handle(wish, asyncio.get_running_loop().time())
 
     # ---------------------------------------------------------------- what is wanted, what is
 

@@ -294,6 +294,7 @@ class FakeCluster:
         self.config: Config = load(source, settings)
         self.coordinator = FakeCoordinator()
         self.manager = FakeManager()
+        self.store: Any = None
         self.engines: list[FakeEngine] = []
         self.ingress: Ingress
         self.edge: EdgeServer
@@ -304,7 +305,7 @@ class FakeCluster:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeCluster]:
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
-        self.ingress = Ingress(self.config, connect, self.manager)
+        self.ingress = Ingress(self.config, connect, self.manager, self.store)
         await self.ingress.start()
         limits = ConnectionLimits.of(self.config.serve)
         self.edge = edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5, limits)
@@ -320,10 +321,10 @@ class FakeCluster:
             await self.ingress.stop()
 
     @contextlib.asynccontextmanager
-    async def another_ingress(self, manager: Any) -> AsyncIterator[tuple[Ingress, str]]:
-        """A second one beside the first, with its own way to the manager; its URL."""
+    async def another_ingress(self, store: Any) -> AsyncIterator[tuple[Ingress, str]]:
+        """A second one beside the first, with its own way to the store; its URL."""
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
-        ingress = Ingress(self.config, connect, manager)
+        ingress = Ingress(self.config, connect, self.manager, store)
         await ingress.start()
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
         await edge.start()
