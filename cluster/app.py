@@ -19,16 +19,17 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
+from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.responses.store_service import ResponseStoreService
 from swell.cluster.api.server.connection import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.control.checkpoint_store import CheckpointStore
-from swell.cluster.control.cluster_status import Change
+from swell.cluster.control.control_state import ScaleRefused
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.http_port import claim_port, with_port
-from swell.cluster.control.manager import ClusterManager, ScaleRefused
+from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.placement import Placement, resolve_device
 from swell.configs.identity import identity
 from swell.configs.log import StructuredLogger, configure_logging
@@ -104,30 +105,30 @@ class ManagerDeployment:
     async def not_ready_reason(self) -> tuple[str, bool]:
         return await self._manager.not_ready_reason()
 
-    async def scale(self, engines: int, drain_timeout_s: float | None) -> Change:
+    async def scale(self, engines: int, drain_timeout_s: float | None) -> ChangeResult:
         return await self._change(lambda: self._manager.scale(engines, drain_timeout_s))
 
-    async def drain(self, rank: int) -> Change:
+    async def drain(self, rank: int) -> ChangeResult:
         return await self._change(lambda: self._manager.drain(rank))
 
-    async def pause(self) -> Change:
+    async def pause(self) -> ChangeResult:
         await self._manager.pause()
         return await self._change(lambda: None)
 
-    async def resume(self) -> Change:
+    async def resume(self) -> ChangeResult:
         await self._manager.resume()
         return await self._change(lambda: None)
 
-    async def _change(self, change: Callable[[], None]) -> Change:
+    async def _change(self, change: Callable[[], None]) -> ChangeResult:
         """Accepted means written down."""
         try:
             change()
             await asyncio.wait_for(self._manager.save(), _SAVE_TIMEOUT_S)
         except ScaleRefused as refused:
-            return Change(self._manager.target, str(refused))
+            return ChangeResult(self._manager.target, str(refused))
         except Exception as error:  # it is done all the same, and written down later
             self._log.warning("not noted", error=f"{type(error).__name__}: {error}")
-        return Change(self._manager.target)
+        return ChangeResult(self._manager.target)
 
     async def __del__(self) -> None:
         if await _is_deleting(self._app):

@@ -76,8 +76,8 @@ class Coordinator:
     def view(self) -> ClusterView:
         return self._service.view()
 
-    def take_over(self, owner: str) -> ManagerState:
-        return self._service.take_over(owner)
+    def take_over(self, owner: str) -> None:
+        self._service.take_over(owner)
 
     def note(self, note: ManagerState) -> None:
         self._service.note(note)

@@ -65,14 +65,10 @@ class CoordinatorEndpoint(msgspec.Struct, frozen=True):
 
 
 class ManagerState(msgspec.Struct, frozen=True):
-    """What a manager wants, kept here for its successor."""
+    """Which manager leads, and what it does. What it wants is in its checkpoint."""
 
     owner: str = ""
-    """The manager that rules; empty: none has spoken to this coordinator."""
-    target: int = 0
-    """Engines wanted; 0: not said."""
-    pause_requested: bool = False
-    """An operator wants a pause."""
+    """The manager that leads; empty: none has spoken to this coordinator."""
     phase: str = "idle"
     """Of the change of engines: idle, prepare, commit, drain or failed."""
 
@@ -203,11 +199,10 @@ class CoordinatorService:
         """Let all engines go on."""
         self._change(self._state_machine.resume)
 
-    def take_over(self, owner: str) -> ManagerState:
-        """Let this manager rule from now on; what the one before it has left."""
+    def take_over(self, owner: str) -> None:
+        """Let this manager lead from now on."""
         with self._changed:
-            before, self._note = self._note, msgspec.structs.replace(self._note, owner=owner)
-        return before
+            self._note = msgspec.structs.replace(self._note, owner=owner)
 
     def note(self, note: ManagerState) -> None:
         """Keep what the manager wants. One that no longer rules is not heard."""

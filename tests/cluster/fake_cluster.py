@@ -22,11 +22,11 @@ from typing import Any
 import httpx
 import msgspec
 
+from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.server.connection import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
-from swell.cluster.control.cluster_status import Change
 from swell.configs.schema import Config, load
 from swell.coordinator import roster as rosters
 from swell.coordinator.channel import Inbox, make_keys
@@ -274,7 +274,7 @@ class FakeManager:
         async def remote(*_: Any) -> Any:
             self.asked.append(name)
             waits = name == "not_ready_reason"
-            return ("engine 0: reads weights", False) if waits else Change(2, self.refusal)
+            return ("engine 0: reads weights", False) if waits else ChangeResult(2, self.refusal)
 
         return type("Method", (), {"remote": staticmethod(remote)})
 

@@ -19,6 +19,7 @@ import httpx
 import requests
 
 from swell.cluster.api.admin.protocol import (
+    ChangeResult,
     ClusterState,
     CoordinatorState,
     EngineState,
@@ -28,7 +29,6 @@ from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.responses.response_store import ResponseStore, StoreReply, StoreRequest
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
-from swell.cluster.control.cluster_status import Change
 from swell.configs.schema import Config, load
 from swell.coordinator.channel import make_keys
 from swell.coordinator.ports import free_port
@@ -59,7 +59,7 @@ class Manager:
         answer = {
             "not_ready_reason": lambda: ("engine 0: starts", False),
             "describe": self._describe,
-        }.get(name, lambda *_: Change(1))
+        }.get(name, lambda *_: ChangeResult(1))
 
         async def remote(*args: Any) -> Any:
             return answer(*args)

@@ -44,6 +44,15 @@ def _check_count(name: str, value: int, low: int) -> None:
         raise BadRequest(f"{name}={shown(value)} must be between {low} and {_MAX_COUNT}", name)
 
 
+class ChangeResult(msgspec.Struct, frozen=True):
+    """What the manager answers to a requested change."""
+
+    target: int
+    """The number of engines that is wanted now."""
+    refusal: str | None = None
+    """None: accepted."""
+
+
 class Accepted(Body, kw_only=True):
     """A change has begun, and replaces one that was under way; `GET /admin/cluster` tells its
     phase."""

@@ -11,6 +11,7 @@ from typing import Any
 from swell.cluster.control import actor_names as names
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.checkpoint_store import ClusterCheckpoint
+from swell.cluster.control.fleet_view import Intent
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.placement import EngineHandle, StartFailed
 from swell.configs.schema import load
@@ -127,12 +128,8 @@ class FakeCoordinator:
     async def resume(self) -> None:
         self.state = "serving"
 
-    async def take_over(self, owner: str) -> ManagerState:
-        before, self.kept = (
-            self.kept,
-            ManagerState(owner, self.kept.target, self.kept.pause_requested),
-        )
-        return before
+    async def take_over(self, owner: str) -> None:
+        self.kept = ManagerState(owner, self.kept.phase)
 
     def note(self, note: ManagerState) -> None:
         if self.kept.owner in ("", note.owner):
@@ -222,7 +219,8 @@ class FakePlacement:
             handle = EngineHandle(name.rank, str(name), ready=ready[name])
             self.processes[str(name)].handle = handle
             member = listed.find(name.rank, starts[name]) if ready[name] else None
-            handle.leaving = member is not None and member.state is MemberState.LEAVING
+            if member is not None and member.state is MemberState.LEAVING:
+                handle.intent = Intent.LEAVE
             (newcomers if member is None else serving).append(handle)
         gone = set(listed.ranks) - {handle.rank for handle in serving}
         if gone:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swell.cluster.control.manager import ScaleRefused
+from swell.cluster.control.control_state import ScaleRefused
 from swell.coordinator.wire import EngineReport
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run
 
