@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from swell.cluster.api.protocol_base import Body
 from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.request_body import RequestBody
