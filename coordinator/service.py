@@ -64,14 +64,10 @@ class CoordinatorEndpoint(msgspec.Struct, frozen=True):
 
 
 class ManagerState(msgspec.Struct, frozen=True):
-    """The wanted state of the cluster, kept here for the manager's successor."""
+    """Which manager leads, and what it does. What it wants is in its checkpoint."""
 
     owner: str = ""
-    """The manager that rules; empty: none has called this coordinator."""
-    target: int = 0
-    """Engines wanted; 0: not known."""
-    pause_requested: bool = False
-    """An operator wants a pause."""
+    """The manager that leads; empty: none has spoken to this coordinator."""
     phase: str = "idle"
     """Of the change of engines: idle, prepare, commit, drain or failed."""
 
@@ -218,18 +214,16 @@ class CoordinatorService:
         """Let all engines go on."""
         self._change(lambda now: self._state_machine.resume(now))
 
-    def take_over(self, owner: str) -> ManagerState:
-        """Let this manager rule from now on. Returns the state that the one before it left."""
+    def take_over(self, owner: str) -> None:
+        """Let this manager lead from now on."""
 
-        def run() -> ManagerState:
-            before = self._manager_state
-            self._manager_state = msgspec.structs.replace(before, owner=owner)
-            return before
+        def run() -> None:
+            self._manager_state = msgspec.structs.replace(self._manager_state, owner=owner)
 
-        return self._call(run)
+        self._call(run)
 
     def note(self, note: ManagerState) -> None:
-        """Keep the state of the manager. One that no longer rules is ignored."""
+        """Keep the state of the manager. A manager that no longer leads is ignored."""
 
         def run() -> None:
             if self._manager_state.owner in ("", note.owner):

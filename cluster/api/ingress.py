@@ -64,9 +64,11 @@ _MANAGER_TIMEOUT_S = 5.0
 
 class Ingress:
     """One ingress replica without its shell. `connect` opens its links to the engines, `manager`
-    answers the admin routes."""
+    answers the admin routes, `store` keeps responses (None: it keeps none)."""
 
-    def __init__(self, config: Config, connect: ConnectEngines, manager: Any) -> None:
+    def __init__(
+        self, config: Config, connect: ConnectEngines, manager: Any, store: Any = None
+    ) -> None:
         self._config = config
         self._model = config.model.served_name
         self._manager = manager
@@ -88,7 +90,7 @@ class Ingress:
             config.serve,
             self._model,
             self._user_keys,
-            manager,
+            store,
             self._generation_body,
             lambda: (self._input_processor, self._serving),
             self._offloads.bodies,

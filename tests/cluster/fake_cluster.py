@@ -22,11 +22,11 @@ from typing import Any
 import httpx
 import msgspec
 
+from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.server.connection import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
-from swell.cluster.control.cluster_status import Change
 from swell.configs.schema import Config, load
 from swell.coordinator import roster as rosters
 from swell.coordinator.channel import Inbox, make_keys
@@ -274,7 +274,7 @@ class FakeManager:
         async def remote(*_: Any) -> Any:
             self.asked.append(name)
             waits = name == "not_ready_reason"
-            return ("engine 0: reads weights", False) if waits else Change(2, self.refusal)
+            return ("engine 0: reads weights", False) if waits else ChangeResult(2, self.refusal)
 
         return type("Method", (), {"remote": staticmethod(remote)})
 
@@ -294,6 +294,7 @@ class FakeCluster:
         self.config: Config = load(source, settings)
         self.coordinator = FakeCoordinator()
         self.manager = FakeManager()
+        self.store: Any = None
         self.engines: list[FakeEngine] = []
         self.ingress: Ingress
         self.edge: EdgeServer
@@ -304,7 +305,7 @@ class FakeCluster:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeCluster]:
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
-        self.ingress = Ingress(self.config, connect, self.manager)
+        self.ingress = Ingress(self.config, connect, self.manager, self.store)
         await self.ingress.start()
         limits = ConnectionLimits.of(self.config.serve)
         self.edge = edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5, limits)
@@ -320,10 +321,10 @@ class FakeCluster:
             await self.ingress.stop()
 
     @contextlib.asynccontextmanager
-    async def another_ingress(self, manager: Any) -> AsyncIterator[tuple[Ingress, str]]:
-        """A second one beside the first, with its own way to the manager; its URL."""
+    async def another_ingress(self, store: Any) -> AsyncIterator[tuple[Ingress, str]]:
+        """A second one beside the first, with its own way to the store; its URL."""
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
-        ingress = Ingress(self.config, connect, manager)
+        ingress = Ingress(self.config, connect, self.manager, store)
         await ingress.start()
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
         await edge.start()

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from swell.cluster.api.admin.protocol import (
     Accepted,
+    ChangeResult,
     DrainRequest,
     IdleEngine,
     IdleReport,
@@ -28,7 +29,6 @@ from swell.cluster.api.http import (
 )
 from swell.cluster.api.server.access import AccessRules
 from swell.cluster.client.async_llm import AsyncLLM, EngineCallFailed
-from swell.cluster.control.cluster_status import Change
 from swell.cluster.text.schema.decode import decode
 from swell.configs.schema import ServeConfig
 
@@ -41,7 +41,7 @@ _MAX_BODY_BYTES = 64 * 1024
 
 
 class AdminRoutes:
-    """What operators may ask. `manager` answers with a `Change`.
+    """What operators may ask. `manager` answers with a `ChangeResult`.
 
     An operator shows a key of `serve.admin_keys_file`. Where only `serve.api_keys_file` is set,
     nobody is one: a user's key opens nothing here.
@@ -140,7 +140,7 @@ async def _check_empty_body(request: Request) -> None:
         decode(body, SwitchRequest)
 
 
-def _accepted(change: Change) -> Response:
+def _accepted(change: ChangeResult) -> Response:
     if change.refusal is None:
         return json_response(Accepted(target=change.target), 202)
     raise HTTPError(400, change.refusal, "refused")

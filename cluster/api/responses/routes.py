@@ -72,7 +72,7 @@ class ResponseRoutes:
         config: ServeConfig,
         model: str,
         users: ApiKeys,
-        manager: Any,
+        store: Any,
         read: ReadBody,
         get_serving: Callable[[], tuple[InputProcessor, ServingHandler]],
         offload: OffloadPool,
@@ -84,7 +84,7 @@ class ResponseRoutes:
         self._read = read
         self._get_serving = get_serving
         self._offload = offload
-        self._store = ResponseStoreClient(manager)
+        self._store = ResponseStoreClient(store)
         self._background = BackgroundRunner(self._store, self._resume, is_ready)
         self._log = StructuredLogger("cluster.ingress")
 
