@@ -11,9 +11,10 @@ from rich.progress import Progress
 
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput, RequestOutputKind
-from swell.cluster.client.parallel_sampling import ParentRequest, children
+from swell.cluster.client.parallel_sampling import ParentRequest
 from swell.cluster.text.bad_words import bad_words_token_ids
 from swell.cluster.text.chat_template import TemplateOptions
+from swell.cluster.text.child_params import child_sampling_params
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.generation_config import read_generation_config
 from swell.cluster.text.model_folder import check
@@ -215,7 +216,7 @@ class LLM:
         )
         form = params.structured_outputs
         grammar = None if form is None else compile_grammar(form)
-        for index, child in enumerate(children(params)):
+        for index, child in enumerate(child_sampling_params(params)):
             request = to_core_request(
                 child,
                 external_req_id=external_id,

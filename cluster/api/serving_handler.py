@@ -15,8 +15,9 @@ from swell.cluster.api.response_writer import ENGINES, ResponseWriter, checked, 
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import Deadline
 from swell.cluster.client.outputs import RequestOutput, RequestOutputKind
-from swell.cluster.client.parallel_sampling import best, children, merge_outputs
+from swell.cluster.client.parallel_sampling import merge_outputs, select_best_of
 from swell.cluster.client.request_state import Outputs, Ticket, served_ranks
+from swell.cluster.text.child_params import child_sampling_params
 from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import BadRequest, to_core_request
@@ -94,7 +95,7 @@ class ServingHandler:
         completion_tokens = sum(output.outputs[0].num_output_tokens for output in outputs)
         usage = usage_of(prompts, completion_tokens)
         if count > request_params.params.n:
-            prompts = [best(output, request_params.params) for output in prompts]
+            prompts = [select_best_of(output, request_params.params) for output in prompts]
         return msgspec.json.encode(answer.whole(prompts, usage))
 
     async def _submit(
@@ -105,7 +106,7 @@ class ServingHandler:
         self._check_rank(request_params.data_parallel_rank)
         headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         kind = RequestOutputKind.DELTA if request_params.stream else RequestOutputKind.FINAL_ONLY
-        child_params, work = children(request_params.params), 0
+        child_params, work = child_sampling_params(request_params.params), 0
         for prompt, text, budget in zip(
             request_params.prompts,
             request_params.prompt_texts,

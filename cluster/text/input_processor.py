@@ -11,9 +11,9 @@ from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.generation_body import GenerationRequest
 from swell.cluster.api.models import TokenizeRequest
-from swell.cluster.client.parallel_sampling import check_num_children
 from swell.cluster.text.bad_words import bad_words_token_ids
 from swell.cluster.text.chat_template import TemplateOptions
+from swell.cluster.text.child_params import check_num_children
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.generation_config import GenerationDefaults
 from swell.cluster.text.model_formats import ModelFormats
