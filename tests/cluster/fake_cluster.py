@@ -23,7 +23,7 @@ import httpx
 import msgspec
 
 from swell.cluster.api.admin.protocol import ChangeResult
-from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.ingress import Ingress, build_ingress
 from swell.cluster.api.server.connection import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
@@ -305,8 +305,7 @@ class FakeCluster:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeCluster]:
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
-        self.ingress = Ingress(self.config, connect, self.manager, self.store)
-        await self.ingress.start()
+        self.ingress = await build_ingress(self.config, connect, self.manager, self.store)
         limits = ConnectionLimits.of(self.config.serve)
         self.edge = edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5, limits)
         await edge.start()
@@ -324,8 +323,7 @@ class FakeCluster:
     async def another_ingress(self, store: Any) -> AsyncIterator[tuple[Ingress, str]]:
         """A second one beside the first, with its own way to the store; its URL."""
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
-        ingress = Ingress(self.config, connect, self.manager, store)
-        await ingress.start()
+        ingress = await build_ingress(self.config, connect, self.manager, store)
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
         await edge.start()
         try:

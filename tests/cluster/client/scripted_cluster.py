@@ -16,8 +16,8 @@ from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_core_client import EngineId
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.outputs import RequestOutputKind
-from swell.cluster.client.parallel_sampling import children
 from swell.cluster.client.request_state import Ticket
+from swell.cluster.text.child_params import child_sampling_params
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.sampling_params import SamplingParams, to_core_request
 from swell.configs.schema import load
@@ -151,7 +151,7 @@ class ScriptedCluster:
         """The children of one answer; no end token ends them early."""
         params = replace(SamplingParams(max_tokens=tokens, seed=3), **changes)
         tickets = []
-        for index, child in enumerate(children(params)):
+        for index, child in enumerate(child_sampling_params(params)):
             core = to_core_request(
                 child,
                 external_req_id="r",

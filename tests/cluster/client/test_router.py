@@ -478,7 +478,7 @@ class Conservation(RuleBasedStateMachine):
             here = [n for n, where in self.placed.items() if where == (rank, self.lives[rank])]
             assert requests == len(here)
             assert (uncomputed > 0) == any(name in self.unanswered for name in here)
-            for load in self.router._engines[rank].unheard.values():
+            for load in self.router._engines[rank].unreported.values():
                 assert min(load.uncomputed_tokens, load.requests, load.blocks) >= 0
 
     def teardown(self) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.client.parallel_sampling import check_num_children
 from swell.cluster.text import input_processor as asks
+from swell.cluster.text.child_params import check_num_children
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams, internal_request_id
 from tests.cluster.fake_cluster import FakeCluster, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
