@@ -55,7 +55,7 @@ class BareEngine:
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
-        counted: MetricsExchange,
+        metrics: MetricsExchange,
     ) -> None:
         self._core = core
         self._on_outputs = on_outputs
@@ -105,7 +105,7 @@ class BareEngine:
                     answer = EngineCoreOutputs([refused])
                     self._loop.call_soon_threadsafe(self._on_outputs, answer)
             case AbortRequests():
-                self._core.abort_requests(message.request_ids)
+                self._core.abort_requests(message.request_ids, message.attempts)
 
 
 async def serve(model: str, overrides: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ class StubEngine:
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
-        counted: MetricsExchange,
+        metrics: MetricsExchange,
     ) -> None:
         self.requests: list[str] = []
         self._token_ids = token_ids

@@ -34,6 +34,7 @@ OF_REQUEST: list[tuple[str, Any]] = [
     ("min_tokens", 2**63),
     ("priority", 2**63),
     ("failed_attempts", -1),
+    ("attempt", 0),
     ("request_id", "r" * 5000),
     ("cache_salt", "s" * 5000),
     ("external_req_id", "e" * 5000),
