@@ -7,7 +7,13 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from swell.cluster.api.sampling_fields import SamplingFields, check_routing
-from swell.cluster.text.sampling_params import BadRequest, SamplingParams, StructuredOutputs, shown
+from swell.cluster.text.sampling_params import (
+    BadRequest,
+    Field,
+    SamplingParams,
+    StructuredOutputs,
+    shown,
+)
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.truncation import FIT_CONTEXT, TokenizeOptions, Truncation
 
@@ -38,15 +44,22 @@ class ResponseFormat(RequestBody, kw_only=True):
         if self.type == "json_schema":
             if self.json_schema is None or self.json_schema.schema is None:
                 raise BadRequest(
-                    "response_format.type='json_schema' needs response_format.json_schema.schema",
+                    [
+                        Field("response_format.type"),
+                        "='json_schema' needs ",
+                        Field("response_format.json_schema.schema"),
+                    ],
                     "response_format.json_schema",
                     "missing_field",
                 )
             return StructuredOutputs(json=self.json_schema.schema)
         if self.json_schema is not None:
             raise BadRequest(
-                f"response_format.type={self.type!r} takes no response_format.json_schema; "
-                "send type='json_schema'",
+                [
+                    f"response_format.type={self.type!r} takes no ",
+                    Field("response_format.json_schema"),
+                    "; send type='json_schema'",
+                ],
                 "response_format",
             )
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
@@ -163,7 +176,7 @@ class GenerationBody(SamplingFields, kw_only=True):
         if len(forms) > 1:
             one, other, *_ = (path.split(".")[0] for path in forms)
             raise BadRequest(
-                f"{other} and {one} both give a form for the answer; send one",
+                [Field(other), " and ", Field(one), " both give a form for the answer; send one"],
                 one,
             )
         return next(iter(forms.values()), None)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
 from swell.cluster.text.generation_request import Prompt
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.sampling_params import BadRequest, Field, shown
 from swell.cluster.text.schema.chat_messages import ChatMessage, check_messages
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import RequestBody
@@ -346,9 +346,13 @@ class PromptProcessor:
             raise BadRequest(f"{field} holds a lone surrogate, which is no text", field) from None
         if num_bytes > limit:
             raise BadRequest(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, "
-                f"{field} has {num_bytes} bytes, and no more than {limit} bytes "
-                "can fit. Please reduce the length of the input.",
+                [
+                    f"This model's maximum context length is {self.max_model_len} tokens. "
+                    "However, ",
+                    Field(field),
+                    f" has {num_bytes} bytes, and no more than {limit} bytes "
+                    "can fit. Please reduce the length of the input.",
+                ],
                 field,
                 "context_length_exceeded",
             )
@@ -358,17 +362,28 @@ class PromptProcessor:
     ) -> BadRequest:
         head = f"This model's maximum context length is {self.max_model_len} tokens. However, "
         if max_tokens is None:
-            what = (
-                f"your {field} has {num_prompt_tokens} tokens, and at least one is needed for the "
-                f"answer. Please reduce the length of the {field}."
-            )
+            what = [
+                "your ",
+                Field(field),
+                f" has {num_prompt_tokens} tokens, and at least one is needed for the "
+                "answer. Please reduce the length of the ",
+                Field(field),
+                ".",
+            ]
         else:
-            what = (
+            what = [
                 f"you requested {shown(num_prompt_tokens + max_tokens)} tokens "
-                f"({num_prompt_tokens} in the {field}, max_tokens={shown(max_tokens)} for the "
-                f"answer). Please reduce the length of the {field} or max_tokens."
-            )
-        return BadRequest(head + what, field, "context_length_exceeded")
+                f"({num_prompt_tokens} in the ",
+                Field(field),
+                ", ",
+                Field("max_tokens"),
+                f"={shown(max_tokens)} for the answer). Please reduce the length of the ",
+                Field(field),
+                " or ",
+                Field("max_tokens"),
+                ".",
+            ]
+        return BadRequest([head, *what], field, "context_length_exceeded")
 
     def _find_max_token_bytes(self) -> int:
         """In a byte-level alphabet each character of a token is one byte."""

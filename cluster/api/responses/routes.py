@@ -24,7 +24,7 @@ from swell.cluster.api.responses.background_job import (
     make_job,
     restore_job,
 )
-from swell.cluster.api.responses.convert import as_responses_error, chat_request
+from swell.cluster.api.responses.convert import chat_request, name_of
 from swell.cluster.api.responses.protocol import LOGPROBS, ResponsesRequest
 from swell.cluster.api.responses.response import (
     ResponseBody,
@@ -139,7 +139,7 @@ class ResponseRoutes:
         try:
             return await self._input_processor.process(convert, size_bytes)
         except BadRequest as error:
-            raise as_responses_error(error) from None
+            raise error.renamed(name_of) from None
 
     def _should_store(self, body: ResponsesRequest) -> bool:
         possible = self._config.stored_responses > 0

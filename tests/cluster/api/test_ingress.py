@@ -60,8 +60,10 @@ class ThreadedCluster:
                 "cluster": {"heartbeat_s": 0.2},
             }
         )
-        self.seat = CoordinatorEndpoint(make_keys(), secrets.token_hex(8), free_port("127.0.0.1"))
-        self.coordinator = CoordinatorService(self.config.cluster, seat=self.seat)
+        self.endpoint = CoordinatorEndpoint(
+            make_keys(), secrets.token_hex(8), free_port("127.0.0.1")
+        )
+        self.coordinator = CoordinatorService(self.config.cluster, endpoint=self.endpoint)
         self.engines: dict[int, EngineServer] = {}
         self.threads: list[threading.Thread] = []
         self.url = ""
@@ -78,13 +80,15 @@ class ThreadedCluster:
         self.coordinator.join([server.member], 10)
 
     def remove_engine(self, rank: int) -> None:
-        self.coordinator.lose([rank])
+        self.coordinator.remove_failed([rank])
         self.engines[rank].stop()
 
     def replace_coordinator(self) -> None:
         """The next one is at the same place and knows nothing."""
         self.coordinator.stop()
-        self.coordinator = CoordinatorService(self.config.cluster, seat=self.seat, recover=True)
+        self.coordinator = CoordinatorService(
+            self.config.cluster, endpoint=self.endpoint, recover=True
+        )
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[httpx.AsyncClient]:
