@@ -103,7 +103,6 @@ class ServingHandler:
             for child in request_params.children(
                 request_id(request),
                 prompt,
-                client_index=self._llm.client_index,
                 trace_headers=headers or None,
             ):
                 states.append(

@@ -38,7 +38,7 @@ class ProcessedPrompt(NamedTuple):
     """The most tokens that an answer may have."""
 
 
-class ChildRequest(NamedTuple):
+class ChildRequest(msgspec.Struct, frozen=True):
     """What one answer to one prompt needs."""
 
     core: EngineCoreRequest
@@ -70,7 +70,6 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
         external_req_id: str,
         prompt: ProcessedPrompt,
         *,
-        client_index: int = 0,
         trace_headers: dict[str, str] | None = None,
     ) -> Iterator[ChildRequest]:
         """The request of each answer to `prompt`, which is one of `prompts`."""
@@ -86,7 +85,6 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
                 priority=self.priority,
                 cache_salt=self.cache_salt,
                 data_parallel_rank=self.data_parallel_rank,
-                client_index=client_index,
                 trace_headers=trace_headers,
             )
             yield ChildRequest(core, params, index, prompt.text)

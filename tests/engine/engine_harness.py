@@ -216,10 +216,13 @@ class EngineHarness:
             )
         )
         (prompt,) = params.prompts
-        for request, child, index, _ in params.children(str(number), prompt):
-            place = (at + index) % len(self._engines)
+        for child in params.children(str(number), prompt):
+            request = child.core
+            place = (at + child.index) % len(self._engines)
             collector = RequestOutputCollector(kind, request.request_id)
-            self._processor.add_request(request, child, kind=kind, queue=collector, index=index)
+            self._processor.add_request(
+                request, child.params, kind=kind, queue=collector, index=child.index
+            )
             self._children[request.request_id] = _Child(number, place, collector, sorted(cuts))
             assert self._engines[place]._core.add_request(request, CLIENT) is None
 
