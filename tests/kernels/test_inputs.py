@@ -9,17 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.kernels import backends
 from swell.kernels.inputs import Inputs
+from tests.kernels.load import load_backend
 
 SLOTS, LENGTH, BLOCK, BLOCKS = 6, 40, 4, 10
 
 
 def backend(name: str):
-    module = backends.load(name, "inputs")
-    if module is None:
-        pytest.skip(f"the backend {name} cannot run here")
-    return module
+    return load_backend(name, "inputs")
 
 
 @st.composite

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from swell.kernels import backends
+from tests.kernels.load import load_backend
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -19,10 +22,7 @@ SHAPES = [
 
 
 def backend(name: str):
-    module = backends.load(name, "linear")
-    if module is None:
-        pytest.skip(f"the backend {name} cannot run here")
-    return module
+    return load_backend(name, "linear")
 
 
 def wanted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -137,3 +137,11 @@ def test_embedding(name, dtype, integer):
     ids = torch.tensor([0, 70, 33, 33, 64, 31, 32], dtype=integer)
     assert torch.equal(module.embedding(ids, module.pack(weight)), weight[ids.long()])
     assert module.embedding(ids[:0], module.pack(weight)).shape == (0, 40)
+
+
+@pytest.mark.parametrize("name", ["cpu"])
+def test_a_panel_is_two_vectors(name):
+    """`test_narrow_vectors.py` says which width its library must have."""
+    wide = " avx512f " in Path("/proc/cpuinfo").read_text()
+    expected = os.environ.get("SWELL_TEST_PANEL", "32" if wide else "16")
+    assert int(expected) == backend(name).PANEL

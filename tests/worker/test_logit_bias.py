@@ -10,12 +10,12 @@ import torch
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from swell.configs.schema import ParallelConfig
-from swell.kernels import backends
 from swell.worker.mesh import Mesh
 from swell.worker.sample import allowed_token_ids as allowed
 from swell.worker.sample.logits_processor import BANNED_BIAS
 from swell.worker.sample.wire import SamplerParams
 from swell.worker.wire import NewRow, SchedulerOutput
+from tests.kernels.load import load_backend
 from tests.worker import test_model_runner as runner_parts
 from tests.worker.reference_sampler import ReferenceRow
 from tests.worker.sampler_harness import EVERYTHING, NOTHING, VOCAB, SamplerHarness
@@ -65,8 +65,8 @@ def test_a_word_longer_than_all_that_is_known_is_not_begun_before_the_prompt():
 
 
 IMPOSSIBLE = [
-    # Whatever is ruled out, and by whom: (wish, ends, token that the grammar leaves, tokens that
-    # may come)
+    # Whatever is ruled out, and by whom: (params, ends, token that the grammar leaves, tokens that
+    # may be sampled)
     (SamplerParams(bad_words=[[t] for t in range(VOCAB)]), [], None, set(range(VOCAB))),
     (SamplerParams(bad_words=[[5]], allowed_token_ids=[5]), [], None, {5}),
     (SamplerParams(bad_words=[[5], [6], [6]], allowed_token_ids=[5, 6]), [5], None, {5, 6}),
@@ -77,17 +77,15 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize("column", ["reference", "cpu"])
-@pytest.mark.parametrize(("wish", "ends", "left", "possible"), IMPOSSIBLE)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(("params", "ends", "left", "possible"), IMPOSSIBLE)
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 100.0])
-def test_the_last_one_left_is_drawn(column, wish, ends, left, possible, temperature):
-    """Wishes that contradict each other still give a token, the one that breaks the fewest, and
-    what a grammar rules out stays out, whatever filters choose among the rest."""
-    draw = backends.load(column, "sample")
-    if draw is None:
-        pytest.skip(f"the column {column} cannot run here")
+def test_the_last_one_left_is_sampled(backend, params, ends, left, possible, temperature):
+    """Contradicting parameters still give a token, the one that violates the fewest; a token that
+    the grammar excludes is never sampled, with any filters."""
+    sample = load_backend(backend, "sample")
     bench = SamplerHarness()
-    bench.take({0: ReferenceRow(wish, [1, 2], min_tokens=9, ends=ends)})
+    bench.take({0: ReferenceRow(params, [1, 2], min_tokens=9, ends=ends)})
     torch.manual_seed(0)
     after, _ = bench.step([0], torch.randn(1, VOCAB) * 3)
     if left is not None:  # as a grammar's mask would
@@ -95,7 +93,7 @@ def test_the_last_one_left_is_drawn(column, wish, ends, left, possible, temperat
     for top_k, top_p, min_p in [(0, 1.0, 0.0), (2, 1.0, 0.0), (0, 0.1, 0.0), (0, 1.0, 0.5)]:
         row = [torch.tensor([x]) for x in (temperature, top_k, top_p, min_p)]
         for u in (0.0, 0.37, 1 - 2**-53):
-            token, _ = draw.sample_tokens(after, *row, torch.tensor([u], dtype=torch.float64))
+            token, _ = sample.sample_tokens(after, *row, torch.tensor([u], dtype=torch.float64))
             assert token.item() in possible
 
 
