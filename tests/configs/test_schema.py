@@ -1,4 +1,4 @@
-"""A configuration is frozen, closed and sliced, and what cannot be used is told in one line."""
+"""A configuration is frozen, unknown keys are refused, and each error is one line."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def test_inputs_of_a_step(name, step, seed):
     last = list(accumulate(counts))
     begins_with(out.query_start, [0, *last])
     begins_with(out.context_tokens, ends)
-    told = zip(last, slots, ends, draws, strict=True)
-    sampling = [(end - 1, slot, position) for end, slot, position, draw in told if draw]
+    reported = zip(last, slots, ends, draws, strict=True)
+    sampling = [(end - 1, slot, position) for end, slot, position, draw in reported if draw]
     for column_, wanted in zip(out.samples, zip(*sampling, strict=True), strict=False):
         begins_with(column_, list(wanted))
     for row, (slot, end) in enumerate(zip(slots, ends, strict=True)):

@@ -116,7 +116,7 @@ def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_no_output_that_is_none_is_the_linear_argmax(dtype, sign):
-    """A packed weight ends in zeros; and what is no number is told."""
+    """The zeros that pad a packed weight are never the largest; a NaN is reported."""
     module = backend("cpu")
     weight = -sign * torch.arange(1.0, 34.0)[:, None].to(dtype)
     x = torch.full((2, 1), float(sign)).to(dtype)

@@ -68,7 +68,7 @@ def test_noise_is_uniform_along_seeds_and_positions(backend):
 def reference_filter(
     logits: list[float], t: float, k: int, p: float, min_p: float
 ) -> dict[int, float]:
-    """Token -> probability of those that may be drawn, by the definition."""
+    """Token -> probability of those that may be sampled, by the definition."""
     weight = {i: math.exp((x - max(logits)) / t) for i, x in enumerate(logits)}
     weight = {i: w for i, w in weight.items() if w >= max(min_p, math.exp(-87))}
     ranked = sorted(weight, key=lambda i: (-weight[i], i))
@@ -93,7 +93,7 @@ def reference_sample(share: dict[int, float], u: float) -> int:
 
 
 def tokens_of(module, *rows, **options):
-    """What is drawn."""
+    """What is sampled."""
     tokens, max_logits = module.sample_tokens(*rows, **options)
     assert torch.equal(max_logits, rows[0].amax(-1)) or not torch.isfinite(rows[0].amax(-1)).all()
     return tokens
@@ -186,7 +186,7 @@ def test_extreme_temperatures(backend, temperature):
 
 
 def test_distribution(backend):
-    """Chi-square of drawn tokens against the softmax: 8 tokens, 7 degrees of freedom, 24.3 is
+    """Chi-square of sampled tokens against the softmax: 8 tokens, 7 degrees of freedom, 24.3 is
     exceeded once in a thousand."""
     logits = torch.tensor([0.3, 1.0, -1.0, 0.0, 2.0, 0.5, -0.5, 1.5])
     count = 20_000

@@ -1,4 +1,4 @@
-"""Loops shared by threads: every task is done once, whoever comes to help, and nobody is left."""
+"""Parallel loops: every task is done once with any number of helpers, and helpers end."""
 
 from __future__ import annotations
 

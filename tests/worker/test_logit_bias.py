@@ -1,4 +1,4 @@
-"""Where bans begin and end: words across borders, wishes that contradict each other, odd shapes."""
+"""Where bans begin and end: words across borders, contradicting parameters, odd shapes."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_words_and_counts_across_chunks_and_steps(cut):
     has been computed."""
     first, second = runner_parts.expected([11, 12, 13, 5], 2)
     prompts, outputs = [[11, 12, 13, 5], [1]], [[], [2]]
-    wishes = [
+    params_of_rows = [
         SamplerParams(
             repetition_penalty=1.5,
             frequency_penalty=0.8,
@@ -157,7 +157,10 @@ def test_words_and_counts_across_chunks_and_steps(cut):
         ),
         SamplerParams(presence_penalty=1.2, logit_bias={4: 0.25}, bad_words=[[1, 2, 4], [0, 0]]),
     ]
-    rows = [ReferenceRow(*parts) for parts in zip(wishes, prompts, map(list, outputs), strict=True)]
+    rows = [
+        ReferenceRow(*parts)
+        for parts in zip(params_of_rows, prompts, map(list, outputs), strict=True)
+    ]
     sizes = [len(row.known) for row in rows]
     plans = [
         SchedulerOutput(0, 0, [NewRow(2, [90], 1, [], EVERYTHING)], [], [2], [0], [1], [True]),
@@ -192,7 +195,7 @@ def test_words_and_counts_across_chunks_and_steps(cut):
         for _ in range(count):
             row.outputs.append(int(np.argmax(row.logits(successor(row)))))
         assert [step[column] for step in tokens if column < len(step)] == row.outputs[-count:]
-    # The wishes are felt, or the test would say nothing.
+    # The parameters have an effect, or the test would say nothing.
     for row, prompt, given in zip(rows, prompts, outputs, strict=True):
         free = runner_parts.expected(prompt + given, len(row.outputs) - len(given))
         assert row.outputs != given + free

@@ -24,7 +24,7 @@ token_lists = st.lists(token_ids, min_size=1, max_size=4)
 
 
 @st.composite
-def wishes(draw):
+def sampling_params(draw):
     """What a row asks for; most of it is left out most of the time."""
 
     def maybe(strategy, otherwise):
@@ -52,7 +52,7 @@ def wishes(draw):
 def requests(draw):
     """A request that may have outputs, from another engine or from before a preemption."""
     return ReferenceRow(
-        draw(wishes()),
+        draw(sampling_params()),
         prompt=draw(st.lists(token_ids, min_size=1, max_size=MAX_PROMPT)),
         outputs=draw(st.lists(token_ids, max_size=4)),
         min_tokens=draw(st.integers(0, 6)),
@@ -89,10 +89,10 @@ def test_random_row_histories(life):
             bench.rows[slot].logits(row)
             for slot, row in zip(sampling, logits.tolist(), strict=True)
         ]
-        drawn = [bench.rows[s].draw(row) for s, row in zip(sampling, expected, strict=True)]
+        sampled = [bench.rows[s].sample(row) for s, row in zip(sampling, expected, strict=True)]
         after, tokens = bench.step(sampling, logits)
         assert torch.equal(after, torch.tensor(expected))
-        assert tokens == drawn
+        assert tokens == sampled
 
 
 @settings(max_examples=30, deadline=None)
@@ -131,7 +131,7 @@ def test_a_row_does_not_depend_on_the_others():
         assert alone.rows[2].outputs == among.rows[2].outputs
 
 
-WISHES = [
+PARAMS = [
     SamplerParams(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=-0.4),
     SamplerParams(logit_bias={0: 1.5, 3: -0.75}),
     SamplerParams(
@@ -145,8 +145,8 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize("wish", WISHES)
-def test_distribution(wish):
+@pytest.mark.parametrize("params", PARAMS)
+def test_distribution(params):
     """Chi-square of what many seeds draw in one batch, against the softmax of the definition in
     float64. 8 tokens: 7 degrees of freedom at most, and 24.3 is exceeded once in a thousand."""
     rows, logits = 4000, torch.tensor([0.3, 1.0, -1.0, 0.0, 1.5, 0.5, -0.5, 0.9])
@@ -157,12 +157,12 @@ def test_distribution(wish):
                 SamplerParams(
                     temperature=0.9,
                     seed=seed,
-                    repetition_penalty=wish.repetition_penalty,
-                    frequency_penalty=wish.frequency_penalty,
-                    presence_penalty=wish.presence_penalty,
-                    logit_bias=wish.logit_bias,
-                    bad_words=wish.bad_words,
-                    allowed_token_ids=wish.allowed_token_ids,
+                    repetition_penalty=params.repetition_penalty,
+                    frequency_penalty=params.frequency_penalty,
+                    presence_penalty=params.presence_penalty,
+                    logit_bias=params.logit_bias,
+                    bad_words=params.bad_words,
+                    allowed_token_ids=params.allowed_token_ids,
                 ),
                 [2, 7, 6],
                 [0, 3, 0, 4],

@@ -131,7 +131,7 @@ def test_a_batch_is_what_the_plan_says(plan):
     blocks.apply()
     batch = BatchBuilder(states, blocks, 256).build(plan)
     ids, positions, slots, last, starts = [], [], [], [], [0]
-    drawn = []
+    sampled = []
     columns = zip(plan.new_rows, plan.starts, plan.num_tokens, plan.samples, strict=True)
     for row, start, count, sample in columns:
         for position in range(start, start + count):
@@ -141,13 +141,13 @@ def test_a_batch_is_what_the_plan_says(plan):
         starts.append(len(ids))
         if sample:
             last.append(len(ids) - 1)
-            drawn.append((row.slot, start + count))
+            sampled.append((row.slot, start + count))
     assert batch.num_tokens == sum(plan.num_tokens)
     assert batch.input_ids.tolist() == ids
     assert batch.positions.tolist() == positions
     assert batch.logits_indices.tolist() == last
     found = zip(batch.sample_slots.tolist(), batch.sample_positions.tolist(), strict=True)
-    assert list(found) == drawn
+    assert list(found) == sampled
     assert batch.sample_slots_np.tolist() == batch.sample_slots.tolist()
     assert batch.sample_positions_np.tolist() == batch.sample_positions.tolist()
     meta = batch.attention
@@ -312,7 +312,7 @@ class ScriptedGroup:
 
 
 def sampled(pairs: list[tuple[int, int]]):
-    """The part of a batch that the feedback reads: (slot, position) of each drawn token."""
+    """The part of a batch that the feedback reads: (slot, position) of each sampled token."""
     slots, positions = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     return SimpleNamespace(
         num_samples=len(pairs),
@@ -333,7 +333,7 @@ def sampled(pairs: list[tuple[int, int]]):
         (SchedulerOutput(9, slots=[0], starts=[0], num_tokens=[5]), 0),
         (SchedulerOutput(9, slots=[0], starts=[0], num_tokens=[6]), 1),
         (SchedulerOutput(9, slots=[2, 1], starts=[8, 3], num_tokens=[1, 1]), 2),
-        # A new row must not be overwritten by what was drawn for its predecessor.
+        # A new row must not be overwritten by what was sampled for its predecessor.
         (SchedulerOutput(9, new_rows=[greedy_row(1, [1])]), 2),
         (SchedulerOutput(9, new_rows=[greedy_row(4, [1])]), 0),
     ],

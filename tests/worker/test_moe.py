@@ -92,10 +92,13 @@ def test_dp_sync_counts_work_and_pause_votes(tiny_moe: Any) -> None:
             ([(False, False), (True, False), (True, True)], (2, 1)),
             ([(False, True), (False, True), (False, True)], (0, 3)),
         ]
-        for step, (wishes, sums) in enumerate(says):
-            started = [e.submit(step, *wish) for e, wish in zip(engines, wishes, strict=True)]
+        for step, (submissions, reduced) in enumerate(says):
+            started = [
+                e.submit(step, *submission)
+                for e, submission in zip(engines, submissions, strict=True)
+            ]
             heard = [e.finish(f) for e, f in zip(engines, started, strict=True)]
-            assert [(out.working, out.pausing) for out in heard] == [sums] * 3
+            assert [(out.working, out.pausing) for out in heard] == [reduced] * 3
             assert all(out.sync_s >= 0 for out in heard)
         engine_group.regroup(engines[0])
         alone = engines[0].finish(engines[0].submit(9, True, True))
