@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from swell.configs.log import first_line
 from swell.configs.schema import ModelConfig
 from swell.worker.layers.weight_shard import WeightShard
+from swell.worker.model_folder import model_folder
 from swell.worker.quantization import refuse_quantized, refuse_type
 
 Progress = Callable[[int, int], None]
@@ -44,7 +45,7 @@ DUMMY_STD = 0.02
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-HUB_FILES = ["*.json", "*.safetensors"]
+HUB_FILES = ("*.json", "*.safetensors")
 
 
 def load_config(model_config: ModelConfig) -> Any:
@@ -311,18 +312,15 @@ def _check_path(path: str) -> None:
 def _folder(path: str) -> Path:
     """The local folder of a model's weights; a hub id is downloaded into the hub's cache."""
     _check_path(path)
-    if os.path.isdir(path):
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
     try:
-        folder = Path(snapshot_download(path, allow_patterns=HUB_FILES))
+        folder = model_folder(path, HUB_FILES)
     except Exception as error:
         raise ValueError(
             f"model {path!r}: there is no such folder, and the hub does not give it "
             f"({first_line(error)}); check model.path, the network, and HF_TOKEN"
         ) from None
-    refuse_quantized(str(folder), None)
+    if not os.path.isdir(path):  # `load_config` has checked a local folder
+        refuse_quantized(str(folder), None)
     return folder
 
 

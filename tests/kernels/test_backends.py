@@ -34,9 +34,11 @@ def test_the_reference_is_complete(operation):
 
 
 def test_every_backend_file_has_an_interface():
-    for backend in ("reference", "cpu"):
+    """The reference has all operations; the backend cpu has all but those of experts."""
+    for backend, lacks in (("reference", set()), ("cpu", {"moe"})):
         names = {path.stem for path in (ROOT / backend).glob("*.py")}
-        assert names - {"__init__", "arena", "build", "graph"} <= set(backends.OPERATIONS)
+        operations = names - {"__init__", "arena", "build", "graph"}
+        assert operations == set(backends.OPERATIONS) - lacks
 
 
 def test_an_unknown_device_takes_the_reference():

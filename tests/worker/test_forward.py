@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.kernels.graph import can_capture
 from swell.worker import forward as graphs
+from tests.kernels.load import load_backend
 from tests.worker import tiny_models
 
-pytestmark = pytest.mark.skipif(not can_capture("cpu"), reason="the compiled backend is missing")
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    load_backend("cpu", "graph")
 
 
 NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"

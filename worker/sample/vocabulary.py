@@ -23,8 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
+from swell.worker.model_folder import model_folder
+
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+
+
+TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt")
 
 
 @lru_cache(maxsize=2)
@@ -37,7 +42,7 @@ def load_vocabulary(model_path: str) -> LLTokenizer:
     """
     from llguidance import LLTokenizer
 
-    folder = _folder(model_path)
+    folder = model_folder(model_path, TOKENIZER_FILES)
     file = folder / "tokenizer.json"
     text = file.read_text() if file.is_file() else _converted(folder)
     tokenizer = Tokenizer.from_str(text)
@@ -50,7 +55,7 @@ def load_vocabulary(model_path: str) -> LLTokenizer:
 def end_token_ids(model_path: str, tokenizer: Tokenizer | None = None) -> list[int]:
     """Ids that end an answer: the model's (generation_config.json, else config.json) and, with a
     tokenizer, the one that tokenizer_config.json names. The API stops at the same ids."""
-    folder = _folder(model_path)
+    folder = model_folder(model_path, TOKENIZER_FILES)
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(folder / name).get("eos_token_id")
@@ -64,14 +69,6 @@ def end_token_ids(model_path: str, tokenizer: Tokenizer | None = None) -> list[i
         # The library would refuse ids without a token; these cannot be sampled.
         found = [id for id in [*found, own] if id is not None and tokenizer.id_to_token(id)]
     return sorted(set(found))
-
-
-def _folder(model_path: str) -> Path:
-    if Path(model_path).is_dir():
-        return Path(model_path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model_path, allow_patterns=["*.json", "tokenizer*", "*.txt"]))
 
 
 def _converted(folder: Path) -> str:
