@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.worker import forward as graphs
+from swell.worker import forward
 from tests.kernels.load import load_backend
 from tests.worker import tiny_models
 
@@ -76,14 +76,14 @@ def test_replayed_answers_are_the_same_bit_for_bit(
     tmp_path, monkeypatch, replayed, family, dtype, limit
 ):
     make(tmp_path, family)
-    monkeypatch.setattr(graphs, "MAX_SAMPLES", limit)
+    monkeypatch.setattr(forward, "MAX_SAMPLES", limit)
     found = answers(tmp_path, **{"model.dtype": dtype})
     most = min(limit, 4)
     assert {samples for _, _, samples in replayed} == set(range(1, most + 1))
     assert {(rows, rows, rows) for rows in range(1, most + 1)} < replayed
     assert any(tokens > rows > samples for tokens, rows, samples in replayed)  # parts of prompts
     replayed.clear()
-    monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
+    monkeypatch.setattr(forward, "MAX_SAMPLES", -1)
     assert found == answers(tmp_path, **{"model.dtype": dtype})
     assert not replayed
 
@@ -109,8 +109,8 @@ def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatc
         with_logprobs = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
         assert tokens(with_logprobs, with_logprobs) == alone
         worker = llm._core.executor._worker
-        assert {c.head for c in worker.runner._model_step._captured} == set(graphs.HeadOutput)
-        monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
+        assert {c.head for c in worker.runner._model_step._captured} == set(forward.HeadOutput)
+        monkeypatch.setattr(forward, "MAX_SAMPLES", -1)
         replayed.clear()
         assert tokens(greedy, greedy) == alone and not replayed
 
@@ -121,5 +121,5 @@ def test_models_that_compute_otherwise_run_as_ever(tmp_path, monkeypatch, replay
     make(tmp_path, family)
     tried = answers(tmp_path)
     assert not replayed
-    monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
+    monkeypatch.setattr(forward, "MAX_SAMPLES", -1)
     assert tried == answers(tmp_path)
