@@ -30,11 +30,11 @@ def test_bad_words_as_transformers_bans_them():
     for _ in range(40):
         known = [draws.randrange(3) for _ in range(draws.randrange(4, 9))]
         split = draws.randrange(1, len(known))
-        bench, logits = SamplerHarness(), torch.zeros(1, VOCAB)
+        harness, logits = SamplerHarness(), torch.zeros(1, VOCAB)
         params = SamplerParams(bad_words=words)
-        bench.take({0: ReferenceRow(params, known[:split], known[split:])})
+        harness.take({0: ReferenceRow(params, known[:split], known[split:])})
         wanted = processor(torch.tensor([known]), logits.clone()) == -torch.inf
-        after, _ = bench.step([0], logits)
+        after, _ = harness.step([0], logits)
         assert torch.equal(after <= BANNED_BIAS, wanted)
 
 
@@ -43,23 +43,23 @@ def test_a_bad_word_may_begin_in_the_prompt(prompt):
     """[1, 2, 3] is what the model wants to say; where the prompt ends makes no difference."""
     word = [1, 2, 3]
     row = ReferenceRow(SamplerParams(bad_words=[word]), list(prompt))
-    bench = SamplerHarness()
-    bench.take({0: row})
+    harness = SamplerHarness()
+    harness.take({0: row})
     for token in [9, 1, 2, 3, 8][len(prompt) :]:
         logits = torch.zeros(1, VOCAB)
         logits[0, token], logits[0, 30] = 5.0, 1.0
-        bench.step([0], logits)
+        harness.step([0], logits)
     free = [9, 1, 2, 3, 8]
     assert row.known == (free if prompt[-3:] == word else [9, 1, 2, 30, 8])
 
 
 def test_a_word_longer_than_all_that_is_known_is_not_begun_before_the_prompt():
     """The slot held [7, 1, 2] before; positions in front of the prompt match nothing."""
-    bench = SamplerHarness()
-    bench.take({0: ReferenceRow(NOTHING, [7, 1, 2])})
-    bench.take({0: ReferenceRow(SamplerParams(bad_words=[[0, 1, 3], [1, 1, 5], [1, 4]]), [1])})
+    harness = SamplerHarness()
+    harness.take({0: ReferenceRow(NOTHING, [7, 1, 2])})
+    harness.take({0: ReferenceRow(SamplerParams(bad_words=[[0, 1, 3], [1, 1, 5], [1, 4]]), [1])})
     logits = torch.randn(1, VOCAB)
-    after, _ = bench.step([0], logits)
+    after, _ = harness.step([0], logits)
     changed = torch.nonzero(after != logits)
     assert changed.tolist() == [[0, 4]]
 
@@ -84,10 +84,10 @@ def test_the_last_one_left_is_sampled(backend, params, ends, left, possible, tem
     """Contradicting parameters still give a token, the one that violates the fewest; a token that
     the grammar excludes is never sampled, with any filters."""
     sample = load_backend(backend, "sample")
-    bench = SamplerHarness()
-    bench.take({0: ReferenceRow(params, [1, 2], min_tokens=9, ends=ends)})
+    harness = SamplerHarness()
+    harness.take({0: ReferenceRow(params, [1, 2], min_tokens=9, ends=ends)})
     torch.manual_seed(0)
-    after, _ = bench.step([0], torch.randn(1, VOCAB) * 3)
+    after, _ = harness.step([0], torch.randn(1, VOCAB) * 3)
     if left is not None:  # as a grammar's mask would
         after[:, torch.arange(VOCAB) != left] = -torch.inf
     for top_k, top_p, min_p in [(0, 1.0, 0.0), (2, 1.0, 0.0), (0, 0.1, 0.0), (0, 1.0, 0.5)]:
@@ -99,10 +99,10 @@ def test_the_last_one_left_is_sampled(backend, params, ends, left, possible, tem
 
 def test_many_bans_of_one_token_weigh_less_than_not_being_allowed():
     """As many as a request may send at all."""
-    bench = SamplerHarness()
+    harness = SamplerHarness()
     words = [[5]] * 512
-    bench.take({0: ReferenceRow(SamplerParams(bad_words=words, allowed_token_ids=[5]), [1])})
-    _, tokens = bench.step([0], torch.randn(1, VOCAB))
+    harness.take({0: ReferenceRow(SamplerParams(bad_words=words, allowed_token_ids=[5]), [1])})
+    _, tokens = harness.step([0], torch.randn(1, VOCAB))
     assert tokens == [5]
 
 
@@ -117,20 +117,20 @@ def test_packed_bits(vocab):
 
 def test_logits_may_be_a_part_of_a_wider_tensor():
     """As a vocabulary that was padded for tensor parallelism leaves them."""
-    bench = SamplerHarness()
-    bench.take({0: ReferenceRow(EVERYTHING, [1, 2]), 1: ReferenceRow(EVERYTHING, [4])})
+    harness = SamplerHarness()
+    harness.take({0: ReferenceRow(EVERYTHING, [1, 2]), 1: ReferenceRow(EVERYTHING, [4])})
     wide = torch.randn(2, VOCAB + 3)
     tail, logits = wide[:, VOCAB:].clone(), wide[:, :VOCAB]
-    wanted = [bench.rows[slot].logits(row) for slot, row in enumerate(logits.tolist())]
-    bench.sampler(logits, bench.batch([0, 1]))
+    wanted = [harness.rows[slot].logits(row) for slot, row in enumerate(logits.tolist())]
+    harness.sampler(logits, harness.batch([0, 1]))
     assert logits.tolist() == wanted
     assert torch.equal(wide[:, VOCAB:], tail)
 
 
 def test_a_ban_outweighs_any_bias_and_touches_no_other_token():
-    bench = SamplerHarness()
-    bench.take({0: ReferenceRow(SamplerParams(bad_words=[[3]], logit_bias={3: 100.0}), [1])})
-    after, _ = bench.step([0], torch.zeros(1, VOCAB))
+    harness = SamplerHarness()
+    harness.take({0: ReferenceRow(SamplerParams(bad_words=[[3]], logit_bias={3: 100.0}), [1])})
+    after, _ = harness.step([0], torch.zeros(1, VOCAB))
     assert after[0, 3] == torch.tensor(BANNED_BIAS)
     assert (after[0, :3] == 0).all()
 
