@@ -9,15 +9,20 @@ from hypothesis import strategies as st
 
 from swell.kernels.activation import silu_and_mul
 from swell.kernels.cpu.arena import ALIGNMENT, Lifetime, assign_offsets
-from swell.kernels.graph import NotCapturableError, can_capture, capture
+from swell.kernels.graph import NotCapturableError, capture
 from swell.kernels.linear import embedding, linear, pack
 from swell.kernels.norm import add_rms_norm, rms_norm
 from swell.kernels.rope import apply_rope
+from tests.kernels.load import load_backend
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not can_capture("cpu"), reason="the compiled backend is missing"),
-]
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    load_backend("cpu", "graph")
+
+
+pytestmark = pytest.mark.slow
+
 
 ROWS = 5
 
