@@ -1,8 +1,8 @@
 """`python -m tests.benchmarks.bare MODEL --port P`: the ingress's own routes and one engine in one
 process, behind a bare uvicorn.
 
-No Ray, no Serve, no channel: the event loop and the engine's thread hand messages to each other.
-What `swell serve` costs beyond this is what the cluster costs.
+No Ray, no Serve, no channel: the event loop and the engine's thread exchange messages.
+The cost of `swell serve` beyond this is the cost of the cluster.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DRAIN_S = 5.0
 
 class BareEngine:
     """One engine on a thread of its own. `send` and `close` are called in the event loop, and
-    `on_outputs` runs there: it stands where an ingress's links stand."""
+    `on_outputs` runs there: it takes the place of an ingress's connections."""
 
     def __init__(
         self,
@@ -86,18 +86,18 @@ class BareEngine:
     def _run(self) -> None:
         while not self._closing:
             if not self._core.has_work:
-                self._take(self._messages.get())
-            self._intake()
-            for outputs in self._core.step(self._intake).values():
+                self._handle(self._messages.get())
+            self._take_waiting()
+            for outputs in self._core.step(self._take_waiting).values():
                 message = EngineCoreOutputs(0, outputs)
                 self._loop.call_soon_threadsafe(self._on_outputs, message)
 
-    def _intake(self) -> None:
+    def _take_waiting(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._take(self._messages.get_nowait())
+                self._handle(self._messages.get_nowait())
 
-    def _take(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         match message:
             case EngineCoreRequest():
                 refused = self._core.add_request(message, _CLIENT)
