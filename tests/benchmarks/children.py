@@ -17,6 +17,7 @@ import msgspec
 
 from swell.cluster.cli.child_process import adopt_orphans, descendants
 from tests.benchmarks.machine import ROOT
+from tests.faults.process import enable_sigint
 
 START_S = 280.0
 """A peer may compile at its start."""
@@ -69,7 +70,7 @@ class Child:
                 stderr=log,
                 env=self._env,
                 start_new_session=True,
-                preexec_fn=_enable_sigint,
+                preexec_fn=enable_sigint,
             )
 
     @property
@@ -205,8 +206,3 @@ def _session(pid: int) -> int:
         return os.getsid(pid)
     except ProcessLookupError:
         return 0
-
-
-def _enable_sigint() -> None:
-    """A shell starts what runs in its background with SIGINT ignored, and children inherit it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

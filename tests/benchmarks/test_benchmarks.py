@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import marked_page
 from tests.benchmarks import models, report, results
 from tests.benchmarks.case import CONTENDERS
 from tests.benchmarks.cases import CASES, chosen
@@ -46,6 +47,7 @@ def test_rounds_without_a_partner_are_no_pairs() -> None:
 
 # ----------------------------------------------------------------------------------- report
 
+START = marked_page.marker(report.MARKER)
 FIGURES = [
     Figure("output tokens/s", [2000.0, 1900.0], "vLLM", [1000.0, 1000.0], at_least=2.0),
     Figure("start to ready, s", [12.0], at_most=15.0),
@@ -71,10 +73,10 @@ def test_a_row_has_both_sides_ratio_spread_target_and_whether_it_is_met() -> Non
 
 def test_the_page_keeps_what_is_around_the_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{report.START}old\n{report.END}\nafter\n")
+    page.write_text(f"before\n{START}old\n{marked_page.END}after\n")
     report.write_markdown(page, {"case": result(troubles=["vllm ended"])})
     text = page.read_text()
-    assert text.startswith(f"before\n{report.START}") and text.endswith(f"{report.END}\nafter\n")
+    assert text.startswith(f"before\n{START}") and text.endswith(f"{marked_page.END}after\n")
     assert "old" not in text
     assert "Some CPU" in text and "commit abc+" in text and "case: vllm ended" in text
     assert "| case | start to ready, s | 12.0 |" in text
@@ -104,8 +106,8 @@ def test_the_file_keeps_other_cases(tmp_path: Path) -> None:
 
 def test_the_page_of_the_repository_has_the_markers() -> None:
     page = Path(__file__).parents[2] / "docs" / "performance.md"
-    _head, start, rest = page.read_text().partition(report.START)
-    assert start and report.END in rest
+    _head, start, rest = page.read_text().partition(START)
+    assert start and marked_page.END in rest
 
 
 # ------------------------------------------------------------------------------------ cases
