@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, list[str]] = {
         "engine.*",
         "coordinator.*",
         "configs.*",
-        "worker.sample.wire",  # SamplerParams, Extra: parts of what an engine is asked and says
+        "worker.sample.wire",  # SamplerParams, Extra: fields of an engine's requests and outputs
     ],
     "cluster/cli/*": ["cluster.*"],
     "cluster/__main__.py": ["cluster.cli.*"],
