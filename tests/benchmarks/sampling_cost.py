@@ -1,5 +1,5 @@
-"""`python -m tests.benchmarks.sampling_cost`: the cost of each sampling parameter in a step, and the cost
-without any.
+"""`python -m tests.benchmarks.sampling_cost`: what each sampling parameter costs in a step, and what
+a step costs without any.
 
 One engine in this process, a random llama of 12.9 M parameters (vocabulary 32 000), 64 rows that
 decode. Each parameter runs in turn with plain answers, so that other load of the machine meets
@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def compare(one: Callable[[], float], other: Callable[[], float]) -> tuple[float
 
 
 class Timed:
-    """A stage and the time that it takes."""
+    """A logits processor and the time that it takes."""
 
     def __init__(self, stage: LogitsProcessor) -> None:
         self._stage = stage
@@ -101,7 +102,8 @@ def unused(llm: LLM) -> None:
     """The time of the logits processors in a step that needs none of them."""
     (sampler,) = (thing for thing in gc.get_objects() if isinstance(thing, Sampler))
     stages = sampler._logits_processors
-    sampler._logits_processors = timed = [Timed(stage) for stage in stages]
+    timed = [Timed(stage) for stage in stages]
+    sampler._logits_processors = timed  # type: ignore[assignment]
     step = step_ms(llm, plain())
     sampler._logits_processors = stages
     taken = sum(stage.seconds for stage in timed) / STEPS * 1e3
@@ -133,7 +135,7 @@ def show(llm: LLM) -> None:
     for name, fields in PARAMETERS.items():
         params = plain(**fields)
         step_ms(llm, params)  # tables are made at first use
-        print_ratio(name, lambda: step_ms(llm, plain()), lambda params=params: step_ms(llm, params))
+        print_ratio(name, partial(step_ms, llm, plain()), partial(step_ms, llm, params))
 
 
 def print_ratio(name: str, one: Callable[[], float], other: Callable[[], float]) -> None:
