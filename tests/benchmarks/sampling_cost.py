@@ -1,5 +1,5 @@
-"""`python -m tests.benchmarks.sampling_cost`: what each sampling parameter costs in a step, and what
-a step costs without any.
+"""`python -m tests.benchmarks.sampling_cost`: what each sampling parameter costs in a step,
+and what a step costs without any.
 
 One engine in this process, a random llama of 12.9 M parameters (vocabulary 32 000), 64 rows that
 decode. Each parameter runs in turn with plain answers, so that other load of the machine meets
