@@ -86,18 +86,18 @@ class BareEngine:
     def _run(self) -> None:
         while not self._closing:
             if not self._core.has_work:
-                self._handle(self._messages.get())
-            self._take_waiting()
-            for outputs in self._core.step(self._take_waiting).values():
+                self._take(self._messages.get())
+            self._intake()
+            for outputs in self._core.step(self._intake).values():
                 message = EngineCoreOutputs(0, outputs)
                 self._loop.call_soon_threadsafe(self._on_outputs, message)
 
-    def _take_waiting(self) -> None:
+    def _intake(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._handle(self._messages.get_nowait())
+                self._take(self._messages.get_nowait())
 
-    def _handle(self, message: Any) -> None:
+    def _take(self, message: Any) -> None:
         match message:
             case EngineCoreRequest():
                 refused = self._core.add_request(message, _CLIENT)
