@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from swell.kernels import backends as backends
 
-pytestmark = pytest.mark.slow
-
 BACKENDS = [name for name in ("reference", "cpu") if backends.load(name, "bitmask") is not None]
 
 

@@ -14,10 +14,7 @@ from swell.kernels.linear import embedding, linear, pack
 from swell.kernels.norm import add_rms_norm, rms_norm
 from swell.kernels.rope import apply_rope
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not can_capture("cpu"), reason="the compiled backend is missing"),
-]
+pytestmark = pytest.mark.skipif(not can_capture("cpu"), reason="the compiled backend is missing")
 
 ROWS = 5
 

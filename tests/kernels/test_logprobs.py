@@ -7,8 +7,6 @@ import torch
 
 from swell.kernels import backends as backends
 
-pytestmark = pytest.mark.slow
-
 BACKENDS = [name for name in ("reference", "cpu") if backends.load(name, "logprobs") is not None]
 
 

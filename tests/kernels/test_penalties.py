@@ -11,8 +11,6 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from swell.kernels import backends as backends
 
-pytestmark = pytest.mark.slow
-
 BACKENDS = [name for name in ("reference", "cpu") if backends.load(name, "penalties") is not None]
 ROWS, MAX_ROWS, VOCAB = 6, 9, 23
 
