@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ MAY_IMPORT: dict[str, list[str]] = {
         "engine.*",
         "coordinator.*",
         "configs.*",
-        "worker.sample.wire",  # SamplerParams, Extra: parts of what an engine is asked and says
+        "worker.sample.wire",  # SamplerParams, Extra: fields of an engine's requests and outputs
     ],
     "cluster/cli/*": ["cluster.*"],
     "cluster/__main__.py": ["cluster.cli.*"],
@@ -82,9 +83,19 @@ def our_files() -> list[str]:
     return sorted(name for p in paths if (name := p.relative_to(ROOT).as_posix()) not in OUTSIDE)
 
 
-def imports(name: str) -> Iterator[str]:
+@cache
+def imports(name: str) -> tuple[str, ...]:
     """Modules that a file imports anywhere in it; `from a import b` as `a.b` if it is a module."""
-    for node in ast.walk(ast.parse((ROOT / name).read_text(), name)):
+    return tuple(_imports(name))
+
+
+@cache
+def _nodes(name: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse((ROOT / name).read_text(), name)))
+
+
+def _imports(name: str) -> Iterator[str]:
+    for node in _nodes(name):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -104,7 +115,7 @@ def _is_module(dotted: str) -> bool:
 
 def named_modules(name: str) -> Iterator[str]:
     """Modules in tables of `"swell.module:Class"`: imported on use."""
-    for node in ast.walk(ast.parse((ROOT / name).read_text(), name)):
+    for node in _nodes(name):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             module, colon, kind = node.value.partition(":")
             if colon and kind.isidentifier() and module.startswith("swell."):

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.test_layers import ROOT
+
+
+def examples(profile: str) -> list[int]:
+    """What a property test tries under a profile."""
+    tried: list[int] = []
+
+    @settings(settings.get_profile(profile), max_examples=20, database=None)
+    @given(st.integers())
+    def run(number: int) -> None:
+        tried.append(number)
+
+    run()
+    return tried
+
+
+def test_the_default_profile_is_the_one_with_fixed_seeds(pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--hypothesis-profile") is not None:
+        pytest.skip("another profile was chosen")
+    assert settings.default is not None
+    assert settings.default.derandomize and settings.default.database is None
+
+
+def test_only_the_random_profile_tries_new_examples() -> None:
+    first, second = examples("ci"), examples("ci")
+    assert first == second and len(first) > 10
+    assert examples("random") != examples("random")
 
 
 def is_marked_slow(path: Path) -> bool:
@@ -21,35 +46,6 @@ def is_marked_slow(path: Path) -> bool:
         and "pytest.mark.slow" in ast.unparse(node.value)
         for node in ast.parse(path.read_text()).body
     )
-
-
-def test_examples_come_from_a_fixed_seed(pytestconfig: pytest.Config) -> None:
-    if pytestconfig.getoption("--hypothesis-profile") is None:
-        assert settings.default is not None
-        assert settings.default.derandomize and settings.default.database is None
-    assert not settings.get_profile("random").derandomize
-
-
-@pytest.mark.slow
-def test_the_default_profile_repeats_its_examples(tmp_path: Path) -> None:
-    """Two runs of the default profile print the same examples, two runs of `random` do not."""
-    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
-    (tmp_path / "test_it.py").write_text(
-        "from hypothesis import given, strategies as st\n"
-        "@given(st.integers())\n"
-        "def test_it(number): print(number)\n"
-    )
-
-    def examples(*options: str) -> str:
-        command = [sys.executable, "-m", "pytest", "-s", "-q", "-p", "no:cacheprovider", *options]
-        run = subprocess.run(
-            [*command, tmp_path / "test_it.py"], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
-        return run.stdout.partition("passed")[0].rpartition(".")[0]
-
-    assert examples() == examples()
-    assert examples("--hypothesis-profile=random") != examples("--hypothesis-profile=random")
 
 
 @pytest.mark.parametrize("folder", ["e2e", "conformance", "kernels"])

@@ -19,7 +19,7 @@ from tests.benchmarks import machine, report, results
 from tests.benchmarks.case import PEERS, Case, Setup
 from tests.benchmarks.cases import CASES, chosen
 from tests.benchmarks.children import ContenderFailed, end_all
-from tests.benchmarks.interleaved import tell
+from tests.benchmarks.interleaved import log
 from tests.benchmarks.models import default_folder
 from tests.benchmarks.results import CaseResult, Figure, Results
 
@@ -51,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(name: str, case: Case, setup: Setup, done: Results) -> bool:
     """Add the result of a case to those that are done; False if there is none."""
-    tell(f"{name}: {case.summary}")
+    log(f"{name}: {case.summary}")
     started = time.perf_counter()
     try:
         measured = case.run(setup)
     except ContenderFailed as error:
-        tell(f"{name} could not be measured: {error}")
+        log(f"{name} could not be measured: {error}")
         return False
     done[name] = CaseResult(
         measured.figures,
@@ -73,7 +73,7 @@ def measure(name: str, case: Case, setup: Setup, done: Results) -> bool:
 
 
 def peer_versions(setup: Setup, figures: Sequence[Figure]) -> dict[str, str]:
-    """Of those that figures are compared with."""
+    """Versions of the peers that figures are compared with."""
     named = {figure.against for figure in figures}
     return {
         f"{peer.title} ({peer.package})": machine.version_in(setup.peers[name], peer.package)
@@ -83,7 +83,7 @@ def peer_versions(setup: Setup, figures: Sequence[Figure]) -> dict[str, str]:
 
 
 def write(args: argparse.Namespace, done: Results) -> None:
-    """JSON keeps what it has of other cases; the page and the plot show all that it has."""
+    """JSON keeps its results of other cases; the page and the plot show all of it."""
     shown = done
     if args.json:
         results.write(Path(args.json), done)
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--repeats", metavar="N", type=int, default=3, help="rounds of each case (default 3)")
     add("--models", metavar="FOLDER", default=str(default_folder()), help="default %(default)s")
-    add("--json", metavar="FILE", help="keeps what the file has of other cases")
+    add("--json", metavar="FILE", help="keeps the results of other cases in the file")
     add("--markdown", metavar="FILE", help="a page with markers, as docs/performance.md")
     add("--plot", metavar="FILE", help="ratios, as SVG or PNG")
     add("--list", action="store_true", help="print the cases")

@@ -1,8 +1,8 @@
 """`python -m tests.benchmarks.bare MODEL --port P`: the ingress's own routes and one engine in one
 process, behind a bare uvicorn.
 
-No Ray, no Serve, no channel: the event loop and the engine's thread hand messages to each other.
-What `swell serve` costs beyond this is what the cluster costs.
+No Ray, no Serve, no channel: the event loop and the engine's thread exchange messages.
+The cost of `swell serve` beyond this is the cost of the cluster.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DRAIN_S = 5.0
 
 class BareEngine:
     """One engine on a thread of its own. `send` and `close` are called in the event loop, and
-    `on_outputs` runs there: it stands where an ingress's links stand."""
+    `on_outputs` runs there: it takes the place of an ingress's connections."""
 
     def __init__(
         self,

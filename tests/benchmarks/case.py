@@ -1,4 +1,4 @@
-"""What every case is given."""
+"""Types of a case and its setup."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.benchmarks.results import Figure
 
 
 class Peer(NamedTuple):
-    """Who is measured beside us."""
+    """Another server or engine that is measured beside Swell."""
 
     title: str
     package: str
-    """The distribution whose version is told."""
+    """The distribution whose version is reported."""
 
 
 PEERS = {
@@ -35,16 +35,16 @@ class Setup(NamedTuple):
     peers: dict[str, str]
     """Name of a peer -> its Python interpreter."""
     models: Path
-    """Where models lie or are made."""
+    """The folder of the models; missing ones are made."""
     logs: Path
 
     def interpreter(self, name: str) -> str | None:
-        """Of a peer, None if it is not here; ours for everything else."""
+        """Of a peer, None if it is not installed; this one for everything else."""
         return self.peers.get(name) if name in PEERS else sys.executable
 
 
 class Measured(NamedTuple):
-    """What a case gives."""
+    """The result of a case."""
 
     figures: list[Figure]
     troubles: list[str]

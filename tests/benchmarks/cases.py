@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.benchmarks import cluster_overhead as tax
-from tests.benchmarks import host_cost, long_context, offline, served, startup
+from tests.benchmarks import cluster_overhead, host_cost, long_context, offline, served, startup
 from tests.benchmarks.case import Case
 
 CASES: dict[str, Case] = {
     **offline.CASES,
     **served.CASES,
-    **tax.CASES,
+    **cluster_overhead.CASES,
     **host_cost.CASES,
     **startup.CASES,
     **long_context.CASES,

@@ -1,4 +1,4 @@
-"""Programs that are started, told what to do, and ended with everything that they started."""
+"""Programs in processes of their own: started, called, and ended with all their descendants."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import msgspec
 
 from swell.cluster.cli.child_process import adopt_orphans, descendants
 from tests.benchmarks.machine import ROOT
+from tests.faults.process import enable_sigint
 
 START_S = 280.0
 """A peer may compile at its start."""
@@ -27,7 +28,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Of every contender, so that none asks the network."""
+"""Of every contender, so that none uses the network."""
 _EXIT_S = 5.0
 _STOP_S = 60.0
 _VANISH_S = 3.0
@@ -40,22 +41,24 @@ class ContenderFailed(RuntimeError):
 
 
 class Child:
-    """One program and its descendants. What it says to nobody goes to a log in `folder`.
+    """One program and its descendants. Output that is no message goes to a log in `folder`.
 
-    It has a session of its own: Ctrl-C in a terminal reaches us alone, and we end it in order.
+    It has a session of its own: Ctrl-C in a terminal reaches this process alone, which ends it in
+    order.
     """
 
     def __init__(self, name: str, command: Sequence[str], folder: Path, *, has_stdin: bool) -> None:
-        """`has_stdin`: its output is lines for us; else it goes to the log, as its errors do."""
+        """`has_stdin`: it exchanges lines with this process; else its output goes to the log, as
+        its errors do."""
         self.name = name
-        self._talks = has_stdin
+        self._has_stdin = has_stdin
         self._command = list(command)
         self._log = folder / f"{name.replace(' ', '-')}.log"
         self._env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_python_path())}
-        if command[0] != sys.executable:  # our path means nothing to others
+        if command[0] != sys.executable:  # our path is of no use to other interpreters
             del self._env["PYTHONPATH"]
         self._process: subprocess.Popen[bytes] | None = None
-        self._rest = b""
+        self._buffer = b""
 
     def start(self) -> None:
         adopt_orphans()
@@ -63,11 +66,11 @@ class Child:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if self._talks else log,
+                stdout=subprocess.PIPE if self._has_stdin else log,
                 stderr=log,
                 env=self._env,
                 start_new_session=True,
-                preexec_fn=_enable_sigint,
+                preexec_fn=enable_sigint,
             )
 
     @property
@@ -83,7 +86,7 @@ class Child:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def tell(self, **facts: Any) -> None:
+    def send(self, **facts: Any) -> None:
         """Write one JSON line to it. Raises ContenderFailed."""
         assert self._process is not None and self._process.stdin is not None
         try:
@@ -92,7 +95,7 @@ class Child:
         except BrokenPipeError:
             raise self.failure("ended") from None
 
-    def hear(self, limit_s: float) -> dict[str, Any]:
+    def receive(self, limit_s: float) -> dict[str, Any]:
         """The next JSON line that it writes. Raises ContenderFailed."""
         line = self.line(limit_s)
         try:
@@ -100,9 +103,10 @@ class Child:
         except msgspec.DecodeError:
             raise self.failure(f"wrote {line[:80]!r}, not JSON,") from None
 
-    def ask(self, limit_s: float = ANSWER_S, **facts: Any) -> dict[str, Any]:
-        self.tell(**facts)
-        return self.hear(limit_s)
+    def call(self, limit_s: float = ANSWER_S, **facts: Any) -> dict[str, Any]:
+        """Send a line and return the next one."""
+        self.send(**facts)
+        return self.receive(limit_s)
 
     def line(self, limit_s: float) -> bytes:
         """The next line of its output. Raises ContenderFailed."""
@@ -110,14 +114,14 @@ class Child:
         deadline = time.monotonic() + limit_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._rest:
+            while b"\n" not in self._buffer:
                 if not selector.select(deadline - time.monotonic()):
                     raise self.failure(f"did not answer within {limit_s:g} s")
-                piece = os.read(self._process.stdout.fileno(), 65536)
-                if not piece:
+                chunk = os.read(self._process.stdout.fileno(), 65536)
+                if not chunk:
                     raise self.failure("ended")
-                self._rest += piece
-        line, _, self._rest = self._rest.partition(b"\n")
+                self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
     def pause(self) -> None:
@@ -128,16 +132,16 @@ class Child:
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Let it end by itself, then kill what is left of it and below it.
+        """Let it end by itself, then kill the processes that are left of it.
 
-        Who has_stdin is told by the end of its input, others by an interrupt. What is killed leaves
-        files behind: a shared memory of vLLM's, Ray's folder.
+        A program that reads lines ends with its input, others are interrupted. A killed program
+        leaves files behind: vLLM's shared memory, Ray's folder.
         """
         if self._process is None:
             return
         self.resume()
         below = set(self.pids)
-        if self.alive and not self._talks:
+        if self.alive and not self._has_stdin:
             self._process.send_signal(signal.SIGINT)
         with contextlib.suppress(BrokenPipeError):
             if self._process.stdin is not None:
@@ -153,15 +157,15 @@ class Child:
             self._process.stdout.close()
         self._process = None
 
-    def failure(self, what: str) -> ContenderFailed:
-        """It has failed: what, and the last lines of its log."""
+    def failure(self, event: str) -> ContenderFailed:
+        """The error to raise: what happened, and the last lines of its log."""
         code = None
-        if self._process is not None and what.startswith("ended"):
+        if self._process is not None and event.startswith("ended"):
             with contextlib.suppress(subprocess.TimeoutExpired):  # its output ends a little before
                 code = self._process.wait(_EXIT_S)
         ended = f" (exit code {code})" if code is not None else ""
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
-        text = "\n  ".join([f"{self.name} {what}{ended}", *lines[-_LAST_LINES:]])
+        text = "\n  ".join([f"{self.name} {event}{ended}", *lines[-_LAST_LINES:]])
         return ContenderFailed(text)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -172,13 +176,13 @@ class Child:
 
 def cpu_time_s(pids: Iterable[int]) -> float:
     """Processor time that these processes have used, children that have ended aside."""
-    progress_counter = 0
+    ticks = 0
     for pid in pids:
         with contextlib.suppress(OSError):
             text = Path(f"/proc/{pid}/stat").read_text()
             fields = text[text.rindex(")") + 2 :].split()
-            progress_counter += int(fields[11]) + int(fields[12])
-    return progress_counter * _TICK_S
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks * _TICK_S
 
 
 def end(pids: Iterable[int]) -> None:
@@ -202,8 +206,3 @@ def _session(pid: int) -> int:
         return os.getsid(pid)
     except ProcessLookupError:
         return 0
-
-
-def _enable_sigint() -> None:
-    """A shell starts what runs in its background with SIGINT ignored, and children inherit it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,10 +1,10 @@
-"""What the cluster costs: the whole path against the same engine and routes in one process.
+"""The cost of the cluster: the whole path against the same engine and routes in one process.
 
 Processor time of a token is that of all processes of the cluster together, with a model that
-computes next to nothing (`dot`), so that what it computes can be taken off without much error.
+computes next to nothing (`dot`), so that its share can be subtracted without much error.
 
-Where a step's threads have all cores of a machine, everything that Ray does there while it waits is
-lost to them too: so the bare engine is also measured with the idle cluster beside it.
+Where a step's threads have all cores of a machine, they also lose the time that Ray uses there
+while it waits. So the bare engine is also measured with the idle cluster beside it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.flood URL [--requests 10000] [--timeout-s S] [--json FILE]
 
-Every request has a connection of its own, opened as fast as this process can. `/health` is asked
-again and again on fresh connections, as a supervisor does. Told are the answers by status, how long
-`/health` took, and what `Retry-After` said. Needs as many file descriptors as requests (`ulimit
+Every request has a connection of its own, opened as fast as this process can. `/health` is
+polled on fresh connections, as a supervisor does. The report has the answers by status, how long
+`/health` took, and the values of `Retry-After`. Needs as many file descriptors as requests (`ulimit
 -n`), here and in the server.
 """
 
@@ -33,7 +33,7 @@ CONNECT_AT_ONCE = 1000
 class Flood:
     def __init__(self, url: str, body: bytes, timeout_s: float | None = None) -> None:
         parts = urlsplit(url)
-        self._place = (parts.hostname or "127.0.0.1", parts.port or 80)
+        self._address = (parts.hostname or "127.0.0.1", parts.port or 80)
         head = "POST /v1/completions HTTP/1.1\r\n"
         head += f"Host: {parts.netloc}\r\nConnection: close\r\n"
         if timeout_s is not None:
@@ -50,7 +50,7 @@ class Flood:
     async def _one(self) -> None:
         try:
             async with self._opening:
-                reader, writer = await asyncio.open_connection(*self._place)
+                reader, writer = await asyncio.open_connection(*self._address)
                 writer.write(self._request)
             answer = await reader.read()
             writer.close()
@@ -64,8 +64,8 @@ class Flood:
                 self.retry_s.append(int(line.partition(":")[2]))
 
 
-def probe(url: str, ending: Event, told: Connection) -> None:
-    """In a process of its own: the flood's own loop is busy. Tells when each probe began, since the
+def probe(url: str, ending: Event, results: Connection) -> None:
+    """In a process of its own: the flood's own loop is busy. Sends when each probe began, since the
     first, and how long it took."""
     parts = urlsplit(url)
     times: list[tuple[float, float]] = []
@@ -79,7 +79,7 @@ def probe(url: str, ending: Event, told: Connection) -> None:
         connection.close()
         times.append((began, time.perf_counter() - began))
         ending.wait(PROBE_EVERY_S)
-    told.send([(began - times[0][0], took) for began, took in times])
+    results.send([(began - times[0][0], took) for began, took in times])
 
 
 def main() -> None:

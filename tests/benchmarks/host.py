@@ -1,9 +1,9 @@
-"""`python -m tests.benchmarks.host`: what a step costs the host, with no model in it.
+"""`python -m tests.benchmarks.host`: the host's cost of a step, without a model.
 
 The engine's side: requests that decode go through a real scheduler and a real channel, two steps in
 flight, and the tokens are random numbers. The worker's side: the real runner around a model that
-returns zeros. The sampling_baseline: a real engine in one process answers one request, and what the
-model and its sampler take is subtracted from the step.
+returns zeros. `sampling_baseline`: a real engine in one process answers one request; the time of
+the model and its sampler is subtracted from the step.
 
 Engine and worker are measured in processor time of their thread; what the channel's own threads
 encrypt and send counts too, as the processor time of the process beyond that.
@@ -70,7 +70,7 @@ class Clock:
 
 
 class Wire:
-    """A worker and an ingress on one channel each, near enough to hear every message."""
+    """A worker and an ingress on one channel each, in one process."""
 
     def __init__(self) -> None:
         keys = make_keys()
@@ -116,8 +116,8 @@ def random_output(step: ScheduledStep) -> ModelRunnerOutput:
 
 
 def engine_side(rows: int, context: int) -> dict[str, float]:
-    """Microseconds of a step: schedule, update, channel; and `wire`, what the channel's own
-    threads add to them."""
+    """Microseconds of a step: schedule, update, channel; and `channel_threads`, the time
+    of the channel's own threads."""
     scheduler, wire, clock = new_scheduler(rows, context), Wire(), Clock()
     step = scheduler.schedule()
     assert step is not None
@@ -183,7 +183,7 @@ def worker_side(rows: int, context: int) -> dict[str, float]:
 
 
 def _admit(scheduler: Scheduler, runner: ModelRunner) -> None:
-    """Slots are taken one by one: the prompts of all rows at once are no step that anybody runs."""
+    """Slots are taken one by one: no real step has the prompts of all rows at once."""
     step = scheduler.schedule()
     assert step is not None
     for row, start, count in zip(
@@ -206,7 +206,7 @@ def _run(runner: ModelRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
 
 
 class Stopwatch:
-    """Wall time inside of calls, by the clock of whoever is in them."""
+    """Wall time inside of calls."""
 
     def __init__(self) -> None:
         self.ns = 0

@@ -1,4 +1,4 @@
-"""What the host does for a step and for a token, with no model behind it."""
+"""The host's cost of a step and of a token, without a model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Contenders take turns: A B C A B C ..., so that what else the machine does meets all of them.
+"""Contenders take turns: A B C A B C ..., so that other load on the machine meets all of them.
 
-Never do two compute at once: whoever is not at turn is stopped, if it can be.
+Two never compute at once: all but the one at turn are paused, where possible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Contender(Protocol):
     name: str
 
     def start(self) -> None:
-        """Come up and be ready to measure. Raises ContenderFailed."""
+        """Start, and be ready to measure. Raises ContenderFailed."""
 
     def pause(self) -> None:
         """Use no processor until `resume`."""
@@ -29,17 +29,17 @@ class Contender(Protocol):
     def resume(self) -> None: ...
 
     def close(self) -> None:
-        """End with everything that was started; may be called at any time."""
+        """End all processes of it; may be called at any time."""
 
 
 C = TypeVar("C", bound=Contender)
 
 
 class Rounds(dict[str, list[Numbers]]):
-    """What each contender measured: a list of rounds, all of the same length."""
+    """The numbers of each contender: a list of rounds, all of the same length."""
 
     def series(self, name: str, key: str) -> list[float]:
-        """One number of a contender over the rounds; empty if it is not here."""
+        """One number of a contender over the rounds; empty without it."""
         return [numbers[key] for numbers in self.get(name, [])]
 
     def all_series(self, name: str) -> dict[str, list[float]]:
@@ -63,7 +63,7 @@ class InterleavedRounds(Generic[C]):
         with self._stack as stack:
             for contender in list(self.active):
                 stack.callback(contender.close)
-                tell(f"starting {contender.name}")
+                log(f"starting {contender.name}")
                 with self._recording_failure(contender):
                     contender.start()
                     contender.pause()
@@ -84,7 +84,7 @@ class InterleavedRounds(Generic[C]):
                     contender.pause()
                     rounds.setdefault(contender.name, []).append(numbers)
                     shown = "  ".join(f"{key} {value:.4g}" for key, value in numbers.items())
-                    tell(f"round {index + 1}  {contender.name:14} {shown}")
+                    log(f"round {index + 1}  {contender.name:14} {shown}")
         active = {contender.name for contender in self.active}
         return Rounds({name: rounds[name] for name in rounds if name in active})
 
@@ -95,12 +95,12 @@ class InterleavedRounds(Generic[C]):
         except ContenderFailed as error:
             if contender.name == OURS:
                 raise
-            tell(str(error))
+            log(str(error))
             self.troubles.append(str(error).splitlines()[0])
             self.active.remove(contender)
             contender.close()
 
 
-def tell(text: str) -> None:
-    """Progress, beside the results."""
+def log(text: str) -> None:
+    """Print progress, apart from the results."""
     print(text, file=sys.stderr, flush=True)

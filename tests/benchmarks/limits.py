@@ -1,10 +1,10 @@
 """How fast a batch could be: its matrix products alone, and its bytes at the memory's rate.
 
-    time of a step = products of its tokens and of its drawn rows, each as one `F.linear`
+    time of a step = products of its tokens and of its sampled rows, each as one `F.linear`
                    + bytes of KV that its rows read and write, at the measured memory rate
 
 A step of a single token does not reach the processor's arithmetic: there the weights' bytes at
-that rate take the products' place. Which steps there are is what our scheduler decides.
+that rate take the products' place. The scheduler decides which steps there are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LEAST_S = 0.3
 def memory_rate() -> float:
     """Bytes a second that all cores together read: the best of several passes over several buffers.
 
-    Pages differ: where a virtual machine's memory lies decides about a factor of two.
+    Pages differ: the place of a virtual machine's memory makes a difference of up to two.
     """
     best = float("inf")
     for _ in range(_PROBES):
@@ -55,17 +55,17 @@ class Products:
         self._head = torch.randn(shape.vocab_size, hidden)
 
     @torch.inference_mode()
-    def seconds(self, tokens: int, drawn: int) -> float:
+    def seconds(self, tokens: int, sampled: int) -> float:
         """Of one step, the median of several."""
         widths = (self.shape.hidden, self.shape.intermediate)
         inputs = {width: torch.randn(tokens, width) for width in widths}
-        last = torch.randn(drawn, self.shape.hidden)
+        last = torch.randn(sampled, self.shape.hidden)
 
         def run() -> None:
             for layer in self._layers:
                 for weight in layer:
                     F.linear(inputs[weight.shape[1]], weight)
-            if drawn:
+            if sampled:
                 F.linear(last, self._head)
 
         return _median(run)
@@ -74,10 +74,10 @@ class Products:
 def batch_seconds(shape: Shape, products: Products, made: list[Step], rate: float) -> float:
     """The least time of all these steps."""
     seconds = sum(step.positions for step in made) * shape.kv_bytes / rate
-    kinds = Counter((step.tokens, step.drawn) for step in made)
-    for (tokens, drawn), count in kinds.items():
+    kinds = Counter((step.tokens, step.sampled) for step in made)
+    for (tokens, sampled), count in kinds.items():
         alone = tokens == 1
-        one = shape.weight_bytes / rate if alone else products.seconds(tokens, drawn)
+        one = shape.weight_bytes / rate if alone else products.seconds(tokens, sampled)
         seconds += count * one
     return seconds
 

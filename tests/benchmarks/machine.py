@@ -1,4 +1,4 @@
-"""Where and of what a measurement was made."""
+"""The machine and the software of a measurement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def machine() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of what we stand on."""
+    """Of Python and the main dependencies."""
     return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
 
 
@@ -47,8 +47,8 @@ def today() -> str:
 
 def commit() -> str:
     """Of the checkout; `+` behind it: with changes. Empty outside of one."""
-    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
-    run = subprocess.run(asked, capture_output=True, text=True, check=False)
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     return run.stdout.strip()
 
 

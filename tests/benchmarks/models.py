@@ -1,4 +1,4 @@
-"""Random llamas, the same for everybody: made from a seed where they do not lie yet.
+"""Random llamas, the same on every machine: made from a seed where they are missing.
 
 The tokenizer is made, not trained: bytes, pairs of letters, and words of two pairs, with and
 without a space before them. So a prompt of random words has a known number of tokens.
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """What one token reads: every matrix once."""
+        """Bytes that one token reads: every matrix once."""
         attention = 2 * self.hidden * (self.hidden + self.kv_heads * self.head_dim)
         layer = attention + 3 * self.hidden * self.intermediate
         return (self.layers * layer + self.vocab_size * self.hidden) * FLOAT_BYTES
@@ -59,7 +59,7 @@ SHAPES = {
     "m15-long": Shape(256, 6, 4, 2, 768, positions=16_384),
     "dot": Shape(64, 1, 2, 2, 64, vocab_size=1024),
 }
-"""4.4, 12.9 and 100 million parameters; `dot` computes next to nothing."""
+"""4.4, 12.9 and 100 million parameters; `dot` computes almost nothing."""
 
 
 def default_folder() -> Path:

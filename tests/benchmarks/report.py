@@ -7,10 +7,11 @@ from pathlib import Path
 from statistics import median
 
 from swell.cluster.cli.console import print_table
+from tests import marked_page
 from tests.benchmarks.results import Figure, Results
 
 HEAD = ("case", "what", "swell", "against", "theirs", "ratio", "spread", "target", "")
-START, END = "<!-- bench -->\n", "<!-- end -->"
+MARKER = "bench"
 _MARKS = {None: "", True: "met", False: "MISSED"}
 
 
@@ -60,9 +61,9 @@ def show(results: Results) -> None:
 
 def markdown(results: Results) -> str:
     """Circumstances, then the table."""
-    lines = [*environment(results), "", _line(HEAD)]
-    lines.append(_line(["---", "---", "---:", "---", *["---:"] * 4, "---"]))
-    lines += [_line(row) for row in rows(results)]
+    lines = [*environment(results), "", marked_page.row(HEAD)]
+    lines.append(marked_page.row(["---", "---", "---:", "---", *["---:"] * 4, "---"]))
+    lines += [marked_page.row(row) for row in rows(results)]
     for name, result in results.items():
         lines += ["", *(f"{name}: {trouble}" for trouble in result.troubles)]
     return "\n".join(lines).rstrip()
@@ -90,12 +91,4 @@ def _listed(facts: Mapping[str, str]) -> str:
 
 def write_markdown(path: Path, results: Results) -> None:
     """Put the table between the markers of a page. Raises ValueError without them."""
-    head, start, rest = path.read_text().partition(START)
-    _old, end, tail = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"{path} has no {START.strip()!r} followed by {END!r}")
-    path.write_text(f"{head}{start}{markdown(results)}\n{end}{tail}")
-
-
-def _line(cells: tuple[str, ...] | list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    marked_page.replace(path, MARKER, markdown(results))

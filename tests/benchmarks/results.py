@@ -1,4 +1,4 @@
-"""What is measured: figures of ours, beside a reference of the same rounds, and their bounds."""
+"""Figures of Swell, beside a reference of the same rounds, and their bounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 
-class Spread(msgspec.Struct, frozen=True):
+class MedianRange(msgspec.Struct, frozen=True):
     """Of one number over the rounds."""
 
     median: float
@@ -24,14 +24,14 @@ class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
     """With its unit: `output tokens/s`."""
     ours: list[float]
     against: str = ""
-    """Who the reference is; empty: the number stands alone, and the bounds are on it."""
+    """The reference; empty: the number has none, and the bounds are on it."""
     theirs: list[float] = []
     at_least: float | None = None
     at_most: float | None = None
 
     @property
-    def compared(self) -> Spread:
-        """What the bounds are about: ours over theirs, or ours."""
+    def compared(self) -> MedianRange:
+        """The value that has the bounds: ours over theirs, or ours."""
         return spread(ratios(self.ours, self.theirs) if self.against else self.ours)
 
     @property
@@ -69,17 +69,17 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [our / their for our, their in zip(ours, theirs, strict=True)]
 
 
-def spread(values: Sequence[float]) -> Spread:
-    return Spread(statistics.median(values), min(values), max(values))
+def spread(values: Sequence[float]) -> MedianRange:
+    return MedianRange(statistics.median(values), min(values), max(values))
 
 
 def read(path: Path) -> Results:
-    """What the file holds; nothing if there is none."""
+    """The results in the file; none if there is no file."""
     return msgspec.json.decode(path.read_bytes(), type=Results) if path.exists() else {}
 
 
 def write(path: Path, results: Results) -> None:
-    """Put these cases into the file; what it holds of others stays."""
+    """Put these cases into the file; others stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode({**read(path), **results}), indent=1)
     path.write_bytes(text + b"\n")

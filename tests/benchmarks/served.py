@@ -46,7 +46,7 @@ def run(setup: Setup) -> Measured:
 
 
 def rounds_of(client: Client, turns: InterleavedRounds[A], streams: int, repeats: int) -> Rounds:
-    """Rounds at so many streams, after some short answers that nobody measures."""
+    """Rounds at so many streams, after some short answers that are not measured."""
     vocab_size = models.SHAPES[MODEL].vocab_size
 
     def warm(server: Target) -> Numbers:

@@ -12,18 +12,18 @@ from typing import Protocol
 from swell.coordinator.ports import free_port
 from tests.benchmarks.case import CONTENDERS, Setup
 from tests.benchmarks.children import START_S, Child, ContenderFailed, cpu_time_s
-from tests.benchmarks.interleaved import OURS, Contender, tell
+from tests.benchmarks.interleaved import OURS, Contender, log
 
 _HOST = "127.0.0.1"
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _SETTLE_S = 0.5
-"""What was due while a server was stopped is done in this time."""
+"""A server that was stopped catches up in this time."""
 _COMPLETIONS = "/v1/completions"
 _ONE_TOKEN = b'{"model": "m", "prompt": "a", "max_tokens": 1}'
 
 
 class Target(Contender, Protocol):
-    """Who answers requests."""
+    """A server under load."""
 
     url: str
 
@@ -31,7 +31,7 @@ class Target(Contender, Protocol):
 class Server:
     """One server until `close`. `start_s`: from its start until it answers that it is ready.
 
-    `ready` is the path that is asked; for a server that has none, an answer of one token.
+    `ready` is the path that is polled; a server without one is asked for one token.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Server:
                 raise self._child.failure("ended before it was ready")
             if time.perf_counter() - started > START_S:
                 raise self._child.failure(f"was not ready after {START_S:g} s")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         self.start_s = time.perf_counter() - started
-        tell(f"{self.name} is ready after {self.start_s:.1f} s")
+        log(f"{self.name} is ready after {self.start_s:.1f} s")
 
     def cpu_time_s(self) -> float:
         """Processor time of all its processes since their start."""
@@ -66,7 +66,7 @@ class Server:
         return (self.cpu_time_s() - before) / seconds
 
     def pause(self) -> None:
-        """Even who only waits looks around: Ray's daemons use some percent of a core."""
+        """An idle server computes too: Ray's daemons use some percent of a core."""
         self._child.pause()
 
     def resume(self) -> None:
@@ -92,7 +92,8 @@ class Server:
 
 
 class CoRunningServers:
-    """A server while another idles beside it. Both are contenders themselves, who start before."""
+    """A server while another idles beside it. Both are contenders themselves, and started
+    before."""
 
     def __init__(self, server: Server, idle: Server) -> None:
         self.name = f"{server.name}, {idle.name} idle"
@@ -124,7 +125,7 @@ class Client:
 
     def __enter__(self) -> Client:
         self._child.start()
-        self._child.hear(START_S)
+        self._child.receive(START_S)
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -135,7 +136,7 @@ class Client:
     ) -> dict[str, float]:
         """Rates and latencies of so many requests. Raises ContenderFailed if one failed."""
         self._seed += 1
-        numbers = self._child.ask(
+        numbers = self._child.call(
             url=server.url,
             streams=streams,
             requests=requests,
@@ -192,5 +193,5 @@ PEER_SERVERS = {"vllm": vllm, "ray-serve-llm": ray_serve_llm}
 
 
 def peers(model: Path, setup: Setup) -> list[Server]:
-    """Servers of the peers that are here."""
+    """Servers of the peers that are installed."""
     return [make(model, setup) for name, make in PEER_SERVERS.items() if name in setup.peers]

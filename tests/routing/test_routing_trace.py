@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_a_run_is_the_same_every_time() -> None:
 
 @pytest.mark.parametrize("num_blocks", [1500, 8192])
 def test_every_turn_is_served_and_every_count_ends_at_zero(num_blocks: int) -> None:
-    simulation = Simulation(
+    simulation: Any = Simulation(
         TRACE,
         POLICIES["affinity"],
         ingresses=2,
@@ -79,8 +80,8 @@ def test_every_turn_is_served_and_every_count_ends_at_zero(num_blocks: int) -> N
     )
     outcome = simulation.run()
     assert len(outcome.ttft_s) == TURNS and min(outcome.ttft_s) > 0
-    for simulated in simulation._engines.values():
-        assert simulated.is_idle and simulated._free_blocks == num_blocks
+    for engine in simulation._engines.values():
+        assert engine.is_idle and engine._free_blocks == num_blocks
     for router in simulation._ingresses:
         for engine in router._engines.values():
             loads = [engine.sent, *engine.unreported.values()]

@@ -8,9 +8,9 @@ from lines import Lines
 
 def main(lines):
     function = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
-    lines.tell(ready=True)
+    lines.send(ready=True)
     for _ in lines:
-        lines.tell(**function())
+        lines.send(**function())
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ def main(lines):
     shape, (rows, inputs, outputs) = SHAPES[sys.argv[1]], map(int, sys.argv[2:])
     made = steps(rows, inputs, outputs)
     products = limits.Products(shape)
-    lines.tell(ready=True)
+    lines.send(ready=True)
     for _ in lines:
         rate = limits.memory_rate()
         seconds = limits.batch_seconds(shape, products, made, rate)
-        lines.tell(tokens_per_s=rows * outputs / seconds, memory_gb_per_s=rate / 1e9)
+        lines.send(tokens_per_s=rows * outputs / seconds, memory_gb_per_s=rate / 1e9)
 
 
 if __name__ == "__main__":

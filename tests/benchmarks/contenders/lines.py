@@ -1,4 +1,4 @@
-"""How a contender talks: a JSON line when it is ready, then one for each line that it is told.
+"""The protocol of a contender: a JSON line when it is ready, then one for each line it receives.
 
 The lines go to what was standard output at the start. What libraries print goes to standard
 error, so this must be made before they are loaded. Needs nothing but Python.
@@ -14,13 +14,13 @@ TURN_S = 2.0
 
 
 class Lines:
-    """Iterate over what is asked; `tell` answers. Ends when the asker closes its side."""
+    """Iterate over the calls; `send` answers. Ends when the caller closes its side."""
 
     def __init__(self):
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
-    def tell(self, **facts):
+    def send(self, **facts):
         self._out.write(json.dumps(facts) + "\n")
         self._out.flush()
 
@@ -32,11 +32,11 @@ class Lines:
         """Answer each line with the output tokens per second of `batch`, which gives their number.
 
         A turn is as many batches as it takes, one after another: a short one alone would mostly
-        tell how fast caches warm up behind the others' turns.
+        measure how fast caches warm up after the others' turns.
         """
         for _ in self:
             started, seconds, tokens = time.perf_counter(), 0.0, 0
             while seconds < TURN_S:
                 tokens += batch()
                 seconds = time.perf_counter() - started
-            self.tell(tokens_per_s=tokens / seconds)
+            self.send(tokens_per_s=tokens / seconds)

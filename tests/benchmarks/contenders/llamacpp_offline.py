@@ -98,20 +98,20 @@ class StaticBatch:
         self.batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def run(self, outputs):
-        """Prompts, then `outputs` tokens a row, the most likely each time -> how many."""
+        """Prompts, then `outputs` tokens a row, greedy -> how many."""
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
-        drawn = self._prefill(random.Random(0))
+        sampled = self._prefill(random.Random(0))
         for step in range(outputs - 1):
             self.batch.n_tokens = 0
             for row in range(self.rows):
-                self._put(drawn[row], self.inputs + step, row, True)
+                self._put(sampled[row], self.inputs + step, row, True)
             self._decode()
             logits = self._logits(self.lib.llama_get_logits(self.context), self.rows)
-            drawn = logits.argmax(1).tolist()
+            sampled = logits.argmax(1).tolist()
         return self.rows * outputs
 
     def _prefill(self, rng):
-        drawn = []
+        sampled = []
         group = max(1, BATCH_TOKENS // self.inputs)
         for first in range(0, self.rows, group):
             self.batch.n_tokens = 0
@@ -124,16 +124,16 @@ class StaticBatch:
             self._decode()
             for end in ends:
                 row = self._logits(self.lib.llama_get_logits_ith(self.context, end), 1)
-                drawn.append(int(row.argmax()))
-        return drawn
+                sampled.append(int(row.argmax()))
+        return sampled
 
-    def _put(self, token, position, row, draws):
+    def _put(self, token, position, row, samples):
         index = self.batch.n_tokens
         self.batch.token[index] = token
         self.batch.pos[index] = position
         self.batch.n_seq_id[index] = 1
         self.batch.seq_id[index][0] = row
-        self.batch.logits[index] = draws
+        self.batch.logits[index] = samples
         self.batch.n_tokens = index + 1
 
     def _decode(self):
@@ -151,7 +151,7 @@ def main(lines):
     model, (rows, inputs, outputs) = Path(sys.argv[1]), map(int, sys.argv[2:])
     contender = StaticBatch(model, rows, inputs, outputs)
     contender.run(4)
-    lines.tell(ready=True)
+    lines.send(ready=True)
     lines.send_rates(lambda: contender.run(outputs))
 
 

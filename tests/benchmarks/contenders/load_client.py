@@ -68,9 +68,9 @@ def numbers(samples, seconds):
 
 
 def main(lines):
-    lines.tell(ready=True)
-    for asked in lines:
-        lines.tell(**numbers(*asyncio.run(run(Load(**asked)))))
+    lines.send(ready=True)
+    for call in lines:
+        lines.send(**numbers(*asyncio.run(run(Load(**call)))))
 
 
 if __name__ == "__main__":

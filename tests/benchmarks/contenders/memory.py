@@ -6,9 +6,9 @@ from lines import Lines
 def main(lines):
     from tests.benchmarks.limits import memory_rate
 
-    lines.tell(ready=True)
+    lines.send(ready=True)
     for _ in lines:
-        lines.tell(gb_per_s=memory_rate() / 1e9)
+        lines.send(gb_per_s=memory_rate() / 1e9)
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ def main(lines):
         vocabulary = range(llm._prompts.vocab_size)
         prompts = [rng.choices(vocabulary, k=inputs) for _ in range(rows)]
         llm.generate(prompts, params)
-        lines.tell(ready=True)
+        lines.send(ready=True)
         for _ in lines:
             watch.ns = 0
             llm.generate(prompts, params)
-            lines.tell(us_per_token=watch.ns / 1e3 / (rows * outputs))
+            lines.send(us_per_token=watch.ns / 1e3 / (rows * outputs))
 
 
 if __name__ == "__main__":

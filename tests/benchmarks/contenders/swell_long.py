@@ -53,10 +53,10 @@ def main(lines):
     with LLM(model, **overrides) as llm:
         contexts = LongContexts(llm)
         contexts.prefix_ms(prefix)
-        lines.tell(ready=True)
+        lines.send(ready=True)
         for _ in lines:
             miss, hit = contexts.prefix_ms(prefix)
-            lines.tell(decode_ms=contexts.decode_ms(context), miss_ms=miss, hit_ms=hit)
+            lines.send(decode_ms=contexts.decode_ms(context), miss_ms=miss, hit_ms=hit)
 
 
 if __name__ == "__main__":

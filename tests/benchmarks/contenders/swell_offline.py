@@ -24,7 +24,7 @@ def main(lines):
         prompts = [[rng.randrange(1000, 30_000) for _ in range(inputs)] for _ in range(rows)]
         params = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-        lines.tell(ready=True)
+        lines.send(ready=True)
         lines.send_rates(lambda: count(llm.generate(prompts, params)))
 
 

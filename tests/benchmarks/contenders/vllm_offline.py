@@ -23,7 +23,7 @@ def main(lines):
     params = vllm.SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
     warm = vllm.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     llm.generate(prompts, warm, use_tqdm=False)
-    lines.tell(ready=True)
+    lines.send(ready=True)
     lines.send_rates(lambda: count(llm.generate(prompts, params, use_tqdm=False)))
 
 

@@ -1,9 +1,9 @@
-"""`python -m tests.sampling_cost`: what each wish about tokens costs a step, and what it costs not
-to have it.
+"""`python -m tests.benchmarks.sampling_cost`: what each sampling parameter costs in a step,
+and what a step costs without any.
 
 One engine in this process, a random llama of 12.9 M parameters (vocabulary 32 000), 64 rows that
-decode. Each wish runs in turn with the plain answers, so that what else the machine does meets
-both; the ratio of two neighbours is kept, and the median of all is told.
+decode. Each parameter runs in turn with plain answers, so that other load of the machine meets
+both; the ratio of two neighbours is kept, and the median of all is printed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from swell.worker.sample.logits_processor import LogitsProcessor
 from swell.worker.sample.sampler import Sampler
 
 ROWS, PROMPT_TOKENS, STEPS, PAIRS = 64, 32, 48, 3
-NANO = Path(__file__).parents[1] / "configs" / "models" / "nano"
+NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -41,7 +42,7 @@ MODEL = {
 }
 SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 400}
 
-WISHES: dict[str, dict[str, Any]] = {
+PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top_k": {"top_k": 50},
     "top_p": {"top_p": 0.9},
@@ -57,9 +58,9 @@ WISHES: dict[str, dict[str, Any]] = {
 }
 
 
-def plain(**wish: Any) -> SamplingParams:
-    fields = {"temperature": 0.8, "seed": 1, "max_tokens": STEPS, "ignore_eos": True, **wish}
-    return SamplingParams(**fields)
+def plain(**fields: Any) -> SamplingParams:
+    defaults = {"temperature": 0.8, "seed": 1, "max_tokens": STEPS, "ignore_eos": True}
+    return SamplingParams(**{**defaults, **fields})
 
 
 def step_ms(llm: LLM, params: SamplingParams) -> float:
@@ -81,7 +82,7 @@ def compare(one: Callable[[], float], other: Callable[[], float]) -> tuple[float
 
 
 class Timed:
-    """A stage and the time that it takes."""
+    """A logits processor and the time that it takes."""
 
     def __init__(self, stage: LogitsProcessor) -> None:
         self._stage = stage
@@ -98,14 +99,15 @@ class Timed:
 
 
 def unused(llm: LLM) -> None:
-    """What the stages take of a step of answers that ask for none of them."""
+    """The time of the logits processors in a step that needs none of them."""
     (sampler,) = (thing for thing in gc.get_objects() if isinstance(thing, Sampler))
     stages = sampler._logits_processors
-    sampler._logits_processors = timed = [Timed(stage) for stage in stages]
+    timed = [Timed(stage) for stage in stages]
+    sampler._logits_processors = timed  # type: ignore[assignment]
     step = step_ms(llm, plain())
     sampler._logits_processors = stages
     taken = sum(stage.seconds for stage in timed) / STEPS * 1e3
-    print(f"stages that nobody uses: {taken:.3f} of {step:.2f} ms a step, {taken / step:.2%}")
+    print(f"logits processors without use: {taken:.3f} of {step:.2f} ms a step, {taken / step:.2%}")
 
 
 def main() -> None:
@@ -130,13 +132,13 @@ def main() -> None:
 def show(llm: LLM) -> None:
     unused(llm)
     print(f"{'64 rows':36} {'without, ms a step':>18} {'with, ms':>9} {'ratio':>6}")
-    for name, wish in WISHES.items():
-        params = plain(**wish)
+    for name, fields in PARAMETERS.items():
+        params = plain(**fields)
         step_ms(llm, params)  # tables are made at first use
-        tell(name, lambda: step_ms(llm, plain()), lambda params=params: step_ms(llm, params))
+        print_ratio(name, partial(step_ms, llm, plain()), partial(step_ms, llm, params))
 
 
-def tell(name: str, one: Callable[[], float], other: Callable[[], float]) -> None:
+def print_ratio(name: str, one: Callable[[], float], other: Callable[[], float]) -> None:
     base, used, ratio = compare(one, other)
     print(f"{name:36} {base:18.2f} {used:9.2f} {ratio:6.3f}", flush=True)
 
