@@ -53,6 +53,13 @@ def test_progress_is_a_change_of_the_counter_of_a_busy_one(counters, busy, witho
     assert monitor.without_progress_s(0.0) == ({} if without_s is None else {"a": without_s})
 
 
+def test_an_idle_one_is_never_without_progress() -> None:
+    monitor = watching("a")
+    monitor.on_report("a", 5, 0.0, busy=False)
+    monitor.advance(1.0)
+    assert monitor.without_progress_s(0.0) == {}
+
+
 def test_what_was_before_since_does_not_count() -> None:
     monitor = watching("a")
     for now in (0.0, 1.0, 2.0, 3.0):
