@@ -8,7 +8,7 @@ another engine, how slowly its asker reads, and in which kind it is told.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from swell.cluster.local import LLM, TokenizedPrompt
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.prompts import load_tokenizer
 from swell.worker.sample import logprobs, sampler
+from tests.engine.depth import keeping_depth
 from tests.engine.features import RequestSpec
 
 NANO = str(Path(__file__).parents[2] / "configs" / "models" / "nano")
@@ -152,7 +153,9 @@ def engine(**overrides: Any) -> LLM:
     """Eight rows; the keys of `overrides` are those of `--set`, with `__` for a dot."""
     changes = {key.replace("__", "."): value for key, value in overrides.items()}
     basis = {"model.device": "cpu", "cache.memory_bytes": 4_000_000, "scheduler.max_rows": 8}
-    return LLM(NANO, **basis | changes)
+    settings = basis | changes
+    with keeping_depth() if settings.get("scheduler.steps_in_flight", 1) != 1 else nullcontext():
+        return LLM(NANO, **settings)
 
 
 @dataclass

@@ -215,6 +215,7 @@ def test_ranks_agree_on_what_is_broken(folder, open_door, split) -> None:
         **{f"parallel__{split}": 2},
     ) as engine:
         check_all(engine, exact=False)
+        assert max(engine.depths) == 3
 
 
 @pytest.mark.slow

@@ -136,6 +136,7 @@ def test_in_groups_with_steps_in_flight(folders, family, split):
     with Engine(folders[family, NAN], scheduler__max_tokens_per_step=16, **overrides) as engine:
         for sampler in WISHES.values():
             check(engine, engine.answer(requests(GOOD, sampler)), sampler, exact=False)
+        assert max(engine.depths) == 3
 
 
 def test_what_is_no_number_stays_in_no_cache(folders):
