@@ -34,7 +34,7 @@ class EngineCore:
         depth = config.scheduler.steps_in_flight if executor.overlaps else 1
         kind = WaveMember if config.parallel.expert else NullMember
         self.wave_member: EngineWaves = kind(rank=0, incarnation=0, depth=depth)
-        """Says when to step; what it has to say is collected in `take_messages`."""
+        """Says when to step; its messages are collected for `take_messages`."""
         self.num_dummy_steps = 0
         self.num_waves = 0
         self.sync_s = 0.0
@@ -46,7 +46,8 @@ class EngineCore:
         self.limits = limits
         self.scheduler = self._new_scheduler()
         self.on_start: Callable[[dict[bytes, list[str]]], None] = lambda started: None
-        """Hears which requests a step begins with, by ingress, before it is handed out."""
+        """Called with the requests that take their slots with a step, by ingress, before it is
+        executed."""
         self.num_steps = 0
         """Steps whose results were read: the measure of progress."""
         self._in_flight: deque[tuple[ScheduledStep, AsyncModelRunnerOutput]] = deque()
@@ -73,12 +74,12 @@ class EngineCore:
         return answer
 
     def take_failed(self) -> list[Outputs]:
-        """What is to be told of requests that ended because workers were lost."""
+        """Outputs of requests that ended because workers were lost."""
         failed, self._failed = self._failed, []
         return failed
 
     def take_messages(self) -> list[CoordinatorMessage]:
-        """What the coordinator is to be told."""
+        """Messages for the coordinator."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -86,7 +87,7 @@ class EngineCore:
         self.scheduler.abort(request_ids)
 
     def abort_client(self, client: bytes) -> list[str]:
-        """Drop everything that one ingress asked for; the ids of what there was."""
+        """Drop all requests of one ingress; their ids."""
         ids = [i for i, request in self.scheduler.requests.items() if request.client == client]
         self.scheduler.abort(ids)
         return ids

@@ -62,7 +62,7 @@ class Request:
         self.core = core
         self.request_id = core.request_id
         self.client = client
-        """The ingress that asked: outputs go back to it."""
+        """The ingress of the request: outputs go back to it."""
         self.order = order
         """Place under the policy; unique, smaller first, kept over preemption."""
         self.failed_attempts = core.failed_attempts

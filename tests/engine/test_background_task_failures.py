@@ -169,7 +169,7 @@ def test_the_listener_to_the_workers(deaths: Deaths, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(beats._monitor, "on_heartbeat", planted)
         worker: Outlet[WorkerCommand] = Outlet(beats.address, WorkerCommand, keys)
         worker.send(WorkerHeartbeat(0, 1, 0))
-        check(deaths, "workers' beats")
+        check(deaths, "worker heartbeats")
         worker.close()
     finally:
         beats.close()
