@@ -58,7 +58,7 @@ AXES = {
     "scarce blocks, nothing cached, three steps": Axis(
         {**SCARCE, "cache__prefix_caching": False, "scheduler__steps_in_flight": 3}, is_scarce=True
     ),
-    "mended every 4 steps": Axis(harness={"recovered_every": 4}, is_scarce=True),
+    "recovered every 4 steps": Axis(harness={"recovered_every": 4}, is_scarce=True),
     # Blocks of one token: whole prompts are found, and their last token is computed all the same.
     "a warm cache": Axis({"cache__block_tokens": 1}, is_warm=True),
     "tensor 2": Axis({"parallel__tensor": 2}),
