@@ -293,7 +293,7 @@ class Ingress:
     async def _ready(self, request: Request) -> Response:
         """200 if an engine can make progress. A silent coordinator alone is no reason against it:
         serving goes on with the engines that were there."""
-        state = self.llm.readiness.look(time.monotonic())
+        state = self.llm.readiness.check(time.monotonic())
         if state.ranks:
             coordinator = "silent" if state.coordinator_silent else "ok"
             return json_response(Readiness(engines=state.ranks, coordinator=coordinator))

@@ -168,7 +168,7 @@ class AsyncLLM:
         self.view = view
         self._view_at_s = self._clock()
         self._admission.observe(view, self._view_at_s)
-        self.readiness.follow(view, time.monotonic())
+        self.readiness.on_view(view, time.monotonic())
         self._first_view.set()
         members = view.roster.members
         if members:
