@@ -101,14 +101,12 @@ def _beginnings(literals: tuple[str, ...]) -> frozenset[str]:
 class MarkedCall(Call):
     """A call between literals that its format fixes: states read those, or a run of characters."""
 
-    def __init__(self) -> None:
-        self._literals = LiteralMatcher()
-        self._then: dict[str, Callable[[str], None]] = {}
-        self._run = ""
-        self._pattern = SPACE
-        self._max_chars = MAX_NAME_CHARS
-        self._after_run: Callable[[str], None]
-        self._state = self._at_literal
+    _literals: LiteralMatcher
+    _then: dict[str, Callable[[str], None]]
+    _run: str
+    _pattern: re.Pattern[str]
+    _max_chars: int
+    _after_run: Callable[[str], None]
 
     def _expect(self, then: dict[str, Callable[[str], None]], *, skip_space: bool = True) -> None:
         """One of these literals follows; what to do with it."""

@@ -62,7 +62,6 @@ class MarkupCall(MarkedCall):
     ) -> None:
         """`types`: what values a tool's argument may have. `names`: the tools that may be called;
         None: any."""
-        super().__init__()
         self._markup = markup
         self._types = types
         self._pieces: list[str] = []

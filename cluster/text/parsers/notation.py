@@ -57,7 +57,6 @@ class NotationHead(MarkedCall):
     """The name of a call, up to the bracket that opens its arguments."""
 
     def __init__(self, notation: Notation) -> None:
-        super().__init__()
         self._notation = notation
         if notation.prefix:
             self._expect({notation.prefix: self._begin_name})
@@ -90,7 +89,7 @@ class NotationCall(Call):
         value; arrays have none."""
         self._begun = False
         """Something stands before the next element."""
-        self._marks = LiteralMatcher(notation.mark, skip_space=False)
+        self._marks: LiteralMatcher
         self._value: Value = Value()
         self._after: Callable[[str, int], int] = self._after_value
         self._state = self._before_key
@@ -150,6 +149,7 @@ class NotationCall(Call):
     def _begin(self, char: str, at: int, after: Callable[[str, int], int], word: Value) -> int:
         """A string or a word begins with `char`, or the call is broken there."""
         if self._notation.mark[:1] == char:
+            self._marks = LiteralMatcher(self._notation.mark, skip_space=False)
             self._after, self._state = after, self._in_mark
             return at
         if char in self._notation.quotes:

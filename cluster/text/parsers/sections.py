@@ -60,5 +60,4 @@ class _FirstCall(MarkedCall):
     """What begins the first call of a section."""
 
     def __init__(self, call_begin: str, new_call: Callable[..., Call]) -> None:
-        super().__init__()
         self._expect({call_begin: lambda _: self._begin_body(new_call(bare=False))})

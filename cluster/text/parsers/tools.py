@@ -48,7 +48,7 @@ class ToolParser(StateParser):
         self._call: Call | None = None
         self._announced = False
         self._num_calls = 0
-        self._end_of_call = LiteralMatcher()
+        self._end_of_call: LiteralMatcher
         self._stop_marker: str | None = None
 
     @staticmethod
