@@ -28,9 +28,9 @@ class CallReader(StructureReader, Call):
 
     `known` as soon as it has a name and its arguments begin, which are an object, or a string
     whose content is then their text. What comes before that decides whether it is a call at all;
-    what comes behind decides nothing. Keys may stand in any order; of a key that is written twice
+    what follows decides nothing. Keys may come in any order; of a key that is written twice
     the first counts. `argument_keys` are the names of the arguments' key. `other_keys`: keys that
-    may stand there before it is known, None for any. `names`: those that a call may have.
+    may precede that, None for any. `names`: those that a call may have.
     """
 
     _allows_last_comma = True

@@ -55,7 +55,7 @@ class ScalarValue(Value):
 class RawValue(Value):
     """An object or an array, as it is written.
 
-    `fence`: characters that end it wherever they stand outside a string, because the format's
+    `fence`: characters that end it wherever they occur outside a string, because the format's
     closing marker begins with them: a model that forgets a bracket still closes its call.
     """
 
@@ -105,7 +105,7 @@ class EscapedString(Value):
     _escapes: Mapping[str, str]
     """Character behind the backslash -> what it means."""
     _code_digits: Mapping[str, int]
-    """Character behind the backslash -> hexadecimal digits of a code that follow it."""
+    """Character behind the backslash -> number of hexadecimal digits that follow it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ class Notation(msgspec.Struct, frozen=True):
     quotes: str
     """Characters that begin a string."""
     mark: str
-    """Before and behind a string; empty: none."""
+    """Before and after a string; empty: none."""
     brackets: Mapping[str, tuple[str, str]]
     """What opens arrays and objects -> what closes them, and what separates key and value."""
     words: Mapping[str, str]
@@ -77,7 +77,7 @@ class NotationHead(MarkedCall):
 
 
 class NotationCall(StructureReader, Call):
-    """A call from behind the bracket that opens its arguments.
+    """A call, from after the bracket that opens its arguments.
 
     `known` where the first argument's value begins, or the arguments end without any.
     """

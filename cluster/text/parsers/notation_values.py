@@ -93,7 +93,7 @@ class QuotedString(EscapedString):
 
 
 class DelimitedString(Value):
-    """Between two equal marks, without escapes, from behind the first on."""
+    """Between two equal marks, without escapes, from after the first on."""
 
     def __init__(self, mark: str) -> None:
         super().__init__()

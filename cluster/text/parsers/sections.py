@@ -27,7 +27,7 @@ class SectionParser(ToolParser):
 
     @abstractmethod
     def _new_call(self, *, bare: bool) -> Call:
-        """Reads a call from behind what begins it. `bare`: there was no section around it."""
+        """Reads a call from after what begins it. `bare`: there was no section around it."""
 
     def _on_marker(self, marker: str) -> None:
         if not self.call_begin or marker.endswith(self.call_begin):
