@@ -108,16 +108,16 @@ class NotationCall(StructureReader, Call):
 
     # -------------------------------------------------------------------------------- tokens
 
-    def _on_token(self, token: str) -> None:
-        if token == ",":
+    def _on_token(self, text: str) -> None:
+        if text == ",":
             self._comma_is_due = True
-        elif token in "}]:":
+        elif text in "}]:":
             self._comma_is_due = False
-            self._out.append(": " if token == ":" else token)
+            self._out.append(": " if text == ":" else text)
         else:
             self._separate()
             self.known = True
-            self._out.append(token)
+            self._out.append(text)
 
     def _separate(self) -> None:
         if self._comma_is_due:

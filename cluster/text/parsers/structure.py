@@ -36,7 +36,7 @@ class StructureReader:
 
     # ---------------------------------------------------------------------------- a subclass
 
-    def _on_token(self, token: str) -> None:
+    def _on_token(self, text: str) -> None:
         """A token of structure was read; this is how JSON writes it."""
 
     def _on_space(self, text: str) -> None:
