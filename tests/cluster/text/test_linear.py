@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.messages.convert import chat_request as of_messages
+from swell.cluster.api.messages.convert import conversation as of_messages
 from swell.cluster.api.messages.protocol import MessagesRequest
-from swell.cluster.api.responses.convert import as_responses_error, chat_messages
+from swell.cluster.api.responses.convert import chat_messages, name_of
 from swell.cluster.api.responses.input_items import read_input
 from swell.cluster.api.server.access import host_name
 from swell.cluster.text import lark_compiler, structured_output, user_grammar
@@ -105,7 +105,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "body": chat,
     "no body": lambda text: decode(text.encode(), ChatCompletionRequest),
     "unknown field": lambda text: decode(json.dumps({text: 1}).encode(), ChatCompletionRequest),
-    "wrong words": lambda text: as_responses_error(BadRequest(text)),
+    "wrong field": lambda text: BadRequest(text, text).renamed(name_of),
     "shown": shown,
     "host": host_name,
     "end of a prompt": ThinkParser.opened_by_prompt,

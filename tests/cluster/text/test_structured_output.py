@@ -25,6 +25,8 @@ from swell.cluster.text.user_grammar import MAX_GBNF_BYTES
 from swell.worker.sample.vocabulary import load_vocabulary
 from tests.structured_schemas import SCHEMAS
 
+pytestmark = pytest.mark.slow
+
 NANO = str(Path(__file__).parents[3] / "configs/models/nano")
 
 

@@ -13,6 +13,8 @@ from swell.cluster.text.parsers.json_call import CallReader
 from swell.cluster.text.parsers.json_check import JsonChecker
 from swell.cluster.text.parsers.json_values import RawValue, StringArguments, StringValue, Value
 
+pytestmark = pytest.mark.slow
+
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
