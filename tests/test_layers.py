@@ -68,6 +68,7 @@ LIBRARIES: dict[str, list[str]] = {
     ],
     "llguidance": [
         "cluster/text/structured_output.py",
+        "cluster/text/user_grammar.py",
         "cluster/text/grammar_check.py",
         "worker/sample/grammar.py",
         "worker/sample/vocabulary.py",
