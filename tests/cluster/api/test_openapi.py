@@ -31,9 +31,10 @@ OPERATIONS = [
 def served() -> set[tuple[str, str]]:
     """(method, path) of the ingress; the last route catches what does not exist."""
     prompts = SimpleNamespace(set_limits=None)
-    text = TextServices(prompts, None, None, {})  # type: ignore[arg-type]
-    connect = lambda *_, **__: None  # noqa: E731
-    ingress = Ingress(load({"model": {"path": "."}}), connect, None, text)  # type: ignore[arg-type]
+    detokenizer = SimpleNamespace(start=lambda **_: None)
+    text = TextServices(prompts, detokenizer, None, {})  # type: ignore[arg-type]
+    client = SimpleNamespace(start=lambda: None)
+    ingress = Ingress(load({"model": {"path": "."}}), lambda *_, **__: client, None, text)  # type: ignore[arg-type]
     routes = [route for route in ingress.app.routes if isinstance(route, Route)]
     return {
         (method.lower(), route.path.replace(":path}", "}"))
