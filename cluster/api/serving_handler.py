@@ -17,10 +17,9 @@ from swell.cluster.client.deadline import Deadline
 from swell.cluster.client.merged_outputs import MergedOutputs
 from swell.cluster.client.outputs import RequestOutput, RequestOutputKind
 from swell.cluster.client.request_state import RequestState
-from swell.cluster.text.child_params import child_sampling_params
 from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPool
-from swell.cluster.text.sampling_params import BadRequest, to_core_request
+from swell.cluster.text.sampling_params import BadRequest
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 _SUBMIT_BATCH_TOKENS = 20_000
@@ -32,13 +31,11 @@ _CHILD_OVERHEAD_TOKENS = 500
 
 
 class ServingHandler:
-    """The engines behind the routes that answer. `ends` are the model's end tokens; `offload`
-    writes long answers."""
+    """The engines behind the routes that answer. `offload` writes long answers."""
 
-    def __init__(self, llm: AsyncLLM, ends: list[int], offload: OffloadPool) -> None:
+    def __init__(self, llm: AsyncLLM, offload: OffloadPool) -> None:
         self._llm = llm
         self._offload = offload
-        self._eos_token_ids = ends
 
     async def answer(
         self, request: Request, request_params: RequestParams, answer: ResponseWriter
@@ -101,34 +98,25 @@ class ServingHandler:
         if this fails before its end. Other tasks run in between."""
         self._check_rank(request_params.data_parallel_rank)
         headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
-        child_params, work = child_sampling_params(request_params.params), 0
-        for prompt, text, budget in zip(
-            request_params.prompts,
-            request_params.prompt_texts,
-            request_params.max_tokens_per_prompt,
-            strict=True,
-        ):
-            for index, params in enumerate(child_params):
-                core = to_core_request(
-                    params,
-                    external_req_id=request_id(request),
-                    prompt_token_ids=prompt,
-                    max_tokens=budget,
-                    eos_token_ids=self._eos_token_ids,
-                    bad_words=request_params.bad_words,
-                    grammar=request_params.grammar,
-                    priority=request_params.priority,
-                    cache_salt=request_params.cache_salt,
-                    data_parallel_rank=request_params.data_parallel_rank,
-                    client_index=self._llm.client_index,
-                    trace_headers=headers or None,
-                )
+        work = 0
+        for prompt in request_params.prompts:
+            for child in request_params.children(
+                request_id(request),
+                prompt,
+                client_index=self._llm.client_index,
+                trace_headers=headers or None,
+            ):
                 states.append(
                     self._llm.submit(
-                        core, params, kind, index, prompt=text, text_start=request_params.text_start
+                        child.core,
+                        child.params,
+                        kind,
+                        child.index,
+                        prompt=child.prompt_text,
+                        text_start=request_params.text_start,
                     )
                 )
-                work += _CHILD_OVERHEAD_TOKENS + len(prompt)
+                work += _CHILD_OVERHEAD_TOKENS + len(prompt.token_ids)
                 if work > _SUBMIT_BATCH_TOKENS:
                     work = 0
                     await asyncio.sleep(0)

@@ -18,7 +18,6 @@ from typing import Any
 
 import uvloop
 
-from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import (
     EngineId,
@@ -113,8 +112,7 @@ async def serve(model: str, overrides: dict[str, Any]) -> None:
     config = claim_port(load(model, {"parallel.executor": "inproc", **overrides}))
     executor = build_executor(config)
     core = EngineCore(config, executor, executor.start())
-    ingress = Ingress(config, partial(BareEngine, core), manager=None)
-    await ingress.start()
+    ingress = await build_ingress(config, partial(BareEngine, core), manager=None)
     edge = EdgeServer(ingress.app, config.serve.host, config.serve.port, _DRAIN_S)
     await edge.start()
     ended = asyncio.Event()

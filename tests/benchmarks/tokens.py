@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import uvloop
 
-from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.sse import ChatStream
 from swell.cluster.client.engine_core_client import (
     EngineId,
@@ -124,8 +123,7 @@ async def _step_us(path: str, streams: int) -> AsyncIterator[float]:
         engines.append(StubEngine(ids, client_index, **callbacks))
         return engines[0]
 
-    ingress = Ingress(load(str(NANO)), connect, manager=None)
-    await ingress.start()
+    ingress = await build_ingress(load(str(NANO)), connect, manager=None)
     body = {"max_tokens": 1 << 19, **_BODIES[path]}
     asked = [Stream(ingress.app, path, body) for _ in range(streams)]
     while len(engines[0].requests) < streams:

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.ingress import Ingress, build_ingress
 from swell.cluster.api.server.connection import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
@@ -316,8 +316,7 @@ class FakeCluster:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeCluster]:
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
-        self.ingress = Ingress(self.config, connect, self.manager)
-        await self.ingress.start()
+        self.ingress = await build_ingress(self.config, connect, self.manager)
         limits = ConnectionLimits.of(self.config.serve)
         self.edge = edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5, limits)
         await edge.start()
@@ -335,8 +334,7 @@ class FakeCluster:
     async def another_ingress(self, manager: Any) -> AsyncIterator[tuple[Ingress, str]]:
         """A second one beside the first, with its own way to the manager; its URL."""
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
-        ingress = Ingress(self.config, connect, manager)
-        await ingress.start()
+        ingress = await build_ingress(self.config, connect, manager)
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
         await edge.start()
         try:

@@ -27,9 +27,11 @@ from swell.cluster.client.outputs import (
 )
 from swell.cluster.client.parallel_sampling import ParentRequest
 from swell.cluster.client.request_state import MigrationReason
-from swell.cluster.local import LLM, TokenizedPrompt
-from swell.cluster.text.detokenizer import Detokenizer, TextStart
+from swell.cluster.local import LLM
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.generation_request import Conversation, GenerationRequest
 from swell.cluster.text.prompts import load_tokenizer
+from swell.cluster.text.truncation import TEMPLATE_TEXT
 from swell.worker.sample import logprobs, sampler
 from tests.engine.features import RequestSpec
 
@@ -205,10 +207,16 @@ class EngineHarness:
         outputs have been heard as `cuts` says."""
         number, llm = len(self._asked), self._engines[0]
         talk = llm._prompts.chat_messages([{"role": "user", "content": request_spec.prompt}])
-        prompt = llm._prompts.chat_prompt(talk)
         self._asked.append((ParentRequest(request_spec.params, kind), kind, Answer()))
-        asked = TokenizedPrompt(prompt, None, TextStart.NEW_TEXT)
-        for request, child, index, _ in llm._requests(str(number), asked, request_spec.params):
+        params = llm._input_processor.process(
+            GenerationRequest(
+                prompt=Conversation(messages=talk),
+                params=request_spec.params,
+                tokenize_options=TEMPLATE_TEXT,
+            )
+        )
+        (prompt,) = params.prompts
+        for request, child, index, _ in params.children(str(number), prompt):
             place = (at + index) % len(self._engines)
             collector = RequestOutputCollector(kind, request.request_id)
             self._processor.add_request(request, child, kind=kind, queue=collector, index=index)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from swell.cluster.api.generation_body import GenerationRequest
+from swell.cluster.api.generation_body import GenerationBody
 from swell.cluster.api.logprobs_protocol import ChatLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
 from swell.cluster.text.sampling_params import BadRequest, shown
@@ -43,7 +43,7 @@ class ReasoningSwitch(RequestBody, kw_only=True):
     enabled: bool | None = None
 
 
-class ChatCompletionRequest(GenerationRequest, kw_only=True):
+class ChatCompletionRequest(GenerationBody, kw_only=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     """OpenAI's newer name of `max_tokens`."""

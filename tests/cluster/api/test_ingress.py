@@ -20,7 +20,6 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import load
@@ -88,8 +87,7 @@ class ThreadedCluster:
     async def serving(self) -> AsyncIterator[httpx.AsyncClient]:
         manager = SimpleNamespace()
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
-        ingress = Ingress(self.config, connect, manager)
-        await ingress.start()
+        ingress = await build_ingress(self.config, connect, manager)
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
         await edge.start()
         try:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.messages.convert import chat_request as of_messages
+from swell.cluster.api.messages.convert import conversation as of_messages
 from swell.cluster.api.messages.protocol import MessagesRequest
 from swell.cluster.api.responses.convert import as_responses_error, chat_messages
 from swell.cluster.api.responses.input_items import read_input
