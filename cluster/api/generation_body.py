@@ -64,6 +64,8 @@ class GenerationBody(SamplingFields, kw_only=True):
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
+    """Tokens between two events of the stream, at least; not below `serve.stream_interval`."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Write `token_id:N` instead of its text where log probabilities name a token."""

@@ -106,6 +106,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The same of every prompt token behind the first."""
     structured_outputs: StructuredOutputs | None = None
     """The form that the answer must have."""
+    stream_interval: int | None = None
+    """Tokens between two outputs of a stream, at least; None: as the server is configured. The
+    first token and the end come at once."""
 
     @property
     def stop_strings(self) -> list[str]:

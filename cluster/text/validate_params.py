@@ -17,6 +17,7 @@ MAX_BAD_WORD_CHARS_TOTAL = 16_384
 MAX_TEMPERATURE = 100.0
 MAX_TOP_K = 2**31 - 1
 MAX_N = 128
+MAX_STREAM_INTERVAL = 2**31 - 1
 """Answers to one prompt."""
 MAX_LOGPROBS = 20
 """Most likely tokens that are told beside each token."""
@@ -106,6 +107,8 @@ def check_length(params: SamplingParams) -> None:
     if params.max_tokens is not None:
         _integer("max_tokens", params.max_tokens, 1, None)
     _integer("min_tokens", params.min_tokens, 0, None)
+    if params.stream_interval is not None:
+        _integer("stream_interval", params.stream_interval, 1, MAX_STREAM_INTERVAL)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise BadRequest(
             f"min_tokens={params.min_tokens} is above max_tokens={params.max_tokens}", "min_tokens"
