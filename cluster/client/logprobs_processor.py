@@ -62,7 +62,7 @@ class LogprobsProcessor:
         return outputs
 
     def add(self, token_logprobs: TokenLogprobs, offset: int, *, at_beginning: bool) -> None:
-        """The next output token is visible; `offset` characters of text stand before it."""
+        """The next output token is visible, with `offset` characters of text before it."""
         assert self._outputs is not None and self.cumulative is not None
         self._outputs.append(
             token_logprobs.token_ids,
