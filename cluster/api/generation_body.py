@@ -159,20 +159,26 @@ class GenerationBody(SamplingFields, kw_only=True):
 
     def form(self) -> StructuredOutputs | None:
         """The form that the answer must have."""
+        return self._form()[1]
+
+    @property
+    def structured_outputs_field(self) -> str | None:
+        """The path of the field that gives the form, if it is not `structured_outputs`."""
+        path, _ = self._form()
+        return None if path == "structured_outputs" else path
+
+    def _form(self) -> tuple[str | None, StructuredOutputs | None]:
         forms = self.forms()
+        if not forms:
+            return None, None
         if len(forms) > 1:
             one, other, *_ = (path.split(".")[0] for path in forms)
             raise BadRequest(
                 f"{other} and {one} both give a form for the answer; send one",
                 one,
             )
-        return next(iter(forms.values()), None)
-
-    @property
-    def structured_outputs_field(self) -> str | None:
-        """The path of the field that gives the form, if it is not `structured_outputs`."""
-        path = next(iter(self.forms()), None)
-        return None if path == "structured_outputs" else path
+        ((path, form),) = forms.items()
+        return path, form
 
     def endpoint_sampling_params(self) -> Mapping[str, Any]:
         """Sampling parameters that this endpoint writes in a way of its own."""
