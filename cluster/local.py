@@ -172,7 +172,7 @@ class LLM:
                 while self._core.has_work:
                     for outputs in self._core.step().values():
                         done = self._processor.process_outputs(outputs)
-                        self._core.abort_requests(done.reqs_to_abort)
+                        self._core.abort_requests([s.request_id for s in done.reqs_to_abort])
                         for output in done.request_outputs:
                             self._collect_output(parents, output, answers)
                         progress.update(bar, completed=len(answers))
@@ -207,10 +207,14 @@ class LLM:
         """Children become answers. Of a failed answer the other children end with it."""
         external_id = output.request_id
         answer = parents[external_id].add(output)
-        if answer is not None:
-            answers[external_id] = answer
-            left = self._processor.abort_requests([external_id], internal=False)
-            self._core.abort_requests(left)
+        if answer is None:
+            return
+        answers[external_id] = answer
+        if answer.outputs[0].finish_reason == "error":
+            states = self._processor.request_states.values()
+            ids = [s.request_id for s in states if s.request.external_req_id == external_id]
+            self._processor.abort_requests(ids)
+            self._core.abort_requests(ids)
 
     def _reset(self) -> None:
         """Begin anew, with an empty cache: an interrupt may have come between any two lines, so

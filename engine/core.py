@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -13,6 +13,7 @@ from swell.coordinator.null_waves import NullMember
 from swell.coordinator.waves import WaveMember
 from swell.coordinator.wire import CoordinatorMessage
 from swell.engine.executor import Executor, ExecutorLimits, WorkerLost
+from swell.engine.request import Request
 from swell.engine.scheduler import ScheduledStep, Scheduler
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
 from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan
@@ -44,7 +45,7 @@ class EngineCore:
         self.executor = executor
         self.limits = limits
         self.scheduler = self._new_scheduler()
-        self.on_start: Callable[[dict[bytes, list[str]]], None] = lambda started: None
+        self.on_start: Callable[[dict[bytes, list[Request]]], None] = lambda started: None
         """Hears which requests a step begins with, by ingress, before it is handed out."""
         self.num_steps = 0
         """Steps whose results were read: the measure of progress."""
@@ -79,14 +80,15 @@ class EngineCore:
         messages, self._messages = self._messages, []
         return messages
 
-    def abort_requests(self, request_ids: list[str]) -> None:
-        self.scheduler.abort(request_ids)
+    def abort_requests(self, request_ids: list[str], attempts: Iterable[int] = ()) -> None:
+        """See `Scheduler.abort`."""
+        self.scheduler.abort(request_ids, attempts)
 
-    def abort_client(self, client: bytes) -> list[str]:
-        """Drop everything that one ingress asked for; the ids of what there was."""
-        ids = [i for i, request in self.scheduler.requests.items() if request.client == client]
-        self.scheduler.abort(ids)
-        return ids
+    def abort_client(self, client: bytes) -> list[Request]:
+        """Drop all requests of one ingress; those that there were."""
+        dropped = [r for r in self.scheduler.requests.values() if r.client == client]
+        self.scheduler.abort([request.request_id for request in dropped])
+        return dropped
 
     def step(self, process_inputs: Callable[[], None] = lambda: None) -> Outputs:
         """Keep steps in flight, wait for the oldest, and return what it gave.

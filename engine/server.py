@@ -39,6 +39,7 @@ from swell.engine.client_tracker import ClientTracker
 from swell.engine.coordinator_client import CoordinatorClient
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
+from swell.engine.request import Request
 from swell.engine.wire import (
     AbortRequests,
     EngineCoreOutput,
@@ -196,7 +197,7 @@ class EngineServer:
                     if answer is not None:
                         self._send(peer, [answer])
                 case AbortRequests():
-                    self.core.abort_requests(message.request_ids)
+                    self.core.abort_requests(message.request_ids, message.attempts)
                 case UtilityCall():
                     self._serve(peer, message)
                 case KeepAlive():
@@ -212,10 +213,14 @@ class EngineServer:
             return
         self._checked_at = now
         for client in self._client_tracker.drop_silent():
-            ids = self.core.abort_client(client)
-            if ids:
-                self._log.warning("client is silent", requests=len(ids))
-                self._send(client, [EngineCoreOutput(i, [], FinishReason.ABORT) for i in ids])
+            dropped = self.core.abort_client(client)
+            if dropped:
+                self._log.warning("client is silent", requests=len(dropped))
+                aborted = [
+                    EngineCoreOutput(r.request_id, [], FinishReason.ABORT, attempt=r.attempt)
+                    for r in dropped
+                ]
+                self._send(client, aborted)
         if not self.core.has_work and self.core.member.phase is not Phase.OUT:
             self.core.executor.check()
 
@@ -242,14 +247,18 @@ class EngineServer:
         seq = self._client_tracker.next_seq(client)
         self._inbox.send(client, EngineCoreOutputs(self.rank, outputs, time.monotonic(), seq=seq))
 
-    def _send_started(self, started: dict[bytes, list[str]]) -> None:
+    def _send_started(self, started: dict[bytes, list[Request]]) -> None:
         """A step that ends this process may begin now. Of a suspect it must be known, so it waits
         until the message has surely left; of others, that a step's first millisecond is enough."""
-        for client, ids in started.items():
-            seq = self._client_tracker.next_seq(client)
-            self._inbox.send(client, EngineCoreOutputs(self.rank, seq=seq, started=ids))
-        requests = self.core.scheduler.requests
-        if any(requests[i].failed_attempts for ids in started.values() for i in ids):
+        for client, requests in started.items():
+            message = EngineCoreOutputs(
+                self.rank,
+                seq=self._client_tracker.next_seq(client),
+                started=[request.request_id for request in requests],
+                started_attempts=[request.attempt for request in requests],
+            )
+            self._inbox.send(client, message)
+        if any(request.failed_attempts for requests in started.values() for request in requests):
             time.sleep(_FLUSH_S)
 
     # ---------------------------------------------------------------- groups and workers

@@ -74,6 +74,9 @@ class EngineCoreRequest(
     of each."""
     failed_attempts: int = 0
     """Engines that were lost while they computed it, in a row and before a token of it came."""
+    attempt: int = 1
+    """Number of this placement of the request on an engine, from 1. It stands in every output, so
+    that a late output of an earlier attempt is recognised."""
 
 
 class AbortRequests(
@@ -86,6 +89,9 @@ class AbortRequests(
     """The asker has lost interest: free everything within the step in flight, answer nothing."""
 
     request_ids: list[str]
+    attempts: list[int] = []
+    """The attempt of each request that ends, and with it earlier ones; a later attempt goes on.
+    Empty: every attempt ends."""
 
 
 class KeepAlive(
@@ -131,6 +137,8 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaul
     num_preemptions: int = 0
     extras: list[Extra] = []
     """What was asked for beside tokens; an output may hold these alone."""
+    attempt: int = 1
+    """Of the request (see `EngineCoreRequest.attempt`)."""
 
     @property
     def finished(self) -> bool:
@@ -162,3 +170,5 @@ class EngineCoreOutputs(
     started: list[str] = []
     """Requests that enter the step which the engine begins next. This leaves before it begins: if
     the engine is lost in it, it is known who may be the reason, and who only waited."""
+    started_attempts: list[int] = []
+    """Of the requests in `started`, in the same order."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import uvloop
 
+from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import (
     EngineId,
@@ -54,7 +55,7 @@ class BareEngine:
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
-        counted: MetricsExchange,
+        metrics: MetricsExchange,
     ) -> None:
         self._core = core
         self._on_outputs = on_outputs
@@ -104,7 +105,7 @@ class BareEngine:
                     answer = EngineCoreOutputs(0, [refused])
                     self._loop.call_soon_threadsafe(self._on_outputs, answer)
             case AbortRequests():
-                self._core.abort_requests(message.request_ids)
+                self._core.abort_requests(message.request_ids, message.attempts)
 
 
 async def serve(model: str, overrides: dict[str, Any]) -> None:

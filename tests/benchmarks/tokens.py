@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import uvloop
 
+from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.sse import ChatStream
 from swell.cluster.client.engine_core_client import (
     EngineId,
@@ -57,7 +58,7 @@ class StubEngine:
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
-        counted: MetricsExchange,
+        metrics: MetricsExchange,
     ) -> None:
         self.requests: list[str] = []
         self._token_ids = token_ids

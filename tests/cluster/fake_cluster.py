@@ -162,8 +162,8 @@ class FakeEngine(_Threaded):
         """A step begins with all that is here, and does not end."""
 
         def tell() -> None:
-            for request_id, (peer, _request, _tokens) in self.requests.items():
-                self._send(peer, [], started=[request_id])
+            for request_id, (peer, request, _tokens) in self.requests.items():
+                self._send(peer, [], started=[request_id], started_attempts=[request.attempt])
 
         self.call(tell)
 
@@ -172,8 +172,10 @@ class FakeEngine(_Threaded):
 
         def end() -> None:
             held, self.requests = self.requests, {}
-            for request_id, (peer, _request, _tokens) in held.items():
-                answer = EngineCoreOutput(request_id, [], FinishReason.ERROR, message)
+            for request_id, (peer, request, _tokens) in held.items():
+                answer = EngineCoreOutput(
+                    request_id, [], FinishReason.ERROR, message, attempt=request.attempt
+                )
                 self._send(peer, [answer])
 
         self.call(end)
@@ -185,8 +187,11 @@ class FakeEngine(_Threaded):
             held, self.requests = self.requests, {}
             if recount:
                 self.counts.clear()
-            for request_id, (peer, _request, _tokens) in held.items():
-                self._send(peer, [EngineCoreOutput(request_id, [], FinishReason.ABORT)])
+            for request_id, (peer, request, _tokens) in held.items():
+                answer = EngineCoreOutput(
+                    request_id, [], FinishReason.ABORT, attempt=request.attempt
+                )
+                self._send(peer, [answer])
 
         self.call(drop)
 
@@ -194,7 +199,8 @@ class FakeEngine(_Threaded):
         for peer, message in self.inbox.receive(LOOK_S):
             match message:
                 case EngineCoreRequest():
-                    assert message.request_id not in self.requests
+                    before = self.requests.get(message.request_id)
+                    assert before is None or before[1].attempt < message.attempt
                     self.arrived.append(message)
                     self.requests[message.request_id] = (
                         peer,
@@ -202,9 +208,7 @@ class FakeEngine(_Threaded):
                         list(message.output_token_ids),
                     )
                 case AbortRequests():
-                    self.aborted += message.request_ids
-                    for request_id in message.request_ids:
-                        self.requests.pop(request_id, None)
+                    self._abort(message)
                 case KeepAlive():
                     self.keep_alives += 1
         if self.credit_steps and self.requests:
@@ -215,6 +219,12 @@ class FakeEngine(_Threaded):
         if self._thread.is_alive():
             super().close()
             self.inbox.close()
+
+    def _abort(self, message: AbortRequests) -> None:
+        for request_id, attempt in zip(message.request_ids, message.attempts, strict=True):
+            self.aborted.append(request_id)
+            if request_id in self.requests and self.requests[request_id][1].attempt <= attempt:
+                del self.requests[request_id]
 
     def _step(self) -> None:
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
@@ -229,7 +239,9 @@ class FakeEngine(_Threaded):
             if reason is not None:
                 del self.requests[request_id]
             told = _logprobs(request, tokens)
-            answer = EngineCoreOutput(request_id, tokens[-1:], reason, extras=told)
+            answer = EngineCoreOutput(
+                request_id, tokens[-1:], reason, extras=told, attempt=request.attempt
+            )
             outputs.setdefault(peer, []).append(answer)
         for peer, answers in outputs.items():
             self._send(peer, answers)

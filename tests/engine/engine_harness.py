@@ -26,9 +26,12 @@ from swell.cluster.client.outputs import (
     RequestOutputKind,
 )
 from swell.cluster.client.parallel_sampling import ParentRequest
+from swell.cluster.client.request_state import MigrationReason
 from swell.cluster.local import LLM
 from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.generation_request import Conversation, GenerationRequest
 from swell.cluster.text.prompts import load_tokenizer
+from swell.cluster.text.truncation import TEMPLATE_TEXT
 from swell.worker.sample import logprobs, sampler
 from tests.engine.features import RequestSpec
 
@@ -224,7 +227,7 @@ class EngineHarness:
         """Step all engines in turn until everything is answered, in the order of asking."""
         steps = 0
         try:
-            while self._processor.has_unfinished_requests():
+            while self._processor.request_states:
                 for place, llm in enumerate(self._engines):
                     if llm._core.has_work:
                         self._hear(llm)
@@ -255,7 +258,8 @@ class EngineHarness:
                 child = self._children[output.request_id]
                 child.heard += 1
                 child.preemptions = max(child.preemptions, output.num_preemptions)
-            llm._core.abort_requests(self._processor.process_outputs(outputs).reqs_to_abort)
+            ended = self._processor.process_outputs(outputs).reqs_to_abort
+            llm._core.abort_requests([state.request_id for state in ended])
 
     def _move_from(self, place: int) -> None:
         """The engine is lost to those whose time has come; another gets what they have heard."""
@@ -267,7 +271,8 @@ class EngineHarness:
             self.num_moves += 1
             self._engines[place]._core.abort_requests([request_id])
             child.engine = (place + 1) % len(self._engines)
-            refused = self._engines[child.engine]._core.add_request(state.resubmission(), CLIENT)
+            state.unassign(MigrationReason.LEFT)
+            refused = self._engines[child.engine]._core.add_request(state.engine_request(), CLIENT)
             assert refused is None, refused
 
     def _read(self) -> None:

@@ -34,6 +34,7 @@ OF_REQUEST: list[tuple[str, Any]] = [
     ("min_tokens", 2**63),
     ("priority", 2**63),
     ("failed_attempts", -1),
+    ("attempt", 0),
     ("arrival_time", NAN),
     ("request_id", "r" * 5000),
     ("cache_salt", "s" * 5000),

@@ -107,7 +107,7 @@ def test_an_ingress_that_was_stopped_looks_for_an_engine_before_it_gives_up(come
         llm, links = open_llm(**settings)
         links.on_view(ClusterView(Roster(2)), [EngineId.of(links.view.roster.members[0])])
         request = EngineCoreRequest("r", [1], SamplerParams(), max_tokens=3)
-        ticket = llm.submit(request, SamplingParams(), RequestOutputKind.DELTA)
+        state = llm.submit(request, SamplingParams(), RequestOutputKind.DELTA)
         time.sleep(0.1 + 2 * TIMEOUT_S)
         for _ in range(3):  # timers that are due fire here
             await asyncio.sleep(0)
@@ -117,7 +117,7 @@ def test_an_ingress_that_was_stopped_looks_for_an_engine_before_it_gives_up(come
             assert [sent.request_id for sent in links.sent] == ["r"]
         else:
             with pytest.raises(NoEngine, match=r"waited 0\.02 s"):
-                await asyncio.wait_for(ticket.collector.get(), 20)
+                await asyncio.wait_for(state.queue.get(), 20)
         llm.close()
 
     asyncio.run(story())

@@ -236,7 +236,7 @@ def test_an_abort_of_the_answer_ends_all_children_with_what_they_have(best_of) -
         processor.add_request(core, child, kind=FINAL, queue=collectors[-1], index=index)
     if best_of is None:
         processor.process_outputs([EngineCoreOutput(ids[1], [5])])
-    assert processor.abort_requests(["r"], internal=False) == ids
+    assert [state.request_id for state in processor.abort_requests(ids)] == ids
     told = [parent.add(output) for c in collectors if (output := c.get_nowait()) is not None]
     assert len(told) == len(ids)
     assert told[-1] is not None and told[-1].finished
