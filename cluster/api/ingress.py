@@ -51,15 +51,17 @@ from swell.cluster.client.deadline import deadline_of
 from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.router import NoEngine
+from swell.cluster.text.chat_template import read_template
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.generation_config import read_generation_config
 from swell.cluster.text.generation_request import GenerationRequest
 from swell.cluster.text.input_processor import AsyncInputProcessor, InputProcessor, RequestParams
 from swell.cluster.text.model_formats import ModelFormats
 from swell.cluster.text.offload import OffloadPools
-from swell.cluster.text.prompts import PromptProcessor, end_token_ids, load_tokenizer, read_template
+from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
 from swell.cluster.text.truncation import TEMPLATE_TEXT
 from swell.configs.schema import Config
 from swell.coordinator.metrics import ViewCollector
@@ -104,7 +106,7 @@ class TextServices(NamedTuple):
         processor = InputProcessor(
             prompts,
             detokenizer,
-            end_token_ids(path, tokenizer),
+            load_eos_token_ids(path, tokenizer),
             formats=ModelFormats(tokenizer, prompts.template.text, serve),
             default_max_tokens=defaults.max_new_tokens,
             max_children=serve.max_children,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.tokenizer import encode_text
+from swell.cluster.text.validate_params import num_utf8_bytes
 from swell.engine.request_validation import MAX_BAD_WORD_TOKENS
 
 
@@ -60,16 +62,5 @@ def _after_line_end(tokenizer: Any, word: str, index: int) -> list[int]:
 
 
 def _encode(tokenizer: Any, text: str, index: int) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadRequest(
-            f"bad_words[{index}] holds a lone surrogate, which is no text", f"bad_words[{index}]"
-        ) from None
-    # The backend may be called from several threads, transformers' own method not, and only in
-    # batches lets others go on meanwhile.
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
-    return list(encoding.ids)
+    num_utf8_bytes(f"bad_words[{index}]", text)
+    return encode_text(tokenizer, text, add_special_tokens=False)

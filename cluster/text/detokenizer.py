@@ -33,17 +33,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from swell.cluster.text.incremental_detokenizers import (
-    ByteLevelDetokenizer,
-    ByteTable,
-    Decode,
-    DecoderShape,
-    IncrementalDetokenizer,
-    PieceDetokenizer,
-    PieceTable,
-    WindowDetokenizer,
-    byte_of_token,
-)
+from swell.cluster.text.byte_level_detokenizer import ByteLevelDetokenizer, ByteTable
+from swell.cluster.text.decoder_shape import DecoderShape, byte_of_token
+from swell.cluster.text.incremental_detokenizer import Decode, IncrementalDetokenizer
+from swell.cluster.text.piece_detokenizer import PieceDetokenizer, PieceTable
+from swell.cluster.text.window_detokenizer import WindowDetokenizer
 
 
 class TextStart(enum.Enum):
@@ -102,7 +96,7 @@ class Detokenizer:
         if text_start is TextStart.VERBATIM:
             machine.skip_beginning()
         elif text_start is TextStart.CONTINUATION and self._has_text(prompt_token_ids):
-            machine.follow(prompt_token_ids)
+            machine.prime_with_prompt(prompt_token_ids)
         return machine
 
     def prompt_text(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.text.prompts import read_json
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams
+from swell.cluster.text.tokenizer import read_json
 from swell.cluster.text.validate_params import check_filters, check_length
 from swell.configs.schema import ConfigError, ModelConfig
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swell.cluster.text.generation_config import read_generation_config
-from swell.cluster.text.prompts import load_model_eos_token_ids
+from swell.cluster.text.tokenizer import load_model_eos_token_ids
 from swell.configs.schema import Config, ConfigError
 
 _WEIGHTS = "model.safetensors"

@@ -162,13 +162,13 @@ def to_core_request(
     a seed gets a random one here, once: a resubmission to another engine must continue the same
     random stream.
     """
-    drawn = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
+    seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
     sampler = SamplerParams(
         temperature=0.0 if params.temperature < SAMPLING_EPS else float(params.temperature),
         top_k=max(params.top_k, 0) if params.top_p else 1,
         top_p=float(params.top_p) or 1.0,
         min_p=float(params.min_p),
-        seed=drawn & (2**SEED_BITS - 1),
+        seed=seed & (2**SEED_BITS - 1),
         repetition_penalty=float(params.repetition_penalty),
         frequency_penalty=float(params.frequency_penalty),
         presence_penalty=float(params.presence_penalty),

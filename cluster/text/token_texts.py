@@ -7,13 +7,10 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
+from swell.cluster.text.byte_level_detokenizer import ByteLevelDetokenizer
 from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.incremental_detokenizers import (
-    ByteLevelDetokenizer,
-    IncrementalDetokenizer,
-    PieceDetokenizer,
-    PieceTable,
-)
+from swell.cluster.text.incremental_detokenizer import IncrementalDetokenizer
+from swell.cluster.text.piece_detokenizer import PieceDetokenizer, PieceTable
 
 
 class TokenText(NamedTuple):
@@ -21,7 +18,7 @@ class TokenText(NamedTuple):
 
     text: str
     """What it makes certain, perhaps also of tokens before it."""
-    place: int
+    offset: int
     """Characters of what is certain then that stand before its own text."""
     at_beginning: bool
     """The tokens that could have stood there have the texts of a beginning."""
@@ -31,7 +28,7 @@ class TextOffsets(NamedTuple):
     """Where tokens stand in their text."""
 
     offsets: list[int]
-    """For each token the characters before it; tokens that share a character share its place."""
+    """For each token the characters before it; tokens that share a character share its offset."""
     at_beginning: int
     """So many of the first tokens have the texts of a beginning."""
 
@@ -80,7 +77,7 @@ class TokenTexts(Texts):
         """Of the text that `machine` makes."""
         return TextWriter(self, machine, self._whole[skip_special_tokens])
 
-    def places(
+    def offsets(
         self,
         token_ids: Sequence[int],
         skip_special_tokens: bool = True,
@@ -93,7 +90,7 @@ class TokenTexts(Texts):
         if sent is not None and "".join([one.text for one in written]) != sent:
             written = self._as_sent(token_ids, written, sent)
         starts = accumulate([len(one.text) for one in written], initial=0)
-        offsets = list(map(add, starts, [one.place for one in written]))
+        offsets = list(map(add, starts, [one.offset for one in written]))
         return TextOffsets(offsets, sum([one.at_beginning for one in written]))
 
     def _as_sent(
@@ -101,15 +98,15 @@ class TokenTexts(Texts):
     ) -> list[TokenText]:
         """The same with the texts of `sent`, where that differs from what was written."""
         found, chars = [], 0
-        for token_id, (text, place, at_beginning) in zip(token_ids, written, strict=True):
+        for token_id, (text, offset, at_beginning) in zip(token_ids, written, strict=True):
             if not sent.startswith(text or self.text(token_id), chars):
                 if self._detokenizer.is_special(token_id):
                     text = ""  # the tokenizer has put it there
                 elif text.startswith(" ") and sent.startswith(text[1:], chars):
-                    text, place = text[1:], max(0, place - 1)
+                    text, offset = text[1:], max(0, offset - 1)
             elif not text and self._detokenizer.is_special(token_id):
                 text = self.text(token_id)
-            found.append(TokenText(text, place, at_beginning))
+            found.append(TokenText(text, offset, at_beginning))
             chars += len(text)
         return found
 
@@ -119,7 +116,7 @@ class TokenTexts(Texts):
             return machine.table[token_id]
         if pieces is None:
             return self._detokenizer.decode([token_id], skip_special_tokens=False).encode()
-        return _as_bytes(pieces.behind(token_id))
+        return _as_bytes(pieces.text_after(token_id))
 
 
 class BeginningTexts(Texts):
@@ -127,12 +124,14 @@ class BeginningTexts(Texts):
 
     def __init__(self, texts: TokenTexts) -> None:
         super().__init__()
-        self._behind = texts
+        self._texts_after = texts
 
     def __missing__(self, token_id: int) -> bytes:
-        pieces = self._behind.pieces
+        pieces = self._texts_after.pieces
         data = (
-            self._behind[token_id] if pieces is None else _as_bytes(pieces.at_beginning(token_id))
+            self._texts_after[token_id]
+            if pieces is None
+            else _as_bytes(pieces.text_at_start(token_id))
         )
         self[token_id] = data
         return data
@@ -153,7 +152,7 @@ class StandaloneTexts(dict[int, TokenText | None]):
     def _text(self, token_id: int) -> str:
         machine = self._machine
         if isinstance(machine, PieceDetokenizer):
-            piece = machine.table.behind(token_id)
+            piece = machine.table.text_after(token_id)
             return piece if isinstance(piece, str) else ""
         if not isinstance(machine, ByteLevelDetokenizer):
             return ""
@@ -184,14 +183,14 @@ class TextWriter:
         if whole is not None and self._is_closed:
             return whole
         texts, machine = self._texts, self._machine
-        at_beginning, place = machine.at_beginning, machine.pending_chars
+        at_beginning, offset = machine.at_beginning, machine.pending_chars
         text = machine.push(token_id)
         self._is_closed = whole is not None and text != ""
-        if len(text) > place:
+        if len(text) > offset:
             own = (texts.at_beginning if at_beginning else texts).text(token_id)
             if own and text.endswith(own):
-                place = max(place, len(text) - len(own))
-        return TokenText(text, place, at_beginning)
+                offset = max(offset, len(text) - len(own))
+        return TokenText(text, offset, at_beginning)
 
 
 def _as_bytes(piece: str | int | None) -> bytes:

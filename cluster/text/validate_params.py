@@ -85,6 +85,14 @@ def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
             )
 
 
+def num_utf8_bytes(name: str, text: str) -> int:
+    """The length of a text. Raises `BadRequest` where it is none."""
+    try:
+        return len(text) if text.isascii() else len(text.encode())
+    except UnicodeEncodeError:
+        raise BadRequest(f"{name} holds a lone surrogate, which is no text", name) from None
+
+
 def check_filters(params: SamplingParams) -> None:
     _number("temperature", params.temperature, 0, MAX_TEMPERATURE)
     _number("top_p", params.top_p, 0, 1)

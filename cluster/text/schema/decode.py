@@ -73,13 +73,13 @@ def _request(
     sent = body
     try:
         if kind.PARTS:  # the decoder alone does not look into them
-            body = UnknownFieldFilter(unknown, stripped).sift(body, kind)
+            body = UnknownFieldFilter(unknown, stripped).strip(body, kind)
         try:
             request: Request = _decoder(kind).decode(body)
         except msgspec.ValidationError as error:
             if not str(error).startswith(_UNKNOWN):
                 raise
-            body = UnknownFieldFilter(unknown, stripped).sift(body, kind)
+            body = UnknownFieldFilter(unknown, stripped).strip(body, kind)
             request = _decoder(kind).decode(body)
         request.keep(sent)
     except msgspec.ValidationError as error:

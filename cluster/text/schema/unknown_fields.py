@@ -62,7 +62,7 @@ class UnknownFieldFilter:
         self._unknown = unknown
         self._stripped = stripped
 
-    def sift(self, body: bytes, kind: type[RequestBody]) -> bytes:
+    def strip(self, body: bytes, kind: type[RequestBody]) -> bytes:
         """The body without what may be left out. Raises `BadRequest` for a field of another server
         that asks for what is not here, and what the JSON reader raises."""
         fields = _OBJECT.decode(body)
