@@ -13,12 +13,13 @@ from starlette.routing import Route
 
 from swell.cluster.api.admin.protocol import DrainRequest, ScaleRequest
 from swell.cluster.api.chat.protocol import ChatCompletionRequest as CHAT
-from swell.cluster.api.ingress import Ingress, TextServices
+from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.api.protocol_base import error_body
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
+from swell.cluster.text.text_services import TextServices
 from swell.configs.schema import load
 from tests.cluster.text import tokenizers_for_tests
 
