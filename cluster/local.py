@@ -1,4 +1,4 @@
-"""The whole building in one process, without Ray and without sockets: offline generation."""
+"""Offline generation: one engine in this process, without Ray and without sockets."""
 
 from __future__ import annotations
 

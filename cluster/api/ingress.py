@@ -210,7 +210,7 @@ class Ingress:
 
     async def _body(self, request: Request, kind: type[Any]) -> Any:
         """A checked body for this model. Raises BadRequest, HTTPError, and NoEngine before the
-        first engine has told what it can take; while none is here any more, requests wait."""
+        first engine has reported its limits; while no engine is left, requests wait."""
         self._user_keys.check(request)
         body: RequestBody = await self._reader.read(request, kind)
         model = getattr(body, "model", None)

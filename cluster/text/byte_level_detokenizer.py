@@ -46,7 +46,7 @@ Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteLevelDetokenizer(IncrementalDetokenizer):
-    """UTF-8 finds its characters again wherever it is cut, so a few tokens tell what is open."""
+    """UTF-8 is self-synchronizing: the last few tokens show which character is unfinished."""
 
     TAIL_TOKENS = 16
 

@@ -69,7 +69,8 @@ class TemplateOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatTemplate:
-    """The template of one model; `override` is used instead of the tokenizer's where it is given."""
+    """The template of one model; `override` is used instead of the tokenizer's where it is
+    given."""
 
     def __init__(self, tokenizer: Any, model_name: str, override: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -118,8 +119,8 @@ class ChatTemplate:
     def _check_role(
         self, role: str, messages: Sequence[ChatMessage], options: TemplateOptions, text: str
     ) -> None:
-        """A template may leave out, without a word, what has a role that it does not know: then the
-        text is the same whatever these messages say."""
+        """A template may silently leave out messages of a role that it does not know: then the text
+        is the same whatever these messages contain."""
         others = [
             msgspec.structs.replace(message, content=message.text + "?")
             if message.role == role
@@ -128,7 +129,7 @@ class ChatTemplate:
         ]
         try:
             leaves_out = self._render_or_refuse(others, options) == text
-        except BadRequest:  # it looks at what they say
+        except BadRequest:  # it reads their content
             return
         if leaves_out:
             index = next(i for i, message in enumerate(messages) if message.role == role)

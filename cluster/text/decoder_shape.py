@@ -24,7 +24,7 @@ class DecoderShape:
 
     @staticmethod
     def parse(stages: list[dict[str, Any]]) -> DecoderShape | None:
-        """Stages that look at one token at a time, then at most ByteFallback, then at most
+        """Stages that read one token at a time, then at most ByteFallback, then at most
         Fuse, then at most a Strip of the beginning."""
         kinds = [stage["type"] for stage in stages]
         if not kinds or kinds in (["Metaspace"], ["WordPiece"]):

@@ -1,12 +1,12 @@
-"""The machines that write the text of an answer, one token at a time (see `detokenizer.py`).
+"""The text of one answer as it grows, one token at a time (see `detokenizer.py`).
 
-Each stands in one text. `push` adds a token. `prime_with_prompt` begins behind the text of other tokens: those
-of a prompt that the answer goes on with. What these leave unfinished (the first bytes of a
-character) is the beginning of the answer's text, since only the answer makes it text.
+`push` adds a token. `prime_with_prompt` begins after the text of other tokens: those of a prompt
+that the answer continues. What these leave unfinished (the first bytes of a character) is the
+beginning of the answer's text, since only the answer makes it text.
 
     ids:   prompt ............ | answer ...........
     text:  prompt ...... | answer .................
-                         ^ `finish_prompt`: behind the last character that the prompt finishes
+                         ^ `finish_prompt`: after the last character that the prompt finishes
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Decode = Callable[[list[int]], str]
 
 
 class IncrementalDetokenizer:
-    """The text of one answer as it grows. This one is that of a model without a tokenizer: none."""
+    """The base class, and the one of a model without a tokenizer: there is no text."""
 
     TAIL_TOKENS = 0
-    """Tokens at the end of a prompt that may matter for the text behind it."""
+    """Tokens at the end of a prompt that may matter for the text after it."""
 
     @property
     def at_beginning(self) -> bool:
-        """The next token may have another text than behind others."""
+        """The next token may have another text than it has after others."""
         return False
 
     @property
@@ -48,10 +48,10 @@ class IncrementalDetokenizer:
         return ""
 
     def skip_beginning(self) -> None:
-        """Text stands before: the next token is not the first."""
+        """There is text before: the next token is not the first."""
 
     def prime_with_prompt(self, token_ids: Sequence[int]) -> None:
-        """Begin behind the text of these, at a cost that does not grow with their number."""
+        """Begin after the text of these, at a cost that does not grow with their number."""
         tail = self._context_tokens(token_ids)
         if len(tail) < len(token_ids):
             self.skip_beginning()
@@ -60,5 +60,5 @@ class IncrementalDetokenizer:
         self.finish_prompt()
 
     def _context_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Those at the end on which the text behind them depends."""
+        """Those at the end on which the text after them depends."""
         return token_ids[max(0, len(token_ids) - self.TAIL_TOKENS) :]

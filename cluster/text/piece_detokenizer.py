@@ -1,4 +1,4 @@
-"""Text of tokens that are pieces of text, of which the first may differ, and runs of byte tokens."""
+"""Text of tokens that are pieces of text, the first of which may differ, and byte tokens."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _INNER_BYTES = range(0x80, 0xC0)
 
 
 class PieceTable:
-    """id -> its text at the start of an answer and behind other tokens, a byte, or None.
+    """id -> its text at the start of an answer and after other tokens, a byte, or None.
 
-    The pieces are asked from the tokenizer itself: what it decodes for an id alone, and what an
-    id adds behind `anchor`, an ordinary word.
+    The tokenizer itself gives the pieces: what it decodes for an id alone, and what an id adds
+    after `anchor`, an ordinary word.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class PieceTable:
         if byte is not None:
             self.first[token_id] = self.rest[token_id] = byte
             return
-        behind = self._decode([self._anchor, token_id])
-        if not behind.startswith(self._anchor_text):
+        text = self._decode([self._anchor, token_id])
+        if not text.startswith(self._anchor_text):
             raise ValueError(f"token {token_id} changes the text before it")
-        self.rest[token_id] = piece = behind[len(self._anchor_text) :]
+        self.rest[token_id] = piece = text[len(self._anchor_text) :]
         self.first[token_id] = self._decode([token_id]) if self.shape.first_differs else piece
 
     def text_after(self, token_id: int) -> str | int | None:
-        """What a token adds behind others."""
+        """What a token adds after others."""
         if token_id not in self.rest:
             self.fill(token_id)
         return self.rest[token_id]
@@ -157,7 +157,7 @@ class PieceDetokenizer(IncrementalDetokenizer):
         return tail[first:]
 
     def _push_byte(self, byte: int) -> str:
-        """One byte that is not UTF-8 spoils its whole run, so the run waits for its end."""
+        """One byte that is not UTF-8 invalidates its whole run, so the run waits for its end."""
         if self._long_run is not None:
             return self._long_run.decode(bytes([byte]))
         self._run.append(byte)
@@ -191,7 +191,7 @@ class PieceDetokenizer(IncrementalDetokenizer):
 
 
 def _characters(run: bytearray) -> tuple[str, bytes] | None:
-    """The characters of a run, and the bytes behind them that begin another one; None: the run is
+    """The characters of a run, and the bytes after them that begin another one; None: the run is
     no UTF-8."""
     try:
         text, size = codecs.utf_8_decode(run, "strict", False)

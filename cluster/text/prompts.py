@@ -1,6 +1,6 @@
 """Prompts to token ids, once: router, prefix hash, engine and any retry reuse them.
 
-Everything that a prompt can be refused for is refused here, before an engine hears of it. Text
+All reasons to refuse a prompt are checked here, before an engine receives it. Text
 that cannot fit is refused by its length in bytes alone: a token covers at most as many bytes as
 the longest one of the vocabulary.
 """
@@ -79,7 +79,7 @@ class PromptProcessor:
         return self.max_model_len * self._max_token_bytes
 
     def set_limits(self, max_model_len: int, vocab_size: int) -> None:
-        """What the engines can take, once they have told it."""
+        """The engines' limits, once they are known."""
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
 
@@ -144,20 +144,20 @@ class PromptProcessor:
     def _truncated(
         self, text: str, add_special_tokens: bool, field: str, truncation: Truncation
     ) -> list[int]:
-        """All of the text is tokenized: where tokens begin depends on what stands before them."""
+        """All of the text is tokenized: where tokens begin depends on what is before them."""
         self._check_bytes(text, field, max(self.max_prompt_bytes, MAX_TRUNCATED_BYTES))
         ids = encode_text(self.tokenizer, text, add_special_tokens=add_special_tokens)
         return self.check_ids(truncate(ids, truncation, self.max_model_len), field=field)
 
     def _check_chunks(self, backend: Tokenizer, text: str, field: str) -> None:
         """Refuse a text that is far too long before all of it is tokenized. A text has fewer tokens
-        than its pieces, if not by much: so twice as many as fit are too many."""
+        than its chunks, if not by much: so twice as many as fit are too many."""
         if len(text) <= max(CHUNK_CHARS, 4 * self.max_model_len):
             return
         count = 0
         for start in range(0, len(text), CHUNK_CHARS):
-            piece = text[start : start + CHUNK_CHARS]
-            count += len(encode_without_offsets(backend, piece, add_special_tokens=False))
+            chunk = text[start : start + CHUNK_CHARS]
+            count += len(encode_without_offsets(backend, chunk, add_special_tokens=False))
             if count > 2 * self.max_model_len:
                 raise self._too_long(count, field)
 
@@ -217,8 +217,8 @@ class PromptProcessor:
         min_tokens: int = 0,
         field: str = "prompt",
     ) -> int:
-        """The answer's budget: as asked, or what the prompt leaves (None), but then no more than
-        `default` and no less than `min_tokens`."""
+        """The answer's budget: `max_tokens`, or what the prompt leaves (None), but then no more
+        than `default` and no less than `min_tokens`."""
         if num_prompt_tokens >= self.max_model_len:
             raise self._too_long(num_prompt_tokens, field, max_tokens)
         left = self.max_model_len - num_prompt_tokens

@@ -88,7 +88,7 @@ def read_json(path: str, name: str) -> dict[str, Any]:
 
 
 def encode_without_offsets(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> Any:
-    """The encoding of one text without its offsets. Of the ways to ask for it only those of batches
+    """The encoding of one text without its offsets. Of the ways to get it only those of batches
     let other threads go on meanwhile: `encode` holds the interpreter for seconds a megabyte."""
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return encoding

@@ -49,7 +49,8 @@ def truncate(token_ids: list[int], truncation: Truncation | None, max_model_len:
     if not 1 <= count < max_model_len:
         raise BadRequest(
             f"truncate_prompt_tokens={truncation.tokens} leaves {max(count, 0)} tokens of the "
-            f"prompt beside {truncation.reserved_tokens} of the answer; it must leave at least one, and fewer than "
+            f"prompt beside {truncation.reserved_tokens} of the answer; it must leave "
+            "at least one, and fewer than "
             f"max_model_len={max_model_len}",
             "truncate_prompt_tokens",
         )

@@ -1,4 +1,4 @@
-"""The limits of what a user may ask about an answer: each refusal names field, value and limit."""
+"""Checks `SamplingParams`: each refusal names field, value and limit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_TOP_K = 2**31 - 1
 MAX_N = 128
 """Answers to one prompt."""
 MAX_LOGPROBS = 20
-"""Most likely tokens that are told beside each token."""
+"""Top tokens that are returned with each token."""
 WHOLE_VOCABULARY = -1
-"""Of `prompt_logprobs`: every token is told beside each token of the prompt."""
+"""Of `prompt_logprobs`: the log probability of every token at each token of the prompt."""
 MAX_VOCABULARY_LOGPROBS = 512 * 1024
 """Of the whole vocabulary, over all prompt tokens and answers of a request: 40 MB of JSON."""
 MAX_BIASED_TOKENS = 1024
@@ -55,7 +55,7 @@ def resolve_prompt_logprobs(
     params: SamplingParams, num_prompt_tokens: int, vocab_size: int
 ) -> SamplingParams:
     """`prompt_logprobs=-1` as a number of tokens. `num_prompt_tokens`: of all prompts together.
-    Raises `BadRequest` where that is too much to tell."""
+    Raises `BadRequest` where that is too much."""
     if params.prompt_logprobs != WHOLE_VOCABULARY:
         return params
     count = num_prompt_tokens * (params.best_of or params.n) * vocab_size
@@ -121,7 +121,7 @@ def check_length(params: SamplingParams) -> None:
 
 
 def _check_count(params: SamplingParams) -> None:
-    """How many answers are drawn, and how many of them are kept."""
+    """How many answers are sampled, and how many of them are kept."""
     _integer("n", params.n, 1, MAX_N)
     if params.best_of is None:
         return
