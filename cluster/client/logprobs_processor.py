@@ -37,7 +37,7 @@ class LogprobsProcessor:
         if request.sampler.prompt_logprobs is not None:
             ids = request.prompt_token_ids
             self._num_prompt_missing = len(ids) - 1
-            places = texts.places(ids, skip_special_tokens, prompt)
+            places = texts.offsets(ids, skip_special_tokens, prompt)
             self._prompt = LogprobTable(
                 texts, [[i] for i in ids], [[] for _ in ids], [0] * len(ids), *places
             )

@@ -18,6 +18,7 @@ from typing import Any
 
 import uvloop
 
+from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import (
     EngineId,

@@ -24,6 +24,7 @@ from swell.cluster.api.admin.protocol import (
     EngineState,
     RescaleState,
 )
+from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.responses.response_store import ResponseStore
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import load
