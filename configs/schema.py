@@ -123,6 +123,9 @@ class ServeConfig(Section, frozen=True):
     """Longest HTTP body that is read. A conversation that fills a context of a million tokens has
     5 MB, and twice that with everything but ASCII escaped; the number of values in a body has its
     own limit (`cluster/text/schema/json_size.py`)."""
+    stream_interval: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Tokens between two events of a streamed answer, at least; the first token always leaves at
+    once, and so does the end. More cost less work per token. A request may set a larger one."""
     max_children: Positive = 1024
     """Most answers of one request: its prompts times `n` or `best_of`. Each is a separate request
     to the engines: 1024 are several full batches, and take 0.1 s to submit."""

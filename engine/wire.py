@@ -86,7 +86,7 @@ class AbortRequests(
     array_like=True,
     gc=False,
 ):
-    """The ingress gives these up: free everything within the step in flight, answer nothing."""
+    """The client has given these up: free everything within the step in flight, answer nothing."""
 
     request_ids: list[str]
     attempts: list[int] = []

@@ -61,7 +61,7 @@ LIBRARIES: dict[str, list[str]] = {
         "engine/executor/inproc.py",
     ],
     "transformers": [
-        "cluster/text/prompts.py",
+        "cluster/text/tokenizer.py",
         "worker/loader.py",
         "worker/models/generic*.py",
         "worker/sample/vocabulary.py",

@@ -30,7 +30,7 @@ from swell.cluster.client.request_state import MigrationReason
 from swell.cluster.local import LLM
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.generation_request import Conversation, GenerationRequest
-from swell.cluster.text.prompts import load_tokenizer
+from swell.cluster.text.tokenizer import load_tokenizer
 from swell.cluster.text.truncation import TEMPLATE_TEXT
 from swell.worker.sample import logprobs, sampler
 from tests.engine.depth import keeping_depth

@@ -50,8 +50,9 @@ from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import RequestTimedOut
 from swell.cluster.client.request_state import EngineGone, RequestFailed
 from swell.cluster.client.router import NoEngine
+from swell.cluster.text.async_input_processor import AsyncInputProcessor
 from swell.cluster.text.generation_request import Prompt
-from swell.cluster.text.input_processor import AsyncInputProcessor, RequestParams
+from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, shown
 from swell.cluster.text.truncation import TEMPLATE_TEXT, TokenizeOptions

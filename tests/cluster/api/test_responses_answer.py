@@ -252,7 +252,7 @@ def tokens_of(text: str, sizes: list[int]) -> list[int]:
 def with_logprobs(tokens: list[int], places: list[int], held: int) -> list[CompletionOutput]:
     """The outputs of an answer in steps of several tokens, whose text comes late by `held`
     characters at most, as where stop strings may begin."""
-    offsets = TEXTS.places([*tokens, 0]).offsets
+    offsets = TEXTS.offsets([*tokens, 0]).offsets
     text = TOKENIZER.decode(tokens, clean_up_tokenization_spaces=False)
     edges = [*sorted({place % len(tokens) for place in places} - {0}), len(tokens)]
     outputs, begin, shown = [], 0, 0
