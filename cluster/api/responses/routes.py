@@ -54,7 +54,6 @@ from swell.cluster.text.async_input_processor import AsyncInputProcessor
 from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, shown
-from swell.cluster.text.truncation import TEMPLATE_TEXT
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import ServeConfig
 
@@ -181,11 +180,8 @@ class ResponseRoutes:
             return
         count = 0
         for text in filter(None, reasoning):
-            plain = [text], TEMPLATE_TEXT
             try:
-                count += len(
-                    await self._input_processor.tokenize(lambda plain=plain: plain, len(text))
-                )
+                count += await self._input_processor.count_tokens(text)
             except BadRequest:  # written otherwise than the model did, it would not fit
                 count = usage.output_tokens
         usage.output_tokens_details.reasoning_tokens = min(count, usage.output_tokens)
