@@ -8,22 +8,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 import msgspec
 
+from swell.cluster.api.http_errors import ENGINE_ERRORS, ErrorInfo, error_info
 from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail, Usage, usage
-from swell.cluster.api.sse import comment, error_event
-from swell.cluster.client.deadline import RequestTimedOut
+from swell.cluster.api.sse import comment, event
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
-from swell.cluster.client.request_state import EngineGone, OutputBatch, RequestFailed
-from swell.cluster.client.router import NoEngine
+from swell.cluster.client.request_state import OutputBatch, RequestFailed
 
 ENGINES = "x-swell-engine"
 """The header that names the ranks that served, in order."""
-_CODES: dict[type[Exception], str] = {
-    EngineGone: "engine_failed",
-    NoEngine: "no_engine",
-    RequestFailed: "request_failed",
-    RequestTimedOut: "request_timeout",
-}
-
 Batches = AsyncIterator[OutputBatch]
 
 
@@ -56,11 +48,10 @@ class ResponseWriter(ABC):
     def closing(self, usage: Usage) -> Iterable[bytes]:
         """The last events of a stream that went well."""
 
-    def failure(self, error: Exception, code: str) -> Iterable[bytes]:
+    def failure(self, error: ErrorInfo) -> Iterable[bytes]:
         """The last events of one that did not."""
-        kind = "timeout_error" if isinstance(error, RequestTimedOut) else "server_error"
-        detail = ErrorDetail(message=str(error), type=kind, code=code)
-        yield error_event(ErrorBody(error=detail))
+        detail = ErrorDetail(message=error.message, type=error.kind, code=error.code)
+        yield event(ErrorBody(error=detail))
 
     def ending(self) -> Iterable[bytes]:
         """The very last event, however the stream went."""
@@ -82,8 +73,8 @@ class ResponseWriter(ABC):
                 if chunks:
                     yield b"".join(chunks)
                     chunks = []
-        except tuple(_CODES) as error:
-            chunks += self.failure(error, _CODES[type(error)])
+        except ENGINE_ERRORS as error:
+            chunks += self.failure(error_info(error))
         else:
             chunks += self.closing(stream_usage(last, self.n))
         if engines() != told:

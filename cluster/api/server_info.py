@@ -11,7 +11,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.api.admin.protocol import EngineLoad, Health, ServerInfo, ServerLoad, Version
-from swell.cluster.api.http import ApiKeys, json_response, route
+from swell.cluster.api.routing import json_response, route
+from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.configs.schema import Config
 

@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from swell.cluster.api.http import EventStreamResponse, json_response, request_id, with_cancellation
+from swell.cluster.api.disconnect import with_cancellation
+from swell.cluster.api.event_stream import EventStreamResponse
 from swell.cluster.api.response_writer import ENGINES, ResponseWriter, checked, usage_of
+from swell.cluster.api.routing import json_response, request_id
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import Deadline
 from swell.cluster.client.outputs import RequestOutput, RequestOutputKind

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from swell.cluster.api.chat.protocol import ChatChunk, ChatChunkChoice, ChatDelta
 from swell.cluster.api.completions.protocol import CompletionChunk
 from swell.cluster.api.logprobs_protocol import ChatLogprobs, CompletionLogprobs
-from swell.cluster.api.protocol_base import ErrorBody, Usage
+from swell.cluster.api.protocol_base import Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -42,11 +42,6 @@ def event(body: msgspec.Struct) -> bytes:
 def comment(text: str) -> bytes:
     """A line that every reader of events skips, and a person or a script may read."""
     return f": {text}\n\n".encode()
-
-
-def error_event(error: ErrorBody) -> bytes:
-    """A failure after the stream has begun, when the status line is long gone."""
-    return event(error)
 
 
 class _Stream:

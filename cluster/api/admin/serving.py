@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,17 +18,12 @@ from swell.cluster.api.admin.protocol import (
     ScaleRequest,
     SwitchRequest,
 )
-from swell.cluster.api.http import (
-    ApiKeys,
-    Handler,
-    HTTPError,
-    json_response,
-    read_short_body,
-    route,
-)
+from swell.cluster.api.body_reader import read_short_body
+from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.routing import Handler, json_response, route
 from swell.cluster.api.server.access import AccessRules
+from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.client.async_llm import AsyncLLM, EngineCallFailed
-from swell.cluster.control.cluster_status import Change
 from swell.cluster.text.schema.decode import decode
 from swell.configs.schema import ServeConfig
 
@@ -40,8 +35,18 @@ _MAX_BODY_BYTES = 64 * 1024
 """The longest body of a request."""
 
 
+class ChangeResult(Protocol):
+    """What the manager's answer to a change has: the number of engines wanted now, and why the
+    change was refused (None: accepted)."""
+
+    @property
+    def target(self) -> int: ...
+    @property
+    def refusal(self) -> str | None: ...
+
+
 class AdminRoutes:
-    """What operators may ask. `manager` answers with a `Change`.
+    """What operators may change and see. `manager` answers with a `ChangeResult`.
 
     An operator shows a key of `serve.admin_keys_file`. Where only `serve.api_keys_file` is set,
     nobody is one: a user's key opens nothing here.
@@ -140,7 +145,7 @@ async def _check_empty_body(request: Request) -> None:
         decode(body, SwitchRequest)
 
 
-def _accepted(change: Change) -> Response:
+def _accepted(change: ChangeResult) -> Response:
     if change.refusal is None:
         return json_response(Accepted(target=change.target), 202)
     raise HTTPError(400, change.refusal, "refused")

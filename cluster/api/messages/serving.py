@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from swell.cluster.api.http_errors import ErrorInfo
 from swell.cluster.api.messages.content import ContentEvents, blocks
 from swell.cluster.api.messages.errors import error as error_event
 from swell.cluster.api.messages.message import (
@@ -28,14 +29,6 @@ from swell.cluster.api.protocol_base import Usage
 from swell.cluster.api.response_writer import ResponseWriter, usage_of
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers.base import Parser
-
-_FAILURES = {
-    "engine_failed": 500,
-    "no_engine": 503,
-    "request_failed": 500,
-    "request_timeout": 408,
-}
-"""The status that an answer would have which is not streamed."""
 
 _NOT_ENDED = Ending(stop_reason=None)
 
@@ -110,5 +103,5 @@ class MessagesResponseWriter(ResponseWriter):
         yield MessageDelta(delta=self._ending, usage=message_usage(usage)).encoded()
         yield MessageStop().encoded()
 
-    def failure(self, error: Exception, code: str) -> Iterable[bytes]:
-        yield error_event(str(error), _FAILURES[code], self._request_id).encoded()
+    def failure(self, error: ErrorInfo) -> Iterable[bytes]:
+        yield error_event(error.message, error.status, self._request_id).encoded()

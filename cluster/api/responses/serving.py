@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 
+from swell.cluster.api.http_errors import ErrorInfo
 from swell.cluster.api.output_parts import make_part_reader
 from swell.cluster.api.protocol_base import Usage
 from swell.cluster.api.response_writer import Batches, ResponseWriter
@@ -95,8 +96,8 @@ class ResponsesWriter(ResponseWriter):
         self._end(usage)
         return ()
 
-    def failure(self, error: Exception, code: str) -> Iterable[bytes]:
-        self.fail(str(error))
+    def failure(self, error: ErrorInfo) -> Iterable[bytes]:
+        self.fail(error.message)
         return ()
 
     # ---------------------------------------------------------------- both

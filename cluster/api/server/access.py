@@ -4,7 +4,8 @@ A browser sends requests for any page that is open in it. What protects a server
 reach, one on a loopback address above all:
 
 - JSON is sent with its content type, for which a browser asks first, and is refused: so a page of
-  another site cannot make it send any (`http.require_json`), unless `serve.cors_origins` names it.
+  another site cannot make it send any (`body_reader.require_json`), unless `serve.cors_origins`
+  names it.
 - A page may give its own name the address of this server, and is then of the same site. But the
   browser sends that name as `Host`: a name that is not known is refused. An address is no name, so
   it cannot be given away.
@@ -21,7 +22,8 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from swell.cluster.api.http import ApiKeys, HTTPError
+from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.text.sampling_params import shown
 from swell.configs.schema import ServeConfig
 

@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swell.cluster.api.http import HTTPError, with_error_handling
+from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.routing import with_error_handling
 from swell.cluster.api.server.paths import route_path
 from swell.cluster.text.sampling_params import shown
 from swell.configs.schema import ServeConfig

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
+from swell.cluster.api.http_errors import error_info
 from swell.cluster.api.messages.protocol import MessagesRequest
 from swell.cluster.api.messages.serving import MessagesResponseWriter
 from swell.cluster.api.response_writer import stream_usage, usage_of
@@ -186,7 +187,7 @@ def test_why_an_answer_ends(text: str, tokens: int, end: Any, reason: str) -> No
 
 def test_a_failure_ends_a_stream_with_an_error() -> None:
     answer = MessagesResponseWriter("r", "fake", payload(), parser)
-    (event,) = events_of(b"".join(answer.failure(EngineGone("lost"), "engine_failed")))
+    (event,) = events_of(b"".join(answer.failure(error_info(EngineGone("lost")))))
     error = strictly(ErrorResponse, event)
     assert (error.error.type, error.error.message, error.request_id) == ("api_error", "lost", "r")
 
