@@ -20,7 +20,7 @@ from ray.serve.schema import ApplicationStatus
 
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.responses.response_store import StoreReply, StoreRequest
-from swell.cluster.api.server.connection import ConnectionLimits
+from swell.cluster.api.server.connection_limits import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.control.checkpoint_store import CheckpointStore

@@ -13,6 +13,13 @@ from swell.cluster.client.outputs import CompletionOutput
 from swell.cluster.text.parsers import deltas as parts
 from swell.cluster.text.parsers.base import Parser
 
+
+def parse_output(parser: Parser, output: CompletionOutput) -> list[parts.AnswerDelta]:
+    """The parts of a delta, or of the whole answer."""
+    parsed = parser.push(output.text)
+    return parsed if output.finish_reason is None else parsed + parser.flush()
+
+
 PartWithLogprobs = tuple[parts.AnswerDelta, list[ChatTokenLogprob]]
 
 
@@ -23,11 +30,7 @@ class PartReader:
         self._parser = parser
 
     def read(self, output: CompletionOutput) -> list[PartWithLogprobs]:
-        """What a delta, or the whole answer, says."""
-        said = self._parser.push(output.text)
-        if output.finish_reason is not None:
-            said += self._parser.flush()
-        return [(part, []) for part in said]
+        return [(part, []) for part in parse_output(self._parser, output)]
 
 
 class _Token(msgspec.Struct, eq=False):

@@ -1,7 +1,7 @@
 """Server-sent events of a stream, cheap: only what is new in a chunk is encoded anew.
 
 All chunks of one stream share id, time and model, so everything around the text is bytes made
-once. The result is, byte for byte, what the typed chunks of `cluster/openai` encode to.
+once. The result is, byte for byte, what the typed chunks of `chat/` and `completions/` encode to.
 """
 
 from __future__ import annotations
@@ -45,10 +45,14 @@ def comment(text: str) -> bytes:
 
 
 class _Stream:
-    """What completions and chat streams share."""
+    """What completions and chat streams share; `_kind` is the type of their chunks."""
 
-    def __init__(self, kind: str, id: str, created: int, model: str, include_usage: bool) -> None:
-        head = {"id": id, "object": kind, "created": created, "model": model}
+    _kind: type[CompletionChunk] | type[ChatChunk]
+
+    def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
+        self._empty = self._kind(id=id, created=created, model=model, choices=[])
+        self._no_usage = None if include_usage else UNSET
+        head = {"id": id, "object": self._empty.object, "created": created, "model": model}
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":'
         self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._text_only_tail = (
@@ -73,29 +77,24 @@ class _Stream:
             self._end if rest.usage is None else b'}],"usage":%b}\n\n' % _encode(rest.usage),
         )
 
-
-class CompletionStream(_Stream):
-    """The events of one streamed `/v1/completions` answer."""
-
-    def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
-        super().__init__("text_completion", id, created, model, include_usage)
-        self._empty = CompletionChunk(id=id, created=created, model=model, choices=[])
-
-    def chunk(self, text: str, index: int = 0, rest: ChunkFields = TEXT_ONLY) -> bytes:
-        return self._chunk(index, b'"text":' + _encode(text), rest)
-
     def usage(self, usage: Usage) -> bytes:
         """The last event of a stream that asked for it: no choices."""
         return event(msgspec.structs.replace(self._empty, usage=usage))
 
 
+class CompletionStream(_Stream):
+    """The events of one streamed `/v1/completions` answer."""
+
+    _kind = CompletionChunk
+
+    def chunk(self, text: str, index: int = 0, rest: ChunkFields = TEXT_ONLY) -> bytes:
+        return self._chunk(index, b'"text":' + _encode(text), rest)
+
+
 class ChatStream(_Stream):
     """The events of one streamed `/v1/chat/completions` answer."""
 
-    def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
-        super().__init__("chat.completion.chunk", id, created, model, include_usage)
-        self._empty = ChatChunk(id=id, created=created, model=model, choices=[])
-        self._no_usage = None if include_usage else UNSET
+    _kind = ChatChunk
 
     def role(
         self,
@@ -122,7 +121,3 @@ class ChatStream(_Stream):
 
     def delta(self, delta: ChatDelta, index: int = 0, rest: ChunkFields = TEXT_ONLY) -> bytes:
         return self._chunk(index, b'"delta":' + _encode(delta), rest)
-
-    def usage(self, usage: Usage) -> bytes:
-        """The last event of a stream that asked for it: no choices."""
-        return event(msgspec.structs.replace(self._empty, usage=usage))

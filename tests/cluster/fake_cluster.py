@@ -23,7 +23,7 @@ import httpx
 import msgspec
 
 from swell.cluster.api.ingress import Ingress
-from swell.cluster.api.server.connection import ConnectionLimits
+from swell.cluster.api.server.connection_limits import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.control.cluster_status import Change

@@ -20,6 +20,7 @@ from swell.cluster.api.chat.protocol import (
 )
 from swell.cluster.api.logprobs import chat_logprobs, name_by_id, prompt_logprobs_body
 from swell.cluster.api.logprobs_protocol import ChatLogprobs
+from swell.cluster.api.output_parts import parse_output
 from swell.cluster.api.protocol_base import Usage
 from swell.cluster.api.response_writer import ResponseWriter, choice_usage, usage_of
 from swell.cluster.api.sse import DONE, TEXT_ONLY, ChatStream, ChunkFields
@@ -60,8 +61,8 @@ class ChatResponseWriter(ResponseWriter):
         )
 
     def _choice(self, part: CompletionOutput) -> ChatChoice:
-        parser = self._make_parser()
-        said = parts.collect(self._visible_parts([*parser.push(part.text), *parser.flush()]))
+        parsed = parse_output(self._make_parser(), part)
+        said = parts.collect(self._visible_parts(parsed))
         calls = [
             ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
             for call in said.tool_calls
@@ -95,11 +96,7 @@ class ChatResponseWriter(ResponseWriter):
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
         if not self._parsers:
             return [*self._begin(output), *self.delta(choice, output, part)]
-        parser = self._parsers[choice]
-        said = parser.push(part.text)
-        if part.finish_reason is not None:
-            said += parser.flush()
-        said = self._visible_parts(said)
+        said = self._visible_parts(parse_output(self._parsers[choice], part))
         for one in said:
             if isinstance(one, parts.ToolCall):
                 self._called.add(choice)

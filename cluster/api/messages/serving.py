@@ -25,6 +25,7 @@ from swell.cluster.api.messages.message import (
     message_usage,
 )
 from swell.cluster.api.messages.protocol import MessagesRequest
+from swell.cluster.api.output_parts import parse_output
 from swell.cluster.api.protocol_base import Usage
 from swell.cluster.api.response_writer import ResponseWriter, usage_of
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
@@ -55,8 +56,8 @@ class MessagesResponseWriter(ResponseWriter):
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         (output,) = outputs
         (part,) = output.outputs
-        parts_out = [*self._parser.push(part.text), *self._parser.flush()]
-        content = blocks(parts_out, hides_thinking=self._hides_thinking)
+        parsed = parse_output(self._parser, part)
+        content = blocks(parsed, hides_thinking=self._hides_thinking)
         called = any(isinstance(block, ToolUseOutput) for block in content)
         return self._message(content, self._ended(part, called=called), usage)
 
@@ -87,10 +88,7 @@ class MessagesResponseWriter(ResponseWriter):
             self._started = True
             usage = usage_of([output], part.num_output_tokens)
             yield MessageStart(message=self._message([], _NOT_ENDED, usage)).encoded()
-        parts_out = self._parser.push(part.text)
-        if part.finish_reason is not None:
-            parts_out += self._parser.flush()
-        for one in parts_out:
+        for one in parse_output(self._parser, part):
             for event in self._content.push(one):
                 yield event.encoded()
         if part.finish_reason is not None:
