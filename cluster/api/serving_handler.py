@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from swell.cluster.api.disconnect import with_cancellation
 from swell.cluster.api.event_stream import EventStreamResponse
-from swell.cluster.api.response_writer import ENGINES, ResponseWriter, checked, usage_of
+from swell.cluster.api.response_writer import ENGINES, ResponseWriter, first_output, usage_of
 from swell.cluster.api.routing import json_response, request_id
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import Deadline
@@ -71,10 +71,13 @@ class ServingHandler:
             # The status line waits for the first token: what fails before it has a status.
             stream = Outputs(tickets)
             for _, output in await with_cancellation(request, stream.first()):
-                checked(output)
+                first_output(output)
             headers = _served_by(tickets)
-            events = answer.events(
-                stream, len(tickets), told=headers[ENGINES], engines=lambda: served_ranks(tickets)
+            events = answer.stream(
+                stream,
+                len(tickets),
+                sent_engines=headers[ENGINES],
+                engines=lambda: served_ranks(tickets),
             )
             return EventStreamResponse(
                 events, headers, on_end=lambda: self._abort_all(tickets, timer)
@@ -88,7 +91,7 @@ class ServingHandler:
     ) -> bytes:
         """The body as JSON; `outputs`: one a child, the children of each prompt in a row."""
         for output in outputs:
-            checked(output)
+            first_output(output)
         count = len(outputs) // len(request_params.prompts)
         prompts = [
             merge_outputs(outputs[first : first + count]) for first in range(0, len(outputs), count)
@@ -97,7 +100,7 @@ class ServingHandler:
         usage = usage_of(prompts, completion_tokens)
         if count > request_params.params.n:
             prompts = [best(output, request_params.params) for output in prompts]
-        return msgspec.json.encode(answer.whole(prompts, usage))
+        return msgspec.json.encode(answer.full_response(prompts, usage))
 
     async def _submit(
         self, request: Request, request_params: RequestParams, tickets: list[Ticket]

@@ -47,7 +47,7 @@ class ChatResponseWriter(ResponseWriter):
         """Every output has more than text."""
         self._stream = ChatStream(self.id, self.created, model, include_usage=body.include_usage)
 
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+    def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         (output,) = outputs
         body, prompt = self._body, output.prompt_logprobs
         return ChatCompletion(
@@ -162,9 +162,9 @@ class ChatResponseWriter(ResponseWriter):
         chose = called and not call_rules(self._body.tool_choice).single
         return "tool_calls" if chose and part.finish_reason == "stop" else part.finish_reason
 
-    def closing(self, usage: Usage) -> Iterable[bytes]:
+    def stream_end(self, usage: Usage) -> Iterable[bytes]:
         if self._body.include_usage:
             yield self._stream.usage(usage)
 
-    def ending(self) -> Iterable[bytes]:
+    def stream_done(self) -> Iterable[bytes]:
         yield DONE

@@ -31,7 +31,7 @@ class CompletionResponseWriter(ResponseWriter):
         )
         """Every chunk has more than its text."""
 
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+    def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         choices = [
             self._choice(place * self.n + part.index, output, part)
             for place, output in enumerate(outputs)
@@ -116,9 +116,9 @@ class CompletionResponseWriter(ResponseWriter):
             return whole
         return usage(whole.prompt_tokens, 0, whole.prompt_tokens_details.cached_tokens)
 
-    def closing(self, usage: Usage) -> Iterable[bytes]:
+    def stream_end(self, usage: Usage) -> Iterable[bytes]:
         if self._body.include_usage:
             yield self._stream.usage(self._shown_usage(usage))
 
-    def ending(self) -> Iterable[bytes]:
+    def stream_done(self) -> Iterable[bytes]:
         yield DONE

@@ -53,7 +53,7 @@ class MessagesResponseWriter(ResponseWriter):
         self._started = False
         self._ending = _NOT_ENDED
 
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+    def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         (output,) = outputs
         (part,) = output.outputs
         parsed = parse_output(self._parser, part)
@@ -94,12 +94,12 @@ class MessagesResponseWriter(ResponseWriter):
         if part.finish_reason is not None:
             self._ending = self._ended(part, called=self._content.called)
 
-    def closing(self, usage: Usage) -> Iterable[bytes]:
+    def stream_end(self, usage: Usage) -> Iterable[bytes]:
         assert self._ending is not _NOT_ENDED, "the last output tells how it ended"
         for event in self._content.end():
             yield event.encoded()
         yield MessageDelta(delta=self._ending, usage=message_usage(usage)).encoded()
         yield MessageStop().encoded()
 
-    def failure(self, error: ErrorInfo) -> Iterable[bytes]:
+    def stream_error(self, error: ErrorInfo) -> Iterable[bytes]:
         yield error_event(error.message, error.status, self._request_id).encoded()

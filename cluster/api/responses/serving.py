@@ -56,7 +56,7 @@ class ResponsesWriter(ResponseWriter):
     async def finalize(self) -> None:
         await self._finalize(self.response, self._writer.reasoning)
 
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> ResponseBody:
+    def full_response(self, outputs: list[RequestOutput], usage: Usage) -> ResponseBody:
         """Not settled yet."""
         (output,) = outputs
         for _ in self._write(output.outputs[0]):
@@ -74,29 +74,29 @@ class ResponsesWriter(ResponseWriter):
 
     # ---------------------------------------------------------------- as a stream
 
-    async def events(
-        self, outputs: Batches, choices: int, *, told: str, engines: Callable[[], str]
+    async def stream(
+        self, outputs: Batches, choices: int, *, sent_engines: str, engines: Callable[[], str]
     ) -> AsyncGenerator[bytes]:
         """As of every answer; the very last event tells the settled response."""
-        answer = super().events(outputs, choices, told=told, engines=engines)
+        answer = super().stream(outputs, choices, sent_engines=sent_engines, engines=engines)
         async with contextlib.aclosing(answer):
             async for event in answer:
                 yield event
         await self.finalize()
         yield self._event(_LAST[self.response.status](response=self.response))
 
-    def opening(self, choices: int) -> Iterable[bytes]:
+    def stream_start(self, choices: int) -> Iterable[bytes]:
         yield self._event(events.Created(response=self.response))
         yield self._event(events.InProgress(response=self.response))
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterator[bytes]:
         yield from map(self._event, self._write(part))
 
-    def closing(self, usage: Usage) -> Iterable[bytes]:
+    def stream_end(self, usage: Usage) -> Iterable[bytes]:
         self._end(usage)
         return ()
 
-    def failure(self, error: ErrorInfo) -> Iterable[bytes]:
+    def stream_error(self, error: ErrorInfo) -> Iterable[bytes]:
         self.fail(error.message)
         return ()
 
