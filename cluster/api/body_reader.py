@@ -55,7 +55,7 @@ class BodyReader:
         self._readers = 0
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """The checked body of somebody who may ask. Raises BadRequest and HTTPError."""
+        """The checked body of a request that was authorized. Raises BadRequest and HTTPError."""
         parts: list[bytes] = []
         size = 0
         self._readers += 1
@@ -116,8 +116,8 @@ async def read_json_parts(
     too_long = HTTPError(
         413, f"the body has more than {limit_name}={limit_bytes} bytes", "request_too_large"
     )
-    told = request.headers.get("content-length", "")
-    if told.isascii() and told.isdigit() and (len(told) > 18 or int(told) > limit_bytes):
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > limit_bytes):
         raise too_long
     size = came = 0
     async for part in request.stream():

@@ -1,5 +1,4 @@
-"""Routes: every answer tells its request's id, and every error is told as the API of its route
-tells it."""
+"""Routes: every answer has the id of its request, and every error the form of its route's API."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def json_response(
 
 
 def error_response(error: Exception, request: Request) -> Response:
-    """The error as the API of the route tells it, with the status that its kind asks for."""
+    """The error in the form and with the status of the route's API."""
     if isinstance(error, BadRequest):
         error = error.renamed(rename_roots(getattr(request.state, "aliases", {})))
     status, message, kind, param, code, headers = error_info(error)
@@ -65,19 +64,19 @@ def request_id(request: Request) -> str:
 
 
 def _check_request_id(request: Request) -> None:
-    """It comes back in a header and in ids, so it must be able to stand there."""
-    told = request.headers.get(REQUEST_ID)
-    if told is not None and not _REQUEST_ID.match(told):
+    """It is sent back in a header and in ids, so it must be valid there."""
+    sent = request.headers.get(REQUEST_ID)
+    if sent is not None and not _REQUEST_ID.match(sent):
         request.state.request_id = uuid.uuid4().hex
         raise BadRequest(
-            f"the header {REQUEST_ID}={shown(told)} must be 1 to {MAX_REQUEST_ID_CHARS} visible "
+            f"the header {REQUEST_ID}={shown(sent)} must be 1 to {MAX_REQUEST_ID_CHARS} visible "
             "ASCII characters",
             REQUEST_ID,
         )
 
 
 def with_error_handling(handler: Handler) -> Handler:
-    """Turn whatever a handler raises into an answer; every answer tells its request's id."""
+    """Turn whatever a handler raises into an answer; every answer has the request's id."""
 
     async def run(request: Request) -> Any:
         try:
@@ -102,8 +101,8 @@ def route(path: str, handler: Handler, *methods: str) -> Route:
 
 
 async def no_such_route(request: Request, error: Exception) -> Any:
-    """A path or a method that is not ours; Starlette knows which. It tells the methods of the
-    first route of a path only, and HTTP wants all of them."""
+    """A path or a method that does not exist; Starlette knows which. It lists the methods of the
+    first route of a path only, and HTTP requires all of them."""
 
     async def refuse(request: Request) -> Any:
         path = f"{request.method} {request.url.path}"

@@ -1,4 +1,4 @@
-"""What monitors and load balancers of other servers ask: `/ping` (SageMaker), `/version` and
+"""What monitors and load balancers of other servers request: `/ping` (SageMaker), `/version` and
 `/load` (vLLM), `/server_info` (SGLang)."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ VERSION = importlib.metadata.version("swell")
 
 
 class ServerRoutes:
-    """All tell as much as `/health` and `/metrics` do, to everybody; `/server_info` tells how the
-    model is served, to those who may use it."""
+    """All but `/server_info` are open, as `/health` and `/metrics` are. `/server_info` describes
+    how the model is served, to those who may use it."""
 
     def __init__(
         self,

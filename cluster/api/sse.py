@@ -59,26 +59,26 @@ class _Stream:
             b',"logprobs":null,"finish_reason":null,"stop_reason":null' + self._end
         )
 
-    def _chunk(self, index: int, content: bytes, rest: ChunkFields) -> bytes:
+    def _chunk(self, index: int, content: bytes, fields: ChunkFields) -> bytes:
         """`content` is the choice's text or delta with its key."""
-        if rest is TEXT_ONLY:
+        if fields is TEXT_ONLY:
             return b"%b%d,%b%b" % (self._head, index, content, self._text_only_tail)
-        ids = b"" if rest.token_ids is None else b',"token_ids":' + _encode(rest.token_ids)
-        if rest.prompt_token_ids is not None:
-            ids += b',"prompt_token_ids":' + _encode(rest.prompt_token_ids)
+        ids = b"" if fields.token_ids is None else b',"token_ids":' + _encode(fields.token_ids)
+        if fields.prompt_token_ids is not None:
+            ids += b',"prompt_token_ids":' + _encode(fields.prompt_token_ids)
         return b'%b%d,%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b%b' % (
             self._head,
             index,
             content,
-            _encode(rest.logprobs),
-            _encode(rest.finish_reason),
-            _encode(rest.stop_reason),
+            _encode(fields.logprobs),
+            _encode(fields.finish_reason),
+            _encode(fields.stop_reason),
             ids,
-            self._end if rest.usage is None else b'}],"usage":%b}\n\n' % _encode(rest.usage),
+            self._end if fields.usage is None else b'}],"usage":%b}\n\n' % _encode(fields.usage),
         )
 
     def usage(self, usage: Usage) -> bytes:
-        """The last event of a stream that asked for it: no choices."""
+        """The last event of a stream with `include_usage`: no choices."""
         return event(msgspec.structs.replace(self._empty, usage=usage))
 
 
@@ -87,8 +87,8 @@ class CompletionStream(_Stream):
 
     _kind = CompletionChunk
 
-    def chunk(self, text: str, index: int = 0, rest: ChunkFields = TEXT_ONLY) -> bytes:
-        return self._chunk(index, b'"text":' + _encode(text), rest)
+    def chunk(self, text: str, index: int = 0, fields: ChunkFields = TEXT_ONLY) -> bytes:
+        return self._chunk(index, b'"text":' + _encode(text), fields)
 
 
 class ChatStream(_Stream):
@@ -116,8 +116,8 @@ class ChatStream(_Stream):
         )
         return event(chunk)
 
-    def chunk(self, text: str, index: int = 0, rest: ChunkFields = TEXT_ONLY) -> bytes:
-        return self._chunk(index, b'"delta":{"content":' + _encode(text) + b"}", rest)
+    def chunk(self, text: str, index: int = 0, fields: ChunkFields = TEXT_ONLY) -> bytes:
+        return self._chunk(index, b'"delta":{"content":' + _encode(text) + b"}", fields)
 
-    def delta(self, delta: ChatDelta, index: int = 0, rest: ChunkFields = TEXT_ONLY) -> bytes:
-        return self._chunk(index, b'"delta":' + _encode(delta), rest)
+    def delta(self, delta: ChatDelta, index: int = 0, fields: ChunkFields = TEXT_ONLY) -> bytes:
+        return self._chunk(index, b'"delta":' + _encode(delta), fields)

@@ -1,4 +1,4 @@
-"""The admin routes of one ingress: it asks the manager, who decides, and the engines."""
+"""The admin routes of one ingress: it calls the manager, which decides, and the engines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class AdminRoutes:
     """What operators may change and see. `manager` answers with a `ChangeResult`.
 
     An operator shows a key of `serve.admin_keys_file`. Where only `serve.api_keys_file` is set,
-    nobody is one: a user's key opens nothing here.
+    these routes are closed: a user's key opens nothing here.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class AdminRoutes:
         return json_response(await self._call_manager("describe"))
 
     async def _idle(self, request: Request) -> Response:
-        """Ask every engine whether all its slots and blocks are free: the conservation check."""
+        """Check with every engine whether all its slots and blocks are free: the conservation
+        check."""
         llm, engines = self._llm(), []
         for rank in llm.view.roster.ranks:
             reason = None

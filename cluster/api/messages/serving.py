@@ -2,7 +2,7 @@
 
     message_start │ block 0: start, deltas, stop │ block 1: ... │ message_delta, message_stop
 
-`message_start` tells the prompt's tokens, so it waits for the first output.
+`message_start` has the prompt's tokens, so it waits for the first output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NOT_ENDED = Ending(stop_reason=None)
 
 
 class MessagesResponseWriter(ResponseWriter):
-    """`make_parser` makes what reads the answer; `request_id` is told beside a failure."""
+    """`make_parser` makes the parser of the answer; `request_id` is sent with an error."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class MessagesResponseWriter(ResponseWriter):
             self._ending = self._ended(part, called=self._content.called)
 
     def stream_end(self, usage: Usage) -> Iterable[bytes]:
-        assert self._ending is not _NOT_ENDED, "the last output tells how it ended"
+        assert self._ending is not _NOT_ENDED, "the last output has a finish reason"
         for event in self._content.end():
             yield event.encoded()
         yield MessageDelta(delta=self._ending, usage=message_usage(usage)).encoded()

@@ -35,8 +35,8 @@ class ResponsesWriter(ResponseWriter):
     """Fills `response`, which was begun.
 
     Whole or streamed, the answer goes through the same writer, so both hold the same. `finalize` is
-    awaited once the response has ended, before it is told to anybody: what is stored by then can
-    be asked for by whoever has seen the end. `top_logprobs` as in `make_part_reader`.
+    awaited once the response has ended, before its end is sent: a client that has seen the end
+    can retrieve what is stored. `top_logprobs` as in `make_part_reader`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ResponsesWriter(ResponseWriter):
     async def stream(
         self, outputs: Batches, choices: int, *, sent_engines: str, engines: Callable[[], str]
     ) -> AsyncGenerator[bytes]:
-        """As of every answer; the very last event tells the settled response."""
+        """As in the base class; the very last event has the finalized response."""
         answer = super().stream(outputs, choices, sent_engines=sent_engines, engines=engines)
         async with contextlib.aclosing(answer):
             async for event in answer:

@@ -1,9 +1,10 @@
-"""Who may ask at all: the names by which a server is reached, and the pages that may use it.
+"""Who may send requests: the names by which a server is reached, and the pages that may use it.
 
 A browser sends requests for any page that is open in it. What protects a server that a browser can
 reach, one on a loopback address above all:
 
-- JSON is sent with its content type, for which a browser asks first, and is refused: so a page of
+- JSON is sent with its content type, for which a browser sends a preflight first, and is refused:
+so a page of
   another site cannot make it send any (`body_reader.require_json`), unless `serve.cors_origins`
   names it.
 - A page may give its own name the address of this server, and is then of the same site. But the
@@ -73,7 +74,7 @@ class AccessRules:
 
 
 class UserKeys(ApiKeys):
-    """Those who may ask the model: they show a key, where there are keys, and know the server by a
+    """Those who may use the model: they show a key, where there are keys, and know the server by a
     name of its own."""
 
     def __init__(self, config: ServeConfig, rules: AccessRules) -> None:
