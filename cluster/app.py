@@ -22,7 +22,7 @@ from ray.serve.schema import ApplicationStatus
 from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.responses.store_service import ResponseStoreService
-from swell.cluster.api.server.connection import ConnectionLimits
+from swell.cluster.api.server.connection_limits import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.control.checkpoint_store import CheckpointStore

@@ -24,21 +24,21 @@ from swell.cluster.api.chat.serving import ChatResponseWriter
 from swell.cluster.api.completions import convert as completion_convert
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.completions.serving import CompletionResponseWriter
-from swell.cluster.api.http import (
-    HTTPError,
-    StripTrailingSlash,
-    json_response,
-    no_such_route,
-    request_id,
-    route,
-    with_deadline,
-)
+from swell.cluster.api.disconnect import with_deadline
+from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.messages import convert as messages_convert
 from swell.cluster.api.messages.message import TokenCount
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
 from swell.cluster.api.messages.serving import MessagesResponseWriter
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.api.responses.routes import ResponseRoutes
+from swell.cluster.api.routing import (
+    StripTrailingSlash,
+    json_response,
+    no_such_route,
+    request_id,
+    route,
+)
 from swell.cluster.api.server.access import AccessRules, UserKeys
 from swell.cluster.api.server.cors import Cors, CorsRules
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S, RequestThrottle

@@ -24,7 +24,7 @@ import msgspec
 
 from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.api.ingress import Ingress, build_ingress
-from swell.cluster.api.server.connection import ConnectionLimits
+from swell.cluster.api.server.connection_limits import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import Config, load

@@ -7,7 +7,7 @@ import contextlib
 import uuid
 from collections.abc import Callable, Coroutine
 
-from swell.cluster.api.http import HTTPError
+from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.responses.response_store import (
     HEARTBEAT_S,
     IDLE_HEARTBEAT_S,

@@ -72,7 +72,7 @@ def output(part: CompletionOutput) -> RequestOutput:
 def whole(part: CompletionOutput, top_logprobs: int | None = None) -> dict[str, Any]:
     answer = make(top_logprobs)
     used = usage(3, part.num_output_tokens, 2)
-    return told(answer.whole([output(part)], used))
+    return told(answer.full_response([output(part)], used))
 
 
 def told(response: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def streamed(
             raise error
 
     async def read() -> bytes:
-        stream = make(top_logprobs).events(outputs(), 1, told="0", engines=lambda: "0")
+        stream = make(top_logprobs).stream(outputs(), 1, sent_engines="0", engines=lambda: "0")
         return b"".join([piece async for piece in stream])
 
     events = []
