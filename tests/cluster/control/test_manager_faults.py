@@ -143,6 +143,24 @@ def test_of_a_half_failed_grow_the_good_half_serves() -> None:
     run(scenario)
 
 
+def test_a_failed_growth_after_a_death_keeps_the_size_that_was_whole() -> None:
+    """A replacement is no change: two engines were wanted and there, and stay wanted."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.manager.scale(2)
+        await harness.settle()
+        harness.placement.always = transient()
+        harness.placement.die(0)
+        await asyncio.sleep(START_S + 0.2)  # the replacement failed, and waits
+        assert harness.manager.phase == "prepare"
+        harness.manager.scale(3)
+        await harness.settle()
+        assert (harness.manager.phase, harness.manager.target) == ("failed", 2)
+
+    run(scenario)
+
+
 def test_to_ask_for_what_is_ends_a_failed_change() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
