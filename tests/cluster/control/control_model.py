@@ -149,8 +149,8 @@ class Model:
         if _is_whole(fleet, change.target):
             whole = change.target
         state, plan = self.control.plan(world.state, fleet, world.now)
-        changes = {rank: Intent.STAY for rank in plan.keep}
-        changes |= {rank: Intent.LEAVE for rank in (*plan.cancel, *plan.leave)}
+        changes = dict.fromkeys(plan.keep, Intent.STAY)
+        changes |= dict.fromkeys((*plan.cancel, *plan.leave), Intent.LEAVE)
         engines = [
             replace(engine, intent=changes.get(engine.rank, engine.intent))
             for engine in world.engines

@@ -10,9 +10,6 @@ from typing import NamedTuple
 import pytest
 
 from swell.cluster.control import control_state
-from swell.cluster.control.control_state import ChangeStage, ScaleRefused, StartFailure
-from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
-from swell.configs.schema import load
 from tests.cluster.control.control_model import Bounds, Violation, explore
 
 BOUNDS = {
@@ -63,7 +60,8 @@ RULES = {
         "dying again and again", "[rank for rank in ranks if not waits[rank]]", "ranks"
     ),
     "the next attempt is planned": Rule(
-        "dying again and again", "min((wait_s for wait_s in waits.values() if wait_s), default=None)",
+        "dying again and again",
+        "min((wait_s for wait_s in waits.values() if wait_s), default=None)",
         "None",
     ),
     "engines that leave are kept first": Rule(
