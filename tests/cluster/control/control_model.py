@@ -54,7 +54,7 @@ class World:
     batches: tuple[Batch, ...]
     left: Bounds
     accepted: int
-    """The newest target that an operator was told is accepted."""
+    """The newest target that was accepted."""
     whole: int
     """The smallest of those since the manager saw the cluster whole."""
     paused: bool
