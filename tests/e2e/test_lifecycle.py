@@ -21,6 +21,8 @@ import pytest
 
 from tests.e2e.cluster import NANO, ROOT, Cluster, enable_sigint
 
+_MANAGER, _STORE = "ServeReplica:swell:Manager", "ServeReplica:swell:ResponseStore"
+
 
 def swell(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -285,6 +287,40 @@ def test_a_coordinator_that_stops_comes_back(cluster):
     assert cluster.post("/admin/scale", {"engines": 2}).status_code == 202
     assert wait_for_engines(cluster, 2)["coordinator"]["pid"] == pid
     assert cluster.post("/admin/scale", {"engines": 1}).status_code == 202
+    wait_for_engines(cluster, 1)
+
+
+def test_stored_responses_outlive_the_manager_and_their_store_is_replaced(cluster):
+    """They pass through no manager; what the store held is lost with it, and the next one keeps
+    again."""
+
+    def replaced(name: str) -> None:
+        (old,) = cluster.named(name)
+        os.kill(old, signal.SIGKILL)
+        if name == _MANAGER:
+            assert read(kept)["status"] == "completed", "the store does not need the manager"
+        deadline = time.monotonic() + 60
+        while cluster.named(name) in ([], [old]):
+            assert time.monotonic() < deadline, f"no other {name}"
+            time.sleep(0.1)
+
+    def read(id: str) -> dict:
+        return cluster.get(f"/v1/responses/{id}").json()
+
+    def create() -> str:
+        made = cluster.post("/v1/responses", {"model": "nano", "input": "reverse: kitten"}).json()
+        return made["id"] if made["store"] else ""
+
+    kept = create()
+    replaced(_MANAGER)
+    assert read(kept)["status"] == "completed"
+    replaced(_STORE)
+    deadline = time.monotonic() + 60
+    while not (again := create()):
+        assert time.monotonic() < deadline, "nothing is kept again"
+        time.sleep(0.5)
+    assert read(again)["status"] == "completed"
+    assert read(kept)["error"]["code"] == "response_not_found"
     wait_for_engines(cluster, 1)
 
 
