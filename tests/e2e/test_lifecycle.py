@@ -343,9 +343,9 @@ def test_serve_run_deploys_the_same_app():
         reader.start()
         try:
             ask_until_ready("http://127.0.0.1:8000", process)
-            told = [line for line in lines if "; ours is " in line]
-            assert told, "".join(lines)
-            ask_until_ready("http://127.0.0.1:" + told[0].split()[-1], process)
+            found = [line for line in lines if "; ours is " in line]
+            assert found, "".join(lines)
+            ask_until_ready("http://127.0.0.1:" + found[0].split()[-1], process)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(timeout=90)
