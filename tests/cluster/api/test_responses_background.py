@@ -53,7 +53,8 @@ def test_in_the_background(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 def test_cancelled_or_deleted_work_stops(tmp_path: Path, how: str) -> None:
-    """Any ingress cancels it at the store; the one that computes it learns that at its heartbeat."""
+    """Any ingress cancels it at the store; the one that computes it learns that at its
+    heartbeat."""
 
     async def story() -> None:
         async with ResponsesServer(tmp_path, "the fox").open(steps=1) as server:
