@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-JUDGES := .venv-judges
+CONFORMANCE := .venv-judges
 
-.PHONY: setup demo test test-fast test-gpu judges zoo fault-matrix bench bench-docs lint typecheck clean
+.PHONY: setup demo test test-fast test-random test-gpu judges zoo fault-matrix bench bench-docs lint typecheck clean
 
 setup: $(STAMP)
 
@@ -24,22 +24,28 @@ test: setup lint typecheck
 test-fast: setup
 	$(BIN)/python -m pytest -m "not gpu and not slow"
 
+# Property tests with new examples in each of so many runs; all other targets try the same examples every time.
+RUNS ?= 5
+test-random: setup
+	for run in $$(seq $(RUNS)); do \
+	  $(BIN)/python -m pytest -m "hypothesis and not gpu" --hypothesis-profile random || exit 1; done
+
 # Needs torch, triton, transformers, msgspec, pyzmq and pytest of the machine's own Python, and llguidance for
 # grammars: without it these are refused by name. No Ray, no network.
 test-gpu:
 	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
 	PYTHONPATH=build/gpu:. $(PYTHON) -m pytest tests/gpu -m gpu
 
-# What others' clients and checkers say: some ten minutes, and half a gigabyte of their packages.
-judges: setup $(JUDGES)/.installed
+# Conformance: third-party clients and checkers. Some ten minutes, and half a gigabyte of packages.
+judges: setup $(CONFORMANCE)/.installed
 	SWELL_CONFORMANCE=1 SWELL_FUZZ_CASES=2000 $(BIN)/python -m pytest --timeout 1800 tests/conformance
-	$(JUDGES)/bin/python -m pytest --confcutdir tests/conformance/third_party tests/conformance/third_party
+	$(CONFORMANCE)/bin/python -m pytest --confcutdir tests/conformance/third_party tests/conformance/third_party
 
-$(JUDGES)/.installed: tests/conformance/requirements.txt
-	$(PYTHON) -m venv $(JUDGES)
-	$(JUDGES)/bin/pip install --quiet --upgrade pip
-	$(JUDGES)/bin/pip install --quiet --requirement tests/conformance/requirements.txt
-	touch $(JUDGES)/.installed
+$(CONFORMANCE)/.installed: tests/conformance/requirements.txt
+	$(PYTHON) -m venv $(CONFORMANCE)
+	$(CONFORMANCE)/bin/pip install --quiet --upgrade pip
+	$(CONFORMANCE)/bin/pip install --quiet --requirement tests/conformance/requirements.txt
+	touch $(CONFORMANCE)/.installed
 
 # Every causal model of transformers, small: equal or refused; some ten minutes, rewrites the page.
 zoo: setup
@@ -49,13 +55,13 @@ zoo: setup
 fault-matrix: setup
 	$(BIN)/python -m tests.faults --markdown docs/reliability.md
 
-# Alone, or beside peers: BENCH="offline-m15 served" PEERS="vllm=PYTHON llamacpp=PYTHON" ARGS="--repeats 5".
+# Swell alone, or beside peers: BENCH="offline-m15 served" PEERS="vllm=PYTHON llamacpp=PYTHON" ARGS="--repeats 5".
 BENCH_TO := build
 bench: $(VENV)/.bench
 	$(BIN)/python -m tests.benchmarks $(BENCH) $(if $(PEERS),--peers $(PEERS)) \
 	  --json $(BENCH_TO)/benchmark.json --plot $(BENCH_TO)/benchmark.svg $(ARGS)
 
-# The same, into the page: cases that do not run keep what is written of them.
+# The same, into the page: cases that do not run keep their rows.
 bench-docs:
 	$(MAKE) bench BENCH_TO=docs ARGS="--markdown docs/performance.md $(ARGS)"
 
@@ -67,10 +73,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy cannot see that the repository's top is the package `swell`, so it reads an installed copy.
+# mypy cannot see that the repository's top is the package `swell`, so it reads an installed copy of it.
 typecheck: setup
 	rm -rf build/typecheck build/lib && $(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
-	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster
+	ln -s ../../tests build/typecheck/tests
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster \
+	  -p swell.worker -p swell.kernels -p tests.benchmarks -p tests.faults -p tests.routing
 
 clean:
-	rm -rf $(VENV) $(JUDGES) build dist *.egg-info
+	rm -rf $(VENV) $(CONFORMANCE) build dist *.egg-info

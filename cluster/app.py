@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from swell.cluster.api.admin.protocol import ChangeResult
-from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.responses.store_service import ResponseStoreService
 from swell.cluster.api.server.connection import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
@@ -159,8 +159,7 @@ class IngressDeployment:
         contact = await _discover_manager(manager, identity(config))
         found = contact.coordinator
         connect = partial(AsyncEngineCoreClient, found.address, found.keys)
-        self._ingress = Ingress(config, connect, manager, store)
-        await self._ingress.start()
+        self._ingress = await build_ingress(config, connect, manager, store)
         self._edge = EdgeServer(
             self._ingress.app,
             config.serve.host,

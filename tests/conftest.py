@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -11,26 +12,21 @@ from swell.configs.process import prepare_for_torch
 
 prepare_for_torch()
 
-SLOW = (
-    *("/e2e/", "/worker/", "/kernels/", "/judges/", "test_token_exact", "test_local", "test_cli"),
-    *(
-        "test_ray_executor",
-        "test_inproc_groups",
-        "test_expert_parallel",
-        "test_waves_explorer",
-        "test_routing_trace",
-    ),
-    *("test_ingress", "test_failover", "test_responses", "test_messages.py", "test_benchmarks"),
-    *("test_server", "test_mending", "test_lockstep", "test_channel"),
-    *("test_nan_logits", "test_failed_rows", "test_failed_requests"),
-    *("test_dead_loops", "test_process"),
-    *("test_laws", "test_json_stream", "test_structured.py"),
-    *("test_access", "test_bodies", "test_connection", "test_submission"),
-    *("test_continuations", "test_cors", "test_ecosystem", "test_half_close"),
-    *("test_request_forms", "test_sdk_loops", "test_tokenize", "test_answer_grammars", "/kinds/"),
-)
-"""What starts clusters or processes, talks over sockets, computes with tensors, or searches long:
-not part of `make test-fast`."""
+
+def _register_hypothesis_profiles() -> None:
+    """`ci`, the default: the same examples in every run, and nothing is written. `random`, chosen
+    with `--hypothesis-profile random`: new examples in every run; failing ones are kept and tried
+    again."""
+    if find_spec("hypothesis") is None:  # machines with a GPU run `tests/gpu` without it
+        return
+    from hypothesis import settings
+
+    settings.register_profile("ci", derandomize=True, database=None, deadline=None)
+    settings.register_profile("random", derandomize=False, deadline=None, print_blob=True)
+    settings.load_profile("ci")
+
+
+_register_hypothesis_profiles()
 
 
 def pytest_sessionstart() -> None:
@@ -38,12 +34,6 @@ def pytest_sessionstart() -> None:
     from swell.worker.vector_math import initialize_vector_math
 
     initialize_vector_math()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if any(part in str(item.path) for part in SLOW):
-            item.add_marker(pytest.mark.slow)
 
 
 Deaths = list[tuple[str, BaseException]]

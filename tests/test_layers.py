@@ -142,6 +142,12 @@ def test_libraries_stay_on_their_floors(name: str) -> None:
         assert any(fnmatch(name, home) for home in homes), f"{name} imports {library}: {homes}"
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_the_product_imports_nothing_of_the_tests(name: str) -> None:
+    used = {module.partition(".")[0] for module in (*imports(name), *named_modules(name))}
+    assert not used & {"tests", "conftest", "pytest", "hypothesis"}, name
+
+
 def test_our_folders_are_never_imported_by_their_bare_names() -> None:
     """`import engine` works from the top of the repository only, and collides elsewhere."""
     for name in [*FILES, *OUTSIDE, *_test_files()]:

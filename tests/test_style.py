@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
+from statistics import median
 
 import pytest
 
@@ -10,6 +12,12 @@ from tests.test_layers import FILES, ROOT
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_MEDIAN_LINES = 120
+
+ENDPOINT_FILES = ("protocol.py", "convert.py", "serving.py")
+"""Each folder of an endpoint family has files with these names."""
+ENDPOINT_FOLDERS = ("admin", "chat", "completions", "messages", "responses")
+CLUSTER = [name for name in FILES if name.startswith("cluster/")]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -18,9 +26,42 @@ def test_no_file_is_long(name: str) -> None:
     assert lines <= MAX_FILE_LINES, f"{name} has {lines} lines: fold it into a folder"
 
 
+def test_half_of_the_files_of_the_cluster_are_a_page() -> None:
+    lines = [len((ROOT / name).read_text().splitlines()) for name in CLUSTER]
+    assert median(lines) <= MAX_MEDIAN_LINES, f"the median of {len(lines)} files: {median(lines)}"
+
+
+def test_files_of_the_cluster_have_names_of_their_own() -> None:
+    """Only the fixed three of the endpoint folders are there more than once."""
+    folders = defaultdict(list)
+    for name in CLUSTER:
+        folder, _, base = name.rpartition("/")
+        folders[base].append(folder)
+    endpoints = {f"cluster/api/{folder}" for folder in ENDPOINT_FOLDERS}
+    for base, where in folders.items():
+        if base in ENDPOINT_FILES:
+            assert set(where) <= endpoints, f"{base} in {where}"
+        elif base != "__init__.py":
+            assert len(where) == 1, f"{base} in {where}"
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_no_function_is_long(name: str) -> None:
-    for node in ast.walk(ast.parse((ROOT / name).read_text(), name)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert lines <= MAX_FUNCTION_LINES, f"{name}: {node.name} has {lines} lines"
+    lengths = function_lengths((ROOT / name).read_text())
+    long = {function: lines for function, lines in lengths if lines > MAX_FUNCTION_LINES}
+    assert not long, f"{name}: {long}"
+
+
+def function_lengths(source: str) -> list[tuple[str, int]]:
+    """Name and lines of each function and method."""
+    return [
+        (node.name, (node.end_lineno or node.lineno) - node.lineno + 1)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def test_lengths_of_functions_are_counted() -> None:
+    """Else the limit would hold for no function."""
+    source = "class A:\n    async def f(self):\n        a = 1\n        return a\ndef g(): ...\n"
+    assert function_lengths(source) == [("g", 1), ("f", 3)]

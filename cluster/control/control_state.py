@@ -210,7 +210,7 @@ def on_starts_finished(
     back = max(fleet.num_present, state.change.fallback)
     if not (is_requested and failures and back < state.change.target):
         return state
-    reason = next(reversed(failures.values())).reason
+    reason = next(reversed(list(failures.values()))).reason
     change = replace(
         state.change,
         target=back,

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from swell.cluster.cli.child_process import adopt_orphans, descendants
+from tests.benchmarks.machine import ROOT
 
 START_S = 280.0
 """A peer may compile at its start."""
@@ -50,9 +51,9 @@ class Child:
         self._talks = has_stdin
         self._command = list(command)
         self._log = folder / f"{name.replace(' ', '-')}.log"
-        self._env = {**os.environ, **ENVIRONMENT}
+        self._env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_python_path())}
         if command[0] != sys.executable:  # our path means nothing to others
-            self._env.pop("PYTHONPATH", None)
+            del self._env["PYTHONPATH"]
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
 
@@ -189,6 +190,11 @@ def end(pids: Iterable[int]) -> None:
 def end_all() -> None:
     """Kill every process below this one."""
     end(descendants(os.getpid()))
+
+
+def _python_path() -> list[str]:
+    """Where programs of ours, started by the path of their file, find `tests.benchmarks`."""
+    return [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 
 
 def _session(pid: int) -> int:

@@ -19,6 +19,8 @@ from tests.benchmarks.interleaved import OURS, InterleavedRounds, Numbers
 from tests.benchmarks.results import CaseResult, Figure
 from tests.benchmarks.steps import steps
 
+pytestmark = pytest.mark.slow
+
 # ---------------------------------------------------------------------------------- figures
 
 
@@ -206,7 +208,7 @@ def play(tmp_path: Path) -> Iterator[Play]:
         head = f"import sys; sys.path.insert(0, {str(CONTENDERS)!r})\n"
         head += "import os, subprocess, threading\nfrom lines import Lines\nlines = Lines()\n"
         file.write_text(head + program)
-        made.append(Child(name, [sys.executable, str(file)], tmp_path, talks=True))
+        made.append(Child(name, [sys.executable, str(file)], tmp_path, has_stdin=True))
         return Player(name, made[-1])
 
     yield make
@@ -296,7 +298,8 @@ from tests.benchmarks.cases import CASES
 from tests.benchmarks.children import Child
 
 def run(setup):
-    child = Child("sleeper", ["sh", "-c", "sleep 600 & echo $$ $!; wait"], setup.logs, talks=True)
+    command = ["sh", "-c", "sleep 600 & echo $$ $!; wait"]
+    child = Child("sleeper", command, setup.logs, has_stdin=True)
     child.start()
     print(child.line(20).decode(), setup.logs, flush=True)
     child.line(600)

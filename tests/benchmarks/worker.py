@@ -17,7 +17,7 @@ class Worker:
         interpreter = setup.interpreter(name)
         assert interpreter is not None, f"no interpreter for {name}"
         command = [interpreter, str(CONTENDERS / script), *map(str, arguments)]
-        self._child = Child(name, command, setup.logs, talks=True)
+        self._child = Child(name, command, setup.logs, has_stdin=True)
 
     def start(self) -> None:
         self._child.start()

@@ -23,6 +23,8 @@ from swell.engine.executor import ExecutorError
 from swell.engine.executor.inproc import WorkerThread
 from swell.worker.sample.sampler import Sampler
 
+pytestmark = pytest.mark.slow
+
 NANO = Path(__file__).resolve().parents[2] / "configs" / "models" / "nano"
 GREEDY = SamplingParams(temperature=0, max_tokens=120)
 

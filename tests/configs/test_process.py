@@ -12,6 +12,8 @@ import pytest
 from swell.configs.process import LOOP_FAILED_EXIT_CODE, exit_on_error, exit_on_error_async
 from tests.conftest import Deaths
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import threading, time
 from swell.configs.log import configure_logging

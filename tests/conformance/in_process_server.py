@@ -25,7 +25,7 @@ from swell.cluster.api.admin.protocol import (
     EngineState,
     RescaleState,
 )
-from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.responses.response_store import ResponseStore, StoreReply, StoreRequest
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
@@ -161,8 +161,7 @@ async def _serve(
 ) -> None:
     """Tells its port, and what to call from any thread to end it."""
     connect = partial(AsyncEngineCoreClient, coordinator.address, coordinator.keys)
-    ingress = Ingress(config, connect, Manager(), StoreHandle())
-    await ingress.start()
+    ingress = await build_ingress(config, connect, Manager(), StoreHandle())
     edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
     await edge.start()
     while not ingress.llm.active_ranks:

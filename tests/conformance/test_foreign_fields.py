@@ -11,6 +11,8 @@ import pytest
 from tests.conformance.document import check_answer
 from tests.conformance.in_process_server import InProcessServer
 
+pytestmark = pytest.mark.slow
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASKS: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "upper: abc"}]},

@@ -12,6 +12,8 @@ from tests.conformance.document import check_answer
 from tests.conformance.in_process_server import InProcessServer
 from tests.conformance.mutations import BODIES, mutated
 
+pytestmark = pytest.mark.slow
+
 CASES = int(os.environ.get("SWELL_FUZZ_CASES", "240"))
 SEED = int(os.environ.get("SWELL_FUZZ_SEED", "1"))
 BATCH = 40

@@ -11,6 +11,8 @@ import pytest
 from swell.cluster.api.openapi.document import openapi_document
 from tests.conformance.in_process_server import MODEL, InProcessServer
 
+pytestmark = pytest.mark.slow
+
 REFUSED_AS = {"top_logprobs": "logprobs"}
 """Fields that a refusal calls by another name."""
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,6 +12,8 @@ from schemathesis.core.failures import FailureGroup
 from tests.conformance.document import check_answer
 from tests.conformance.in_process_server import MODEL, InProcessServer
 
+pytestmark = pytest.mark.slow
+
 TALK = [{"role": "user", "content": "upper: abc"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 

@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, settings
 from tests.conformance.document import read_document
 from tests.conformance.in_process_server import MODEL, InProcessServer
 
+pytestmark = pytest.mark.slow
+
 THOROUGH = "SWELL_CONFORMANCE" in os.environ
 CASES = 40 if THOROUGH else 25
 """Drawn at random for each operation, half of them to be refused."""

@@ -30,6 +30,8 @@ from swell.coordinator.channel import (
     this_machine,
 )
 
+pytestmark = pytest.mark.slow
+
 SOON_S = 10.0
 """A deadline that only a failure reaches."""
 

@@ -10,6 +10,8 @@ from tests.coordinator.model_checker import BOUNDS, E1, K1, K2, Scenario, explor
 from tests.coordinator.model_mutations import RULES, remove
 from tests.coordinator.model_state import Bounds, Violation
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_every_order_of_events_comes_to_rest(name: str) -> None:
@@ -57,10 +59,10 @@ def test_any_walk_comes_to_rest(
     accidents: dict[str, int],
     choices: list[int],
 ) -> None:
-    story = Scenario(Bounds(engines, depth, tuple(jobs), reports=True, **accidents))
+    scenario = Scenario(Bounds(engines, depth, tuple(jobs), reports=True, **accidents))
     for choice in choices:
-        possible = story.moves()
+        possible = scenario.moves()
         if not possible:
             break
-        story.take(possible[choice % len(possible)])
-    story.rest()
+        scenario.take(possible[choice % len(possible)])
+    scenario.rest()

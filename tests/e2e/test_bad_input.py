@@ -7,6 +7,8 @@ import json
 import httpx
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 GOOD = {"model": "nano", "messages": [{"role": "user", "content": "upper: abc"}], "max_tokens": 8}

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.cluster import NANO
-from tests.faults import fault_types as events
-from tests.faults import moments
-from tests.faults.__main__ import soak_events
+from tests.faults import fault_types, moments
+from tests.faults.__main__ import random_faults
 from tests.faults.load import DECODE
 from tests.faults.trial import Cell, Setup, Trial
 
@@ -45,17 +44,17 @@ def expert() -> Iterator[Trial]:
 
 def assert_kept(cell: Cell) -> None:
     """The promise, for answers that were really in flight."""
-    assert cell.load_result.failed == cell.load_result.wrong == cell.load_result.cut == 0, cell
+    assert cell.result.failed == cell.result.wrong == cell.result.cut == 0, cell
     assert cell.troubles == [], cell
     assert cell.recover_s is not None
-    assert cell.load_result.answers >= STREAMS
+    assert cell.result.answers >= STREAMS
     assert cell.in_flight > 0 or cell.moment in ("idle", "wave-end")
-    if cell.event in MOVES and cell.in_flight:
+    if cell.fault in MOVES and cell.in_flight:
         assert cell.resubmitted > 0, cell
 
 
 @pytest.mark.parametrize(
-    ("event", "moment"),
+    ("fault", "moment"),
     [
         ("kill-engine", "decode"),
         ("kill-engine", "rescale-prepare"),
@@ -66,12 +65,12 @@ def assert_kept(cell: Cell) -> None:
         ("kill-engine+manager", "decode"),
     ],
 )
-def test_dense(dense: Trial, event: str, moment: str) -> None:
-    assert_kept(dense.cell(events.named(event), moments.named(moment)))
+def test_dense(dense: Trial, fault: str, moment: str) -> None:
+    assert_kept(dense.cell(fault_types.named(fault), moments.named(moment)))
 
 
 @pytest.mark.parametrize(
-    ("event", "moment"),
+    ("fault", "moment"),
     [
         ("kill-engine", "decode"),
         ("kill-engine", "wave-start"),
@@ -80,8 +79,8 @@ def test_dense(dense: Trial, event: str, moment: str) -> None:
         ("kill-engines+manager+coordinator", "decode"),
     ],
 )
-def test_expert_parallel(expert: Trial, event: str, moment: str) -> None:
-    assert_kept(expert.cell(events.named(event), moments.named(moment)))
+def test_expert_parallel(expert: Trial, fault: str, moment: str) -> None:
+    assert_kept(expert.cell(fault_types.named(fault), moments.named(moment)))
 
 
 def test_dense_grows_and_shrinks(dense: Trial) -> None:
@@ -94,9 +93,9 @@ def test_expert_parallel_grows_and_shrinks(expert: Trial) -> None:
 
 def test_random_faults_in_a_row(expert: Trial) -> None:
     names = ("kill-engine", "kill-worker", "kill-coordinator", "slow-engine", "scale-up", "drain")
-    drawn = soak_events([events.named(name) for name in names], 4, seed=3)
-    assert_kept(expert.row("soak", drawn, DECODE))
+    faults = random_faults([fault_types.named(name) for name in names], 4, seed=3)
+    assert_kept(expert.row("soak", faults, DECODE))
 
 
-def sizes(*wanted: int) -> list[events.Event]:
-    return [events.scale(f"scale-to-{size}", lambda _now, size=size: size) for size in wanted]
+def sizes(*wanted: int) -> list[fault_types.Fault]:
+    return [fault_types.scale(f"scale-to-{size}", lambda _now, size=size: size) for size in wanted]

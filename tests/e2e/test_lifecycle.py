@@ -21,6 +21,8 @@ import pytest
 
 from tests.e2e.cluster import NANO, ROOT, Cluster, enable_sigint
 
+pytestmark = pytest.mark.slow
+
 _MANAGER, _STORE = "ServeReplica:swell:Manager", "ServeReplica:swell:ResponseStore"
 
 

@@ -15,6 +15,8 @@ import transformers
 
 from tests.e2e.cluster import NANO, Cluster
 
+pytestmark = pytest.mark.slow
+
 MODEL = "nano"
 SCHEMA = {
     "type": "object",

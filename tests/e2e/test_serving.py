@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.cluster import NANO, Cluster
 
+pytestmark = pytest.mark.slow
+
 MODEL = "nano"
 
 

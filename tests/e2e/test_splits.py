@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.cluster import NANO, Cluster
 
+pytestmark = pytest.mark.slow
+
 SPLITS = {
     "tensor 2 x pipeline 2": ["parallel.tensor=2", "parallel.pipeline=2"],
     "data 2, tensor 2, two ingresses": [

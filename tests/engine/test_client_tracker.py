@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from swell.engine.client_tracker import ClientTracker
+
+pytestmark = pytest.mark.slow
 
 SILENCE_S = 8.0
 

@@ -21,6 +21,8 @@ from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
 from tests.worker import tiny_models
 
+pytestmark = pytest.mark.slow
+
 NATIVE = ["llama-llama3", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe-mixed"]
 GENERIC = ["gpt_neox", "starcoder2"]
 NEW_TOKENS = 12

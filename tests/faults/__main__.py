@@ -1,4 +1,4 @@
-"""`python -m tests.faults`: the matrix of what happens and when, or a row of random faults.
+"""`python -m tests.faults`: every fault in every moment, or a row of random faults.
 
 Exit code 1 if an answer failed or is wrong, or the cluster did not recover.
 """
@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults import fault_types as events
-from tests.faults import moments
-from tests.faults.fault_types import EVENTS, Event
+from tests.faults import fault_types, moments
+from tests.faults.fault_types import FAULTS, Fault
 from tests.faults.leaks import cycles
 from tests.faults.load import DECODE, ReferenceFailed
 from tests.faults.moments import MOMENTS, Moment
@@ -42,45 +41,45 @@ SETUPS = {
 
 
 def cells(
-    rows: Sequence[Event], columns: Sequence[Moment], *, waves: bool
-) -> Iterator[tuple[Event, Moment]]:
-    """What can happen when: sizes change one at a time, and dense engines have no waves."""
-    for event in rows:
+    rows: Sequence[Fault], columns: Sequence[Moment], *, waves: bool
+) -> Iterator[tuple[Fault, Moment]]:
+    """The cells that exist: sizes change one at a time, and dense engines have no waves."""
+    for fault in rows:
         for moment in columns:
-            if not (event.rescales and moment.grows) and (waves or not moment.waves):
-                yield event, moment
+            if not (fault.rescales and moment.grows) and (waves or not moment.waves):
+                yield fault, moment
 
 
 def run_matrix(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
-    for event, moment in cells(args.rows, args.columns, waves=trial.setup.waves):
-        yield trial.cell(event, moment)
+    for fault, moment in cells(args.rows, args.columns, waves=trial.setup.waves):
+        yield trial.cell(fault, moment)
 
 
 def run_soak(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
-    """One row of random faults, each when the cluster is whole again."""
-    yield trial.row(f"soak of {args.soak}", soak_events(args.rows, args.soak, args.seed), DECODE)
+    """One row of random faults, each at full capacity."""
+    yield trial.row(f"soak of {args.soak}", random_faults(args.rows, args.soak, args.seed), DECODE)
 
 
 def run_storm(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
     """The same, one every two seconds."""
     yield trial.storm(
-        f"storm of {args.storm}", soak_events(args.rows, args.storm, args.seed), DECODE
+        f"storm of {args.storm}", random_faults(args.rows, args.storm, args.seed), DECODE
     )
 
 
-def soak_events(known: Sequence[Event], count: int, seed: int) -> list[Event]:
-    """Random events. The size goes up and down by one, so that it stays near the first."""
+def random_faults(known: Sequence[Fault], count: int, seed: int) -> list[Fault]:
+    """Random faults. The size goes up and down by one, so that it stays near the first."""
     rng = random.Random(seed)
-    drawn: list[Event] = []
+    chosen: list[Fault] = []
     size = 0
     change = {"scale-up": 1, "scale-down": -1, "drain": -1}
-    while len(drawn) < count:
-        event = rng.choice(known)
-        step = change.get(event.name, 0)
+    while len(chosen) < count:
+        fault = rng.choice(known)
+        step = change.get(fault.name, 0)
         if abs(size + step) <= 1:
             size += step
-            drawn.append(event)
-    return drawn
+            chosen.append(fault)
+    return chosen
 
 
 def run_cycles(setups: Sequence[Setup], count: int, streams: int) -> int:
@@ -100,7 +99,7 @@ def run_cycles(setups: Sequence[Setup], count: int, streams: int) -> int:
 
 
 def attempt(setup: Setup, args: argparse.Namespace) -> Result:
-    """All cells of one set-up, told as they end."""
+    """All cells of one set-up; each is printed when it ends."""
     done: list[Cell] = []
     troubles: list[str] = []
     run = run_soak if args.soak else run_storm if args.storm else run_matrix
@@ -117,7 +116,7 @@ def attempt(setup: Setup, args: argparse.Namespace) -> Result:
 
 
 def _end(trial: Trial) -> list[str]:
-    """Stop its cluster; what was not clean about that."""
+    """Stop its cluster, and return what did not end cleanly."""
     try:
         trial.close()
     except ClusterFailed as error:
@@ -148,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     add = made.add_argument
-    add("--rows", type=_several(events.named), default=list(EVENTS.values()), metavar="A,B")
+    add("--rows", type=_several(fault_types.named), default=list(FAULTS.values()), metavar="A,B")
     add("--columns", type=_several(moments.named), default=list(MOMENTS.values()), metavar="A,B")
     add("--setups", type=_several(_setup), default=list(SETUPS.values()), metavar="A,B")
     add("--config", help="another cluster: what `swell serve` takes, with --set")

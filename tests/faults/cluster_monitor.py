@@ -1,4 +1,4 @@
-"""What the cluster says of itself over HTTP, and when it is whole again."""
+"""The state of a cluster over HTTP, and whether it is at full capacity."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from swell.cluster.cli.http_client import Client, ServerError
 from tests.faults.process import Cluster, alive
 
 _POLL_S = 0.1
-_ASK_S = 30.0
-_LOOK_S = 5.0
-"""A cluster that takes longer to say how it is has not said it."""
+_POST_S = 30.0
+_GET_S = 5.0
+"""A slower answer counts as none."""
 
 INGRESS, MANAGER, CONTROLLER = (
     "ServeReplica:swell:Ingress",
@@ -24,32 +24,32 @@ INGRESS, MANAGER, CONTROLLER = (
 _TITLES = (INGRESS, MANAGER, CONTROLLER)
 
 
-class Missed(RuntimeError):
-    """What was waited for did not come."""
+class NotReached(RuntimeError):
+    """A state that was waited for did not come."""
 
 
-class Passed(Missed):
-    """It was over before it could be seen."""
+class AlreadyPassed(NotReached):
+    """The state was over before it could be seen."""
 
 
 class ClusterMonitor:
-    """Looks at one cluster."""
+    """Polls one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._client = Client(cluster.url, timeout_s=_LOOK_S)
+        self._client = Client(cluster.url, timeout_s=_GET_S)
         self._counts = {part: len(cluster.named(part)) for part in _TITLES}
-        """Processes of each title, while all was well."""
+        """Processes of each title in the healthy cluster."""
 
     async def get_state(self) -> ClusterState | None:
-        """`GET /admin/cluster`; None if nobody answers."""
+        """`GET /admin/cluster`; None without an answer."""
         try:
             return await self._client.get("/admin/cluster", ClusterState)
         except ServerError:
             return None
 
     async def counter(self, name: str) -> float:
-        """A metric, summed over its labels; 0 if nobody tells it."""
+        """A metric, summed over its labels; 0 if it is not reported."""
         try:
             async with self._client.open("GET", "/metrics") as response:
                 lines = (await response.read()).decode().splitlines()
@@ -58,24 +58,24 @@ class ClusterMonitor:
         starts = (f"{name} ", f"{name}{{")
         return sum(float(line.split()[-1]) for line in lines if line.startswith(starts))
 
-    async def ask(self, path: str, body: dict[str, object]) -> None:
-        """Ask for a change. Raises Missed if it is refused."""
+    async def post(self, path: str, body: dict[str, object]) -> None:
+        """LoadRequest for a change. Raises NotReached if it is refused."""
         try:
-            await Client(self.cluster.url, timeout_s=_ASK_S).post(path, body, Accepted)
+            await Client(self.cluster.url, timeout_s=_POST_S).post(path, body, Accepted)
         except ServerError as error:
-            raise Missed(f"{path} {body}: {error}") from None
+            raise NotReached(f"{path} {body}: {error}") from None
 
     async def until_whole(
         self, targets: Collection[int], limit_s: float, victims: Collection[int] = ()
     ) -> ClusterState:
         """Wait for full capacity: `targets` engines, all active, at rest, without `victims`.
 
-        Raises Missed with what is missing.
+        Raises NotReached with what is missing.
         """
         deadline = time.monotonic() + limit_s
-        while lack := await self._missing(targets, victims):
+        while missing := await self._missing(targets, victims):
             if time.monotonic() > deadline:
-                raise Missed(f"after {limit_s:g} s: {lack}")
+                raise NotReached(f"after {limit_s:g} s: {missing}")
             await asyncio.sleep(_POLL_S)
         state = await self.get_state()
         return state or await self.until_whole(targets, limit_s, victims)
@@ -85,7 +85,7 @@ class ClusterMonitor:
             return f"processes {living} are still there"
         state = await self.get_state()
         if state is None:
-            return "nobody answers /admin/cluster"
+            return "no answer from /admin/cluster"
         states = [engine.state for engine in state.engines]
         if state.target not in targets or len(states) != state.target:
             return f"{len(states)} engines, target {state.target}, wanted {sorted(targets)}"

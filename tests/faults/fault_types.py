@@ -1,7 +1,7 @@
-"""What can happen to a cluster: a process is killed, stopped or slowed, several are killed at the
+"""Faults of a cluster: a process is killed, stopped or slowed, several are killed at the
 same instant, or its size changes.
 
-An event says what it did and what must follow, so that whoever caused it can wait for that.
+A fault reports what it did and what must follow, so that its caller can wait for that.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from swell.cluster.api.admin.protocol import ClusterState
-from tests.faults.cluster_monitor import CONTROLLER, INGRESS, MANAGER, ClusterMonitor, Missed
+from tests.faults.cluster_monitor import CONTROLLER, INGRESS, MANAGER, ClusterMonitor, NotReached
 
 _SLOW_S = 1.0
-"""Less than any sensible `cluster.stall_timeout_s`: nobody may be replaced for it."""
+"""Less than any sensible `cluster.stall_timeout_s`: no process may be replaced for it."""
 
 
 @dataclass(frozen=True)
 class FaultEffect:
-    """What an event did, and what must follow."""
+    """What a fault did, and what must follow."""
 
     text: str
     targets: frozenset[int]
@@ -34,18 +35,18 @@ class FaultEffect:
 
 
 @dataclass(frozen=True)
-class Event:
+class Fault:
     """One line of the table. `act` sees the cluster as it was just before."""
 
     name: str
-    act: Callable[[ClusterMonitor, ClusterState, random.Random], Awaitable[FaultEffect]]
+    act: Callable[[ClusterMonitor, ClusterState, random.Random], Coroutine[Any, Any, FaultEffect]]
     rescales: bool = False
-    """It asks for another size itself, so it cannot come while the size changes."""
+    """It changes the size itself, so it cannot come while the size changes."""
     cuts_connections: bool = False
     """Connections of the process end with it, and so do their answers."""
 
 
-# ---------------------------------------------------------------- whom
+# ---------------------------------------------------------------- victims
 
 Victim = tuple[int, str]
 """A process and what it is."""
@@ -72,7 +73,7 @@ def _coordinator(
     _monitor: ClusterMonitor, state: ClusterState, _rng: random.Random
 ) -> list[Victim]:
     if state.coordinator.pid is None:
-        raise Missed("/admin/cluster names no coordinator")
+        raise NotReached("/admin/cluster names no coordinator")
     return [(state.coordinator.pid, "coordinator")]
 
 
@@ -80,13 +81,13 @@ def _titled(part: str, kind: str) -> Finder:
     def find(monitor: ClusterMonitor, _state: ClusterState, rng: random.Random) -> list[Victim]:
         found = monitor.cluster.named(part)
         if not found:
-            raise Missed(f"no process of this cluster is called {part!r}")
+            raise NotReached(f"no process of this cluster is called {part!r}")
         return [(rng.choice(sorted(found)), kind)]
 
     return find
 
 
-# ---------------------------------------------------------------- what
+# ---------------------------------------------------------------- actions
 
 
 async def _kill(pid: int) -> None:
@@ -103,41 +104,41 @@ async def _slow(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def _signal(action: str, *kinds: str) -> Event:
-    """`action` on a process of each kind, all found before the first is hit. Whoever is only slow
-    loses nothing."""
+def _signal(action: str, *kinds: str) -> Fault:
+    """`action` on a process of each kind, all found before the first signal. A process that is
+    only slow loses nothing."""
     send, finders = _ACTIONS[action], [_KINDS[kind] for kind in kinds]
     expects_no_restart = action == "slow"
 
     async def act(monitor: ClusterMonitor, state: ClusterState, rng: random.Random) -> FaultEffect:
         found = [victim for find in finders for victim in find(monitor, state, rng)]
-        for pid, _who in found:
+        for pid, _name in found:
             await send(pid)
-        victims = frozenset() if expects_no_restart else frozenset(pid for pid, _who in found)
-        text = f"{action} " + " and ".join(f"{who} (pid {pid})" for pid, who in found)
+        victims = frozenset() if expects_no_restart else frozenset(pid for pid, _name in found)
+        text = f"{action} " + " and ".join(f"{name} (pid {pid})" for pid, name in found)
         return FaultEffect(text, frozenset({state.target}), victims, expects_no_restart)
 
-    return Event(
+    return Fault(
         f"{action}-{'+'.join(kinds)}",
         act,
         cuts_connections="ingress" in kinds and not expects_no_restart,
     )
 
 
-def scale(name: str, size: Callable[[int], int]) -> Event:
-    """A change of size; those that leave hand over at once what they have."""
+def scale(name: str, size: Callable[[int], int]) -> Fault:
+    """A change of size; leaving engines hand over their requests at once."""
 
     async def act(monitor: ClusterMonitor, state: ClusterState, _rng: random.Random) -> FaultEffect:
         engines = max(1, size(state.target))
-        await monitor.ask("/admin/scale", {"engines": engines, "drain_timeout_s": 0})
+        await monitor.post("/admin/scale", {"engines": engines, "drain_timeout_s": 0})
         return FaultEffect(f"scale {state.target} to {engines}", frozenset({engines}))
 
-    return Event(name, act, rescales=True)
+    return Fault(name, act, rescales=True)
 
 
 async def _drain(monitor: ClusterMonitor, state: ClusterState, rng: random.Random) -> FaultEffect:
     rank = rng.choice([engine.rank for engine in state.engines])
-    await monitor.ask("/admin/drain", {"rank": rank})
+    await monitor.post("/admin/drain", {"rank": rank})
     return FaultEffect(f"drain engine {rank}", frozenset({state.target - 1}))
 
 
@@ -172,25 +173,25 @@ _TOGETHER = (
     ("engines", "manager", "coordinator", "controller"),
     ("engines", "manager", "coordinator", "controller", "ingress"),
 )
-"""What dies at the same instant, as when a machine runs out of memory."""
+"""Processes killed at the same instant, as when a machine runs out of memory."""
 
 _TABLE = (
-    Event("nothing", _nothing),
+    Fault("nothing", _nothing),
     *(_signal(action, kind) for kind in _ALONE for action in ("kill", "stop", "slow")),
     # Ray restarts a controller that died; a stopped one is a fault of Ray's own.
     _signal("kill", "controller"),
     *(_signal("kill", *kinds) for kinds in _TOGETHER),
     scale("scale-up", lambda engines: engines + 1),
     scale("scale-down", lambda engines: engines - 1),
-    Event("drain", _drain, rescales=True),
+    Fault("drain", _drain, rescales=True),
 )
 
-EVENTS: dict[str, Event] = {event.name: event for event in _TABLE}
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in _TABLE}
 """By name, in the order of the matrix."""
 
 
-def named(name: str) -> Event:
+def named(name: str) -> Fault:
     """Raises ValueError with the known names."""
-    if name not in EVENTS:
-        raise ValueError(f"no event {name!r}; the events are: {', '.join(EVENTS)}")
-    return EVENTS[name]
+    if name not in FAULTS:
+        raise ValueError(f"no fault {name!r}; the faults are: {', '.join(FAULTS)}")
+    return FAULTS[name]

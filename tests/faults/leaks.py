@@ -1,4 +1,4 @@
-"""What growing and shrinking leaves behind: 1 -> 3 -> 1, again and again, under load."""
+"""Resources that growing and shrinking leaves behind: 1 -> 3 -> 1, repeated, under load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from swell.cluster.api.models import ModelList
 from swell.cluster.cli.http_client import Client
-from tests.faults.cluster_monitor import ClusterMonitor, Missed
+from tests.faults.cluster_monitor import ClusterMonitor, NotReached
 from tests.faults.load import DECODE, Load, compare, make_requests, reference
 from tests.faults.process import Cluster, ClusterFailed, title
 from tests.faults.trial import RECOVER_S, Setup
@@ -22,7 +22,7 @@ _SHOWN = 4
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What the processes hold that were there before the first cycle."""
+    """Resources of the processes that existed before the first cycle."""
 
     processes: int
     """All of the cluster."""
@@ -79,22 +79,22 @@ def cycles(setup: Setup, count: int, streams: int) -> Iterator[Usage]:
 
 
 def _ours(cluster: Cluster) -> set[int]:
-    """Its processes, without those that Ray keeps ready for whoever comes next."""
+    """Its processes, without the idle ones that Ray keeps ready."""
     return {pid for pid in cluster.members() if "ray::IDLE" not in title(pid)}
 
 
 async def _cycle(cluster: Cluster, monitor: ClusterMonitor, streams: int) -> None:
     model = (await Client(cluster.url).get("/v1/models", ModelList)).data[0].id
-    asks = make_requests(model, streams, DECODE, 0)
-    expected = await reference(cluster.url, asks)
-    load = Load([cluster.url], asks, streams)
+    requests = make_requests(model, streams, DECODE, 0)
+    expected = await reference(cluster.url, requests)
+    load = Load([cluster.url], requests, streams)
     load.start()
     try:
         for size in SIZES:
-            await monitor.ask("/admin/scale", {"engines": size, "drain_timeout_s": 0})
+            await monitor.post("/admin/scale", {"engines": size, "drain_timeout_s": 0})
             await monitor.until_whole({size}, RECOVER_S)
-    except Missed as missed:
-        raise ClusterFailed(str(missed)) from None
-    load_result = compare(expected, await load.finish())
-    if load_result.failed or load_result.wrong or load_result.cut:
-        raise ClusterFailed(f"answers suffered: {load_result}")
+    except NotReached as error:
+        raise ClusterFailed(str(error)) from None
+    result = compare(expected, await load.finish())
+    if result.failed or result.wrong or result.cut:
+        raise ClusterFailed(f"answers suffered: {result}")

@@ -1,4 +1,5 @@
-"""Streams of known requests, and whether each answer is the one that a calm cluster gives.
+"""Streams of known requests, and whether each answer is the one that a cluster without faults
+gives.
 
 A request's answer is a function of its body alone: greedy, or sampled with a seed. So the answers
 of an undisturbed cluster are the oracle, and a fault may change nothing but the time.
@@ -21,15 +22,15 @@ _ANSWER_S = 120.0
 """An answer that takes longer has failed; a replacement takes a fraction of it."""
 _CONNECT_S = 10.0
 _CUT = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-"""The connection was there and ended. So did one that is reset while the client still waits to hear
-that it is there: the dead one's kernel had taken it."""
+"""The connection was there and ended. So did one that is reset while the client still waits for its
+confirmation: the kernel of the dead process had accepted it."""
 _REFERENCE_STREAMS = 8
 """Requests that run at once while the oracle is made."""
 _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "kitten", "moon")
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Sizes of prompts and answers; both are drawn evenly from a range."""
+    """Sizes of prompts and answers; both are sampled evenly from a range."""
 
     prompt_words: tuple[int, int]
     output_tokens: tuple[int, int]
@@ -41,18 +42,18 @@ PREFILL = Shape((120, 200), (4, 24))
 """Prompts that last: about six bytes a word, and nano's tokens are bytes."""
 
 
-class Ask(msgspec.Struct, frozen=True):
+class LoadRequest(msgspec.Struct, frozen=True):
     """One request."""
 
     path: str
     body: dict[str, Any]
 
 
-def make_requests(model: str, count: int, shape: Shape, seed: int) -> list[Ask]:
+def make_requests(model: str, count: int, shape: Shape, seed: int) -> list[LoadRequest]:
     """Chats and completions, greedy and sampled, half each; some stop at a string, some come
     whole. The same for the same seed."""
     rng = random.Random(seed)
-    asks = []
+    requests = []
     for index in range(count):
         text = " ".join(rng.choices(_WORDS, k=rng.randint(*shape.prompt_words)))
         prompt = rng.choice(("repeat 5 times: ", "sort: ", "reverse: ", "upper: ")) + text
@@ -69,18 +70,18 @@ def make_requests(model: str, count: int, shape: Shape, seed: int) -> list[Ask]:
         if index % 3 != 2:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if index % 2:
-            asks.append(Ask("/v1/completions", {**body, "prompt": prompt}))
+            requests.append(LoadRequest("/v1/completions", {**body, "prompt": prompt}))
         else:
             messages = [{"role": "user", "content": prompt}]
-            asks.append(Ask("/v1/chat/completions", {**body, "messages": messages}))
-    return asks
+            requests.append(LoadRequest("/v1/chat/completions", {**body, "messages": messages}))
+    return requests
 
 
 @dataclass
 class Answer:
-    """What became of one request, with times on the monotonic clock."""
+    """The answer to one request, with times on the monotonic clock."""
 
-    ask: int
+    request_index: int
     began_s: float
     text: str = ""
     finish_reason: str | None = None
@@ -92,7 +93,7 @@ class Answer:
     ended_s: float = 0.0
     error: str | None = None
     cut: bool = False
-    """The connection ended; else an `error` is what the server said, or that it said nothing."""
+    """The connection ended; else `error` is the server's error, or that no answer came."""
 
     @property
     def pause_s(self) -> float:
@@ -104,18 +105,18 @@ class Answer:
 # ---------------------------------------------------------------- one request
 
 
-class _Part(msgspec.Struct, frozen=True):
+class _Message(msgspec.Struct, frozen=True):
     content: str | None = None
 
 
 class _Choice(msgspec.Struct, frozen=True):
     text: str = ""
-    delta: _Part = _Part()
-    message: _Part = _Part()
+    delta: _Message = _Message()
+    message: _Message = _Message()
     finish_reason: str | None = None
 
     @property
-    def words(self) -> str:
+    def content(self) -> str:
         return self.text or self.delta.content or self.message.content or ""
 
 
@@ -133,21 +134,23 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 class _Refused(RuntimeError):
-    """The server says that it failed."""
+    """The server reported an error."""
 
 
-async def send_request(answer: Answer, client: httpx.AsyncClient, url: str, ask: Ask) -> None:
+async def send_request(
+    answer: Answer, client: httpx.AsyncClient, url: str, request: LoadRequest
+) -> None:
     """Send one request and keep everything that comes; a failure is kept too, never raised."""
     try:
         async with (
             asyncio.timeout(_ANSWER_S),
-            client.stream("POST", url + ask.path, json=ask.body) as response,
+            client.stream("POST", url + request.path, json=request.body) as response,
         ):
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 raise _Refused(f"{response.status_code}: {text[:300]}")
             answer.engines = response.headers.get("x-swell-engine", "")
-            if ask.body.get("stream"):
+            if request.body.get("stream"):
                 await _read_events(answer, response)
             else:
                 _take(answer, await response.aread())
@@ -161,7 +164,7 @@ async def send_request(answer: Answer, client: httpx.AsyncClient, url: str, ask:
 
 
 def _find_os_error(error: BaseException) -> OSError | None:
-    """What the system said."""
+    """The error of the operating system behind it."""
     os_error = error.__cause__ or error.__context__
     while os_error is not None:
         if isinstance(os_error, OSError) and os_error.errno is not None:
@@ -185,7 +188,7 @@ def _take(answer: Answer, data: bytes) -> None:
     if body.error is not None:
         raise _Refused(str(body.error))
     for choice in body.choices:
-        answer.text += choice.words
+        answer.text += choice.content
         answer.finish_reason = choice.finish_reason or answer.finish_reason
     if body.usage is not None:
         answer.usage = (body.usage.prompt_tokens, body.usage.completion_tokens)
@@ -201,22 +204,22 @@ class Load:
     that ends takes with it only what it was answering.
     """
 
-    def __init__(self, urls: Sequence[str], asks: Sequence[Ask], streams: int) -> None:
+    def __init__(self, urls: Sequence[str], requests: Sequence[LoadRequest], streams: int) -> None:
         self.answers: list[Answer] = []
         """Those that have ended, well or not."""
         self.open: dict[int, Answer] = {}
         """Those in flight, by their stream."""
         self._urls = urls
-        self._asks = asks
+        self._requests = requests
         self.streams = streams
         self._tasks: list[asyncio.Task[None]] = []
-        self._turns = itertools.count()
+        self._numbers = itertools.count()
         self._stopping = False
 
     def start(self, rounds: int | None = None) -> None:
         """Keep every stream busy until `finish`, or for so many requests each."""
         self._tasks += [
-            asyncio.create_task(self._run_stream(place, rounds)) for place in range(self.streams)
+            asyncio.create_task(self._run_stream(index, rounds)) for index in range(self.streams)
         ]
 
     @property
@@ -239,40 +242,40 @@ class Load:
         await asyncio.gather(*self._tasks)
         return self.answers
 
-    async def _run_stream(self, place: int, rounds: int | None) -> None:
+    async def _run_stream(self, index: int, rounds: int | None) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        patience = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
+        timeouts = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
         # Our servers speak plain HTTP; reading certificates would cost every stream some CPU.
         async with httpx.AsyncClient(
-            limits=limits, timeout=patience, trust_env=False, verify=False
+            limits=limits, timeout=timeouts, trust_env=False, verify=False
         ) as client:
             for _round in itertools.count() if rounds is None else range(rounds):
                 if self._stopping:
                     return
-                number = next(self._turns)
-                answer = Answer(number % len(self._asks), time.monotonic())
-                self.open[place] = answer
+                number = next(self._numbers)
+                answer = Answer(number % len(self._requests), time.monotonic())
+                self.open[index] = answer
                 url = self._urls[number % len(self._urls)]
-                await send_request(answer, client, url, self._asks[answer.ask])
-                self.answers.append(self.open.pop(place))
+                await send_request(answer, client, url, self._requests[answer.request_index])
+                self.answers.append(self.open.pop(index))
 
 
 class ReferenceFailed(RuntimeError):
     """An undisturbed cluster did not answer."""
 
 
-async def reference(url: str, asks: Sequence[Ask]) -> list[Answer]:
+async def reference(url: str, requests: Sequence[LoadRequest]) -> list[Answer]:
     """The answer to each request, in order. Raises ReferenceFailed."""
-    load = Load([url], asks, _REFERENCE_STREAMS)
-    load.start(rounds=-(-len(asks) // _REFERENCE_STREAMS))
-    answers = {answer.ask: answer for answer in await load.ended()}
+    load = Load([url], requests, _REFERENCE_STREAMS)
+    load.start(rounds=-(-len(requests) // _REFERENCE_STREAMS))
+    answers = {answer.request_index: answer for answer in await load.ended()}
     for answer in answers.values():
         if answer.error:
-            raise ReferenceFailed(f"request {answer.ask}: {answer.error}")
-    return [answers[index] for index in range(len(asks))]
+            raise ReferenceFailed(f"request {answer.request_index}: {answer.error}")
+    return [answers[index] for index in range(len(requests))]
 
 
-# ---------------------------------------------------------------- what became of them
+# ---------------------------------------------------------------- comparison
 
 
 class LoadResult(msgspec.Struct, frozen=True):
@@ -291,11 +294,14 @@ class LoadResult(msgspec.Struct, frozen=True):
 
 
 def compare(expected: Sequence[Answer], answers: Sequence[Answer]) -> LoadResult:
-    """Judge every answer by the one to the same request; of a cut one what came must be right."""
-    wrong = [line for answer in answers if (line := difference(expected[answer.ask], answer))]
+    """Compare every answer with the expected one to its request; of a cut answer, the part that
+    came must be right."""
+    wrong = [
+        line for answer in answers if (line := difference(expected[answer.request_index], answer))
+    ]
     cut = [answer for answer in answers if answer.cut]
     failed = [answer for answer in answers if answer.error and not answer.cut]
-    lines = [f"request {answer.ask}: {answer.error}" for answer in (*failed, *cut)]
+    lines = [f"request {answer.request_index}: {answer.error}" for answer in (*failed, *cut)]
     return LoadResult(
         answers=len(answers),
         failed=len(failed),
@@ -315,15 +321,16 @@ def difference(expected: Answer, got: Answer) -> str | None:
     else:
         names = ("text", "finish_reason", "usage")
         pairs = [(name, getattr(expected, name), getattr(got, name)) for name in names]
-    for name, right, said in pairs:
-        if right != said:
-            return f"request {got.ask} (engines {got.engines}): {name} {_where(right, said)}"
+    for name, right, actual in pairs:
+        if right != actual:
+            where = f"request {got.request_index} (engines {got.engines})"
+            return f"{where}: {name} {_where(right, actual)}"
     return None
 
 
-def _where(right: Any, said: Any) -> str:
-    if not isinstance(right, str) or not isinstance(said, str):
-        return f"{said!r} for {right!r}"
-    pairs = zip(right, said, strict=False)
+def _where(right: Any, actual: Any) -> str:
+    if not isinstance(right, str) or not isinstance(actual, str):
+        return f"{actual!r} for {right!r}"
+    pairs = zip(right, actual, strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return f"{said[same : same + 12]!r} for {right[same : same + 12]!r} at character {same}"
+    return f"{actual[same : same + 12]!r} for {right[same : same + 12]!r} at character {same}"

@@ -1,4 +1,4 @@
-"""When it happens: each moment brings the cluster to a state, and returns while it lasts."""
+"""Moments of a fault: each brings the cluster to a state, and returns while the state lasts."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from tests.faults.cluster_monitor import ClusterMonitor, Missed, Passed
+from tests.faults.cluster_monitor import AlreadyPassed, ClusterMonitor, NotReached
 from tests.faults.load import DECODE, PREFILL, Load, Shape
 
 _LIMIT_S = 60.0
 _POLL_S = 0.01
 _BUSY_SHARE = 0.75
-"""Of the streams, before it is said that all are busy."""
+"""Share of the streams that counts as all of them."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One column. `reach` raises Missed if the moment does not come, Passed if it is too short."""
+    """One column. `reach` raises NotReached if the moment does not come, AlreadyPassed if it is too
+    short."""
 
     name: str
     reach: Callable[[ClusterMonitor, Load], Awaitable[None]]
@@ -33,12 +34,12 @@ async def _until(true: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + _LIMIT_S
     while not true():
         if time.monotonic() > deadline:
-            raise Missed(f"{what}: not within {_LIMIT_S:g} s")
+            raise NotReached(f"{what}: not within {_LIMIT_S:g} s")
         await asyncio.sleep(_POLL_S)
 
 
 async def _idle(_monitor: ClusterMonitor, _load: Load) -> None:
-    """Nothing was asked; the load begins after the event."""
+    """No request is in flight; the load begins after the fault."""
 
 
 async def _prefill(_monitor: ClusterMonitor, load: Load) -> None:
@@ -60,8 +61,8 @@ def _rescale(phase: str) -> Callable[[ClusterMonitor, Load], Awaitable[None]]:
         await _decode(monitor, load)
         state = await monitor.get_state()
         if state is None:
-            raise Missed("nobody answers /admin/cluster")
-        await monitor.ask("/admin/scale", {"engines": state.target + 1})
+            raise NotReached("no answer from /admin/cluster")
+        await monitor.post("/admin/scale", {"engines": state.target + 1})
         deadline = time.monotonic() + _LIMIT_S
         begun = False
         while time.monotonic() < deadline:
@@ -71,7 +72,7 @@ def _rescale(phase: str) -> Callable[[ClusterMonitor, Load], Awaitable[None]]:
             if begun and state is not None and state.rescale.phase == "idle":
                 break
             begun = begun or (state is not None and state.rescale.phase != "idle")
-        raise Passed(f"phase {phase!r} was not seen")
+        raise AlreadyPassed(f"phase {phase!r} was not seen")
 
     return reach
 
@@ -83,11 +84,11 @@ async def _wave_start(monitor: ClusterMonitor, load: Load) -> None:
     deadline = time.monotonic() + _LIMIT_S
     while await _steps(monitor) == steps:
         if time.monotonic() > deadline:
-            raise Missed("no engine began to step")
+            raise NotReached("no engine began to step")
 
 
 async def _wave_end(_monitor: ClusterMonitor, load: Load) -> None:
-    """One answer to each stream, and the last has just ended: engines vote to stop."""
+    """One answer to each stream, and the last has just ended: the engines stop."""
     load.start(rounds=1)
     await load.ended()
 

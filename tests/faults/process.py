@@ -25,7 +25,7 @@ _IDLE_S = 30
 _LISTEN = "0A"
 """The state of a listening socket in `/proc/net/tcp`."""
 _RAY_FOLDER = re.compile(r"/tmp/swell-\w+")
-"""What `swell serve` gives to its own Ray."""
+"""The folder that `swell serve` gives to its own Ray."""
 
 
 class ClusterFailed(RuntimeError):
@@ -33,7 +33,8 @@ class ClusterFailed(RuntimeError):
 
 
 def leftovers() -> set[Path]:
-    """What a cluster makes outside of its processes, but not what a living one of others uses."""
+    """Files that a cluster makes outside of its processes, without those that a living process
+    uses."""
     folders = {path for path in Path("/tmp").glob("swell-*") if _RAY_FOLDER.fullmatch(str(path))}
     pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
     used = {name for pid in pids for name in _RAY_FOLDER.findall(title(pid))}
@@ -97,7 +98,7 @@ class Cluster:
         return httpx.post(self.url + path, json=body, timeout=120)
 
     def wait_idle(self) -> None:
-        """Until every engine says that all of its slots and blocks are free."""
+        """Wait until every engine reports that all its slots and blocks are free."""
         deadline = time.monotonic() + _IDLE_S
         while time.monotonic() < deadline:
             engines = self.get("/admin/idle").json()["engines"]
@@ -144,7 +145,7 @@ class Cluster:
             shutil.rmtree(folder, ignore_errors=True)
 
     def members(self) -> Iterator[int]:
-        """Living processes that inherited our marker: ours, and nobody else's."""
+        """Living processes that inherited our marker: those of this cluster alone."""
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 pid = int(folder.name)

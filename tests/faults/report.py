@@ -41,15 +41,15 @@ def rows(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
     """One for each cell, under the head."""
     return [
         (
-            cell.event,
+            cell.fault,
             cell.moment,
             str(cell.in_flight),
-            str(cell.load_result.answers),
-            str(cell.load_result.failed),
-            str(cell.load_result.wrong),
-            str(cell.load_result.cut),
+            str(cell.result.answers),
+            str(cell.result.failed),
+            str(cell.result.wrong),
+            str(cell.result.cut),
             "never" if cell.recover_s is None else f"{cell.recover_s:.1f} s",
-            f"{cell.load_result.pause_s:.1f} s",
+            f"{cell.result.pause_s:.1f} s",
             "ok" if cell.good else "FAILED",
         )
         for cell in cells

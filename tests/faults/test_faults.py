@@ -1,4 +1,4 @@
-"""The judge of answers is strict and fair, seen on servers that fail in known ways."""
+"""The comparison of answers is strict and fair: servers that fail in known ways."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from swell.cluster.api.admin.protocol import ClusterState
 from tests.cluster import fake_server
 from tests.cluster.fake_server import FakeServer
 from tests.faults import __main__ as command
-from tests.faults import fault_types as events
-from tests.faults import load, moments, report
-from tests.faults.cluster_monitor import Missed
+from tests.faults import fault_types, load, moments, report
+from tests.faults.cluster_monitor import NotReached
+from tests.faults.fault_types import FaultEffect
 from tests.faults.load import DECODE, PREFILL, Answer, Load, compare, make_requests, reference
 from tests.faults.process import alive, listeners, title
 from tests.faults.report import Result
 from tests.faults.trial import Cell
 
-ASKS = make_requests("fake", 12, load.Shape((2, 5), (3, 9)), seed=3)
+REQUESTS = make_requests("fake", 12, load.Shape((2, 5), (3, 9)), seed=3)
 
 
 class WholeServer(FakeServer):
@@ -45,11 +45,13 @@ class WholeServer(FakeServer):
         if body.get("stream"):
             return await super()._complete(request)
         self.requests.append(body)
-        words = "ab " * body["max_tokens"]
+        text = "ab " * body["max_tokens"]
         prompt = len(body.get("prompt", [1]))
         usage = {"prompt_tokens": prompt, "completion_tokens": body["max_tokens"]}
-        part = {"message": {"content": words}} if "messages" in body else {"text": words}
-        return JSONResponse({"choices": [part], "usage": usage}, headers={"x-swell-engine": "0,1"})
+        choice = {"message": {"content": text}} if "messages" in body else {"text": text}
+        return JSONResponse(
+            {"choices": [choice], "usage": usage}, headers={"x-swell-engine": "0,1"}
+        )
 
 
 @pytest.fixture
@@ -60,29 +62,31 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
 
 
 async def answers_of(url: str, streams: int, rounds: int) -> list[Answer]:
-    running = Load([url], ASKS, streams)
+    running = Load([url], REQUESTS, streams)
     running.start(rounds)
     return await running.ended()
 
 
 def right_answers(fake: FakeServer) -> list[Answer]:
-    return asyncio.run(reference(fake.url, ASKS))
+    return asyncio.run(reference(fake.url, REQUESTS))
 
 
 # ---------------------------------------------------------------- requests
 
 
 def test_requests_are_the_same_for_a_seed_and_of_every_kind() -> None:
-    asks = make_requests("m", 60, DECODE, seed=1)
-    assert asks == make_requests("m", 60, DECODE, seed=1) != make_requests("m", 60, DECODE, seed=2)
-    for ask in asks:
-        assert ("messages" in ask.body) == ask.path.endswith("chat/completions")
-        if "seed" in ask.body:
-            assert 0.8 <= ask.body["temperature"] <= 1
+    requests = make_requests("m", 60, DECODE, seed=1)
+    assert (
+        requests == make_requests("m", 60, DECODE, seed=1) != make_requests("m", 60, DECODE, seed=2)
+    )
+    for request in requests:
+        assert ("messages" in request.body) == request.path.endswith("chat/completions")
+        if "seed" in request.body:
+            assert 0.8 <= request.body["temperature"] <= 1
         else:
-            assert ask.body["temperature"] == 0
-    words = ("messages", "seed", "stop", "stream")
-    kinds = [tuple(word in ask.body for word in words) for ask in asks]
+            assert request.body["temperature"] == 0
+    fields = ("messages", "seed", "stop", "stream")
+    kinds = [tuple(field in request.body for field in fields) for request in requests]
     assert len(set(kinds)) == 16, "each with each"
     assert [sum(column) for column in zip(*kinds, strict=True)] == [30, 30, 12, 40]
 
@@ -90,9 +94,9 @@ def test_requests_are_the_same_for_a_seed_and_of_every_kind() -> None:
 def test_sizes_stay_in_their_ranges() -> None:
     for shape in (DECODE, PREFILL):
         low, high = shape.output_tokens
-        asks = make_requests("m", 50, shape, seed=0)
-        assert all(low <= ask.body["max_tokens"] <= high for ask in asks)
-        assert max(len(json.dumps(ask.body)) for ask in asks) + high < 2048, (
+        requests = make_requests("m", 50, shape, seed=0)
+        assert all(low <= request.body["max_tokens"] <= high for request in requests)
+        assert max(len(json.dumps(request.body)) for request in requests) + high < 2048, (
             "nano's limit, in bytes"
         )
 
@@ -102,54 +106,56 @@ def test_sizes_stay_in_their_ranges() -> None:
 
 def test_every_form_of_answer_is_read_whole(fake: FakeServer) -> None:
     right = right_answers(fake)
-    for ask, answer in zip(ASKS, right, strict=True):
-        assert answer.text == "ab " * ask.body["max_tokens"]
-        assert answer.usage is not None and answer.usage[1] == ask.body["max_tokens"]
-        assert bool(answer.chunks_s) == bool(ask.body.get("stream"))
+    for request, answer in zip(REQUESTS, right, strict=True):
+        assert answer.text == "ab " * request.body["max_tokens"]
+        assert answer.usage is not None and answer.usage[1] == request.body["max_tokens"]
+        assert bool(answer.chunks_s) == bool(request.body.get("stream"))
         assert answer.engines in ("0", "0,1")
 
 
-def test_a_calm_server_is_judged_right_and_every_stream_is_kept_busy(fake: FakeServer) -> None:
+def test_a_healthy_server_has_no_wrong_answers_and_every_stream_is_kept_busy(
+    fake: FakeServer,
+) -> None:
     right = right_answers(fake)
     answers = asyncio.run(answers_of(fake.url, streams=6, rounds=4))
-    load_result = compare(right, answers)
-    assert (load_result.answers, load_result.failed, load_result.cut, load_result.wrong) == (
+    result = compare(right, answers)
+    assert (result.answers, result.failed, result.cut, result.wrong) == (
         24,
         0,
         0,
         0,
     )
-    assert load_result.moved == sum("," in answer.engines for answer in answers) > 0
-    assert load_result.pause_s > 0 and load_result.examples == []
+    assert result.moved == sum("," in answer.engines for answer in answers) > 0
+    assert result.pause_s > 0 and result.examples == []
 
 
 def test_refused_requests_have_failed(fake: FakeServer) -> None:
     right = right_answers(fake)
     fake.requests.clear()
     fake.fail_every = 3
-    streamed = [a for a in ASKS if a.body.get("stream")]
+    streamed = [a for a in REQUESTS if a.body.get("stream")]
     running = Load([fake.url], streamed, 1)
 
     async def work() -> list[Answer]:
         running.start(9)
         return await running.ended()
 
-    load_result = compare([right[ASKS.index(ask)] for ask in streamed], asyncio.run(work()))
-    assert (load_result.answers, load_result.failed, load_result.cut) == (9, 3, 0)
-    assert "503" in load_result.examples[0]
+    result = compare([right[REQUESTS.index(request)] for request in streamed], asyncio.run(work()))
+    assert (result.answers, result.failed, result.cut) == (9, 3, 0)
+    assert "503" in result.examples[0]
 
 
 def test_a_stream_without_its_end_has_failed_though_its_text_is_right(fake: FakeServer) -> None:
     right = right_answers(fake)
     fake.cut_short = True
-    streamed = sum(bool(ask.body.get("stream")) for ask in ASKS)
-    load_result = compare(right, asyncio.run(answers_of(fake.url, len(ASKS), 1)))
-    assert (load_result.failed, load_result.cut, load_result.wrong) == (streamed, 0, 0)
+    streamed = sum(bool(request.body.get("stream")) for request in REQUESTS)
+    result = compare(right, asyncio.run(answers_of(fake.url, len(REQUESTS), 1)))
+    assert (result.failed, result.cut, result.wrong) == (streamed, 0, 0)
 
 
-def test_a_closed_loop_goes_on_until_it_is_told(fake: FakeServer) -> None:
+def test_a_closed_loop_goes_on_until_finish(fake: FakeServer) -> None:
     async def work() -> tuple[int, int, int]:
-        running = Load([fake.url], ASKS, 4)
+        running = Load([fake.url], REQUESTS, 4)
         running.start()
         while len(running.answers) < 30:
             assert len(running.open) <= 4
@@ -188,28 +194,28 @@ def test_a_cut_connection_is_cut_and_what_came_must_be_right(text: str, wrong: i
         len(chunk),
         chunk,
     )
-    ask = load.Ask("/v1/completions", {"stream": True})
+    request = load.LoadRequest("/v1/completions", {"stream": True})
 
     async def work() -> list[Answer]:
         async for url in cut_server(head):
-            running = Load([url], [ask], 1)
+            running = Load([url], [request], 1)
             running.start(1)
             return await running.ended()
         raise AssertionError
 
     expected = Answer(0, 0.0, text="ab ab", finish_reason="length", usage=(1, 2))
-    load_result = compare([expected], asyncio.run(work()))
-    assert (load_result.failed, load_result.cut, load_result.wrong) == (0, 1, wrong)
+    result = compare([expected], asyncio.run(work()))
+    assert (result.failed, result.cut, result.wrong) == (0, 1, wrong)
 
 
 @pytest.mark.parametrize("dies", ["before", "meanwhile"])
-def test_one_that_dies_while_a_client_connects_has_cut_it(
+def test_a_server_that_dies_while_a_client_connects_cuts_the_connection(
     monkeypatch: pytest.MonkeyPatch, dies: str
 ) -> None:
-    """Its kernel had taken the connection; without a listener there is none to cut."""
+    """Its kernel had accepted the connection; without a listener there is none to cut."""
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    connect = BaseSelectorEventLoop._sock_connect
+    connect = BaseSelectorEventLoop._sock_connect  # type: ignore[attr-defined]
 
     def connect_and_die(*args: Any) -> None:
         connect(*args)
@@ -220,7 +226,7 @@ def test_one_that_dies_while_a_client_connects_has_cut_it(
     monkeypatch.setattr(BaseSelectorEventLoop, "_sock_connect", connect_and_die)
 
     async def work() -> list[Answer]:
-        running = Load([url], [load.Ask("/v1/completions", {})], 1)
+        running = Load([url], [load.LoadRequest("/v1/completions", {})], 1)
         running.start(1)
         return await running.ended()
 
@@ -239,9 +245,9 @@ def test_each_field_is_compared(name: str, value: object) -> None:
     other = answer()
     assert compare([answer()], [other]).wrong == 0
     setattr(other, name, value)
-    load_result = compare([answer()], [other])
-    assert load_result.wrong == 1
-    assert name in load_result.examples[0]
+    result = compare([answer()], [other])
+    assert result.wrong == 1
+    assert name in result.examples[0]
 
 
 def test_the_longest_pause_counts_from_the_request_to_the_end() -> None:
@@ -251,7 +257,7 @@ def test_the_longest_pause_counts_from_the_request_to_the_end() -> None:
     assert Answer(0, 1.0, ended_s=9.0).pause_s == 0, "a whole answer is read at once"
 
 
-# ---------------------------------------------------------------- events
+# ---------------------------------------------------------------- faults
 
 
 def state_of(pid: int) -> ClusterState:
@@ -271,7 +277,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def condition(pid: int) -> str:
-    """R, S, T (stopped) or Z, as the kernel says."""
+    """R, S, T (stopped) or Z, as the kernel reports it."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -279,11 +285,11 @@ def condition(pid: int) -> str:
 def test_signals_do_what_their_names_say(
     kind: str, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "_SLOW_S", 0.01)
+    monkeypatch.setattr(fault_types, "_SLOW_S", 0.01)
     pid, none = sleeper.pid, msgspec.UNSET
-    effects = {}
+    effects: dict[str, FaultEffect] = {}
     for action in ("slow", "stop", "kill"):
-        act = events.EVENTS[f"{action}-{kind}"].act
+        act = fault_types.FAULTS[f"{action}-{kind}"].act
         effects[action] = asyncio.run(act(none, state_of(pid), random.Random(0)))  # type: ignore[arg-type]
         if action == "slow":
             assert condition(pid) != "T"
@@ -292,15 +298,15 @@ def test_signals_do_what_their_names_say(
             assert condition(pid) == "T"
     assert sleeper.wait(timeout=10) == -signal.SIGKILL
     assert not alive(pid)
-    assert (effects["slow"].keeps, effects["slow"].victims) == (True, frozenset())
+    assert (effects["slow"].expects_no_restart, effects["slow"].victims) == (True, frozenset())
     assert [effects[action].victims for action in ("stop", "kill")] == [{pid}, {pid}]
     assert all(effect.targets == {1} and str(pid) in effect.text for effect in effects.values())
 
 
-def test_what_dies_together_is_found_before_the_first_is_hit(
+def test_processes_killed_together_are_all_found_before_the_first_signal(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these dies in one instant, and each has to have a successor."""
+    """All die at one instant, and each must have a successor."""
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     state = state_of(sleeper.pid)
 
@@ -309,7 +315,7 @@ def test_what_dies_together_is_found_before_the_first_is_hit(
         return [other.pid]
 
     monitor: Any = SimpleNamespace(cluster=SimpleNamespace(named=named))
-    act = events.EVENTS["kill-engine+manager"].act
+    act = fault_types.FAULTS["kill-engine+manager"].act
     try:
         effect = asyncio.run(act(monitor, state, random.Random(0)))
         assert effect.victims == {sleeper.pid, other.pid}
@@ -320,12 +326,12 @@ def test_what_dies_together_is_found_before_the_first_is_hit(
 
 
 def test_sets_of_kills_are_rows() -> None:
-    sets = [event for name, event in events.EVENTS.items() if "+" in name]
+    sets = [fault for name, fault in fault_types.FAULTS.items() if "+" in name]
     assert {"kill-engine+manager", "kill-engines+manager+coordinator"} <= {e.name for e in sets}
-    assert all(event.cuts_connections == ("ingress" in event.name) for event in sets)
+    assert all(fault.cuts_connections == ("ingress" in fault.name) for fault in sets)
 
 
-def test_living_processes_are_told_from_zombies(sleeper: subprocess.Popen[bytes]) -> None:
+def test_zombies_are_not_alive(sleeper: subprocess.Popen[bytes]) -> None:
     assert alive(sleeper.pid) and "time.sleep" in title(sleeper.pid)
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
@@ -348,29 +354,31 @@ def test_listeners_of_a_shared_port_are_counted() -> None:
     assert listeners(port) == 0
 
 
-def test_who_is_not_there_is_missed() -> None:
+def test_a_victim_that_does_not_exist_is_not_reached() -> None:
     state = state_of(1)
     state = msgspec.structs.replace(state, coordinator=msgspec.convert({}, type(state.coordinator)))
-    with pytest.raises(Missed):
-        asyncio.run(events.EVENTS["kill-coordinator"].act(None, state, random.Random(0)))  # type: ignore[arg-type]
+    with pytest.raises(NotReached):
+        asyncio.run(fault_types.FAULTS["kill-coordinator"].act(None, state, random.Random(0)))  # type: ignore[arg-type]
 
 
 def test_a_soak_is_the_same_for_a_seed_and_stays_near_its_size() -> None:
-    known = list(events.EVENTS.values())
-    drawn = command.soak_events(known, 300, seed=1)
-    assert drawn == command.soak_events(known, 300, seed=1) != command.soak_events(known, 300, 2)
+    known = list(fault_types.FAULTS.values())
+    faults = command.random_faults(known, 300, seed=1)
+    assert (
+        faults == command.random_faults(known, 300, seed=1) != command.random_faults(known, 300, 2)
+    )
     change = {"scale-up": 1, "scale-down": -1, "drain": -1}
     size, sizes = 0, set()
-    for event in drawn:
-        size += change.get(event.name, 0)
+    for fault in faults:
+        size += change.get(fault.name, 0)
         sizes.add(size)
     assert sizes == {-1, 0, 1}
 
 
-def test_cells_leave_out_what_cannot_be() -> None:
-    rows, columns = list(events.EVENTS.values()), list(moments.MOMENTS.values())
-    dense = {(event.name, when.name) for event, when in command.cells(rows, columns, waves=False)}
-    every = {(event.name, when.name) for event, when in command.cells(rows, columns, waves=True)}
+def test_cells_that_cannot_exist_are_left_out() -> None:
+    rows, columns = list(fault_types.FAULTS.values()), list(moments.MOMENTS.values())
+    dense = {(fault.name, when.name) for fault, when in command.cells(rows, columns, waves=False)}
+    every = {(fault.name, when.name) for fault, when in command.cells(rows, columns, waves=True)}
     assert ("drain", "decode") in dense and ("drain", "rescale-commit") not in every
     assert ("kill-engine", "rescale-commit") in dense
     assert {when for _, when in every - dense} == {"wave-start", "wave-end"}
@@ -380,8 +388,8 @@ def test_cells_leave_out_what_cannot_be() -> None:
 
 
 def result(failed: int) -> Result:
-    load_result = load.LoadResult(answers=9, failed=failed, cut=0, wrong=0, pause_s=0.25, moved=1)
-    cell = Cell("kill-engine", "decode", ["kill"], 5, load_result, 1.5, 3, [])
+    counts = load.LoadResult(answers=9, failed=failed, cut=0, wrong=0, pause_s=0.25, moved=1)
+    cell = Cell("kill-engine", "decode", ["kill"], 5, counts, 1.5, 3, [])
     return Result("dense", ["a.b=1"], [cell])
 
 

@@ -1,6 +1,7 @@
-"""One cluster under trial: a fault in a given moment, or many in a row, and what became of answers.
+"""One cluster under trial: a fault in a given moment, or many in a row, and what became of the
+answers.
 
-    whole --- load, moment --- fault --- whole again --- settle --- judge
+    whole --- load, moment --- fault --- whole again --- settle --- compare
 
 Every cell begins with a cluster at full capacity. One that is not whole again within
 `RECOVER_S` has failed its cell, and is replaced for the next.
@@ -20,12 +21,12 @@ import msgspec
 from swell.cluster.api.admin.protocol import ClusterState
 from swell.cluster.api.models import ModelList
 from swell.cluster.cli.http_client import Client
-from tests.faults.cluster_monitor import ClusterMonitor, Missed, Passed, pids
-from tests.faults.fault_types import Event, FaultEffect
+from tests.faults.cluster_monitor import AlreadyPassed, ClusterMonitor, NotReached, pids
+from tests.faults.fault_types import Fault, FaultEffect
 from tests.faults.load import (
     Answer,
-    Ask,
     Load,
+    LoadRequest,
     LoadResult,
     Shape,
     compare,
@@ -38,7 +39,7 @@ from tests.faults.process import Cluster, ClusterFailed
 RECOVER_S = 60.0
 """From a fault to full capacity."""
 _SETTLE_S = 3.0
-"""Load after that: what is late shows, and a stall that is none would have been called one."""
+"""Load after that: late effects show, and a false stall would have been reported."""
 _BETWEEN_S = 2.0
 """From full capacity to the next fault of a row; in a storm from fault to fault."""
 _RESUBMITTED = "swell_resubmitted_requests_total"
@@ -54,15 +55,15 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """What became of one fault in one moment, or of a row of faults."""
+    """The outcome of one fault in one moment, or of a row of faults."""
 
-    event: str
+    fault: str
     moment: str
     """`after X` if X was over before it could be seen."""
     effects: list[str]
     in_flight: int
     """Requests, when the fault came; of a row the fewest."""
-    load_result: LoadResult
+    result: LoadResult
     recover_s: float | None
     """From the fault to full capacity; of a row the longest; None if it was not reached."""
     resubmitted: int
@@ -71,11 +72,11 @@ class Cell(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        return not (self.troubles or self.load_result.failed or self.load_result.wrong)
+        return not (self.troubles or self.result.failed or self.result.wrong)
 
 
 class Trial:
-    """A cluster that is started when it is needed, and again when a fault was too much for it."""
+    """A cluster that is started on use, and replaced after a fault that it did not survive."""
 
     def __init__(self, setup: Setup, streams: int, seed: int) -> None:
         self.setup = setup
@@ -85,7 +86,7 @@ class Trial:
         self._cluster: Cluster | None = None
         self._monitor: ClusterMonitor | None = None
         self._engines = 0
-        self._oracle: dict[Shape, tuple[list[Ask], list[Answer]]] = {}
+        self._oracle: dict[Shape, tuple[list[LoadRequest], list[Answer]]] = {}
 
     def __enter__(self) -> Trial:
         return self
@@ -99,17 +100,17 @@ class Trial:
         if cluster is not None:
             cluster.stop()
 
-    def cell(self, event: Event, moment: Moment) -> Cell:
+    def cell(self, fault: Fault, moment: Moment) -> Cell:
         """One fault in one moment. Raises ClusterFailed, ReferenceFailed."""
-        return self._run(lambda monitor: self._cell(monitor, event, moment))
+        return self._run(lambda monitor: self._cell(monitor, fault, moment))
 
-    def row(self, name: str, events: Sequence[Event], shape: Shape) -> Cell:
+    def row(self, name: str, faults: Sequence[Fault], shape: Shape) -> Cell:
         """Many faults under one load, each once the cluster is whole again."""
-        return self._run(lambda monitor: self._row(monitor, name, events, shape))
+        return self._run(lambda monitor: self._row(monitor, name, faults, shape))
 
-    def storm(self, name: str, events: Sequence[Event], shape: Shape) -> Cell:
+    def storm(self, name: str, faults: Sequence[Fault], shape: Shape) -> Cell:
         """Many faults under one load, one every two seconds, whole or not."""
-        return self._run(lambda monitor: self._storm(monitor, name, events, shape))
+        return self._run(lambda monitor: self._storm(monitor, name, faults, shape))
 
     def _run(self, work: Callable[[ClusterMonitor], Coroutine[Any, Any, Cell]]) -> Cell:
         """Start a cluster if there is none; one that is not whole afterwards ends here."""
@@ -124,40 +125,40 @@ class Trial:
 
     # ---------------------------------------------------------------- one cell
 
-    async def _cell(self, monitor: ClusterMonitor, event: Event, moment: Moment) -> Cell:
+    async def _cell(self, monitor: ClusterMonitor, fault: Fault, moment: Moment) -> Cell:
         record, load = await self._begin(monitor, moment.shape)
         when = moment.name
         try:
             await moment.reach(monitor, load)
-        except Passed:
+        except AlreadyPassed:
             when = f"after {moment.name}"
-        except Missed as missed:
-            record.troubles.append(f"the moment was missed: {missed}")
-        await record.fault(event)
+        except NotReached as error:
+            record.troubles.append(f"the moment was error: {error}")
+        await record.inject_and_wait(fault)
         await asyncio.sleep(_SETTLE_S)
-        return await record.end(event.name, when)
+        return await record.end(fault.name, when)
 
     async def _row(
-        self, monitor: ClusterMonitor, name: str, events: Sequence[Event], shape: Shape
+        self, monitor: ClusterMonitor, name: str, faults: Sequence[Fault], shape: Shape
     ) -> Cell:
         record, load = await self._begin(monitor, shape)
         load.start()
-        for event in events:
+        for fault in faults:
             await asyncio.sleep(_BETWEEN_S)
-            await record.fault(event)
+            await record.inject_and_wait(fault)
             if record.broken:
                 break
         await asyncio.sleep(_SETTLE_S)
         return await record.end(name, "decode")
 
     async def _storm(
-        self, monitor: ClusterMonitor, name: str, events: Sequence[Event], shape: Shape
+        self, monitor: ClusterMonitor, name: str, faults: Sequence[Fault], shape: Shape
     ) -> Cell:
         record, load = await self._begin(monitor, shape)
         load.start()
-        for event in events:
+        for fault in faults:
             await asyncio.sleep(_BETWEEN_S)
-            await record.inject(event)
+            await record.inject(fault)
         await record.recover()
         await asyncio.sleep(_SETTLE_S)
         return await record.end(name, "decode")
@@ -170,26 +171,26 @@ class Trial:
         try:
             state = await monitor.get_state()
             if state is not None and state.target != self._engines:
-                await monitor.ask("/admin/scale", {"engines": self._engines})
+                await monitor.post("/admin/scale", {"engines": self._engines})
             await monitor.until_whole({self._engines}, RECOVER_S)
-        except Missed as missed:
-            raise ClusterFailed(f"not whole before the fault: {missed}") from None
-        asks, answers = await self._reference(monitor.cluster.url, shape)
-        load = Load([monitor.cluster.url], asks, self._streams)
+        except NotReached as error:
+            raise ClusterFailed(f"not whole before the fault: {error}") from None
+        requests, answers = await self._reference(monitor.cluster.url, shape)
+        load = Load([monitor.cluster.url], requests, self._streams)
         resubmitted = await monitor.counter(_RESUBMITTED)
         return _Record(monitor, load, self._rng, answers, resubmitted), load
 
-    async def _reference(self, url: str, shape: Shape) -> tuple[list[Ask], list[Answer]]:
-        """Requests and their right answers, which the first calm cluster gives."""
+    async def _reference(self, url: str, shape: Shape) -> tuple[list[LoadRequest], list[Answer]]:
+        """Requests and their right answers, from a cluster without faults."""
         if shape not in self._oracle:
             model = (await Client(url).get("/v1/models", ModelList)).data[0].id
-            asks = make_requests(model, self._streams, shape, self._seed)
-            self._oracle[shape] = asks, await reference(url, asks)
+            requests = make_requests(model, self._streams, shape, self._seed)
+            self._oracle[shape] = requests, await reference(url, requests)
         return self._oracle[shape]
 
 
 class _Record:
-    """What happens under one load."""
+    """Faults, effects and troubles under one load."""
 
     def __init__(
         self,
@@ -206,55 +207,55 @@ class _Record:
         self._rng = rng
         self._expected = expected
         self._resubmitted = resubmitted
-        self._deeds: list[str] = []
+        self._effects: list[str] = []
         self._in_flight: list[int] = []
         self._recover_s: list[float] = []
         self._cuts = False
 
-    async def fault(self, event: Event) -> None:
+    async def inject_and_wait(self, fault: Fault) -> None:
         """Cause it and wait for full capacity."""
         before = await self._monitor.get_state()
         if before is None:
-            self._break(f"{event.name}: nobody answers /admin/cluster")
+            self._break(f"{fault.name}: no answer from /admin/cluster")
             return
         self._in_flight.append(len(self._load.open))
         began = time.monotonic()
-        self._cuts |= event.cuts_connections
+        self._cuts |= fault.cuts_connections
         try:
-            effect = await event.act(self._monitor, before, self._rng)
-            self._deeds.append(effect.text)
+            effect = await fault.act(self._monitor, before, self._rng)
+            self._effects.append(effect.text)
             if not self._load.busy:
                 self._load.start()
             after = await self._monitor.until_whole(effect.targets, RECOVER_S, effect.victims)
-        except (Missed, ProcessLookupError) as missed:
-            self._break(f"{event.name}: {missed}")
+        except (NotReached, ProcessLookupError) as error:
+            self._break(f"{fault.name}: {error}")
             return
         self._recover_s.append(time.monotonic() - began)
         if effect.expects_no_restart:
             await self._check_kept(effect, before, after)
 
-    async def inject(self, event: Event) -> None:
-        """Cause it in whatever state the cluster is: one that finds nobody, or is refused, is
-        told and is no fault."""
+    async def inject(self, fault: Fault) -> None:
+        """Cause it in any state of the cluster. A fault without a victim, or one that is refused,
+        is recorded in brackets and is no trouble."""
         before = await self._monitor.get_state()
         self._in_flight.append(len(self._load.open))
-        self._cuts |= event.cuts_connections
+        self._cuts |= fault.cuts_connections
         try:
             if before is None:
-                raise Missed("nobody answers /admin/cluster")
-            self._deeds.append((await event.act(self._monitor, before, self._rng)).text)
-        except (Missed, ProcessLookupError, IndexError) as missed:
-            self._deeds.append(f"({event.name}: {missed})")
+                raise NotReached("no answer from /admin/cluster")
+            self._effects.append((await fault.act(self._monitor, before, self._rng)).text)
+        except (NotReached, ProcessLookupError, IndexError) as error:
+            self._effects.append(f"({fault.name}: {error})")
 
     async def recover(self) -> None:
-        """Wait for full capacity, at whatever size was asked for last."""
+        """Wait for full capacity, at the size of the last request."""
         began = time.monotonic()
         try:
             while (state := await self._monitor.get_state()) is None:
                 await asyncio.sleep(_SETTLE_S)
             await self._monitor.until_whole({state.target}, RECOVER_S)
-        except Missed as missed:
-            self._break(str(missed))
+        except NotReached as error:
+            self._break(str(error))
         self._recover_s.append(time.monotonic() - began)
 
     async def _check_kept(
@@ -264,23 +265,23 @@ class _Record:
         after = await self._monitor.get_state() or after
         if lost := set(pids(before)) - set(pids(after)):
             self.troubles.append(
-                f"{effect.text}: processes {sorted(lost)} were replaced for nothing"
+                f"{effect.text}: processes {sorted(lost)} were replaced without need"
             )
 
-    async def end(self, event: str, moment: str) -> Cell:
-        """Let the answers end, and judge."""
-        load_result = compare(self._expected, await self._load.finish())
-        if load_result.cut and not self._cuts:
-            self.troubles.append(f"{load_result.cut} connections were cut by no ingress's end")
-        if not load_result.answers:
+    async def end(self, fault: str, moment: str) -> Cell:
+        """Wait for the answers to end, and compare them."""
+        result = compare(self._expected, await self._load.finish())
+        if result.cut and not self._cuts:
+            self.troubles.append(f"{result.cut} connections were cut by no ingress's end")
+        if not result.answers:
             self.troubles.append("no answers")
         counter = await self._monitor.counter(_RESUBMITTED)
         return Cell(
-            event=event,
+            fault=fault,
             moment=moment,
-            effects=self._deeds,
+            effects=self._effects,
             in_flight=min(self._in_flight, default=0),
-            load_result=load_result,
+            result=result,
             recover_s=None if self.broken else max(self._recover_s, default=0.0),
             resubmitted=max(0, round(counter - self._resubmitted)),
             troubles=self.troubles,
@@ -294,13 +295,13 @@ class _Record:
 def print_cell(cell: Cell) -> None:
     """One line about a cell, as it ends."""
     took = "never" if cell.recover_s is None else f"{cell.recover_s:.1f} s"
-    load_result = cell.load_result
+    result = cell.result
     print(
-        f"{'ok  ' if cell.good else 'FAIL'} {cell.event} in {cell.moment}: "
-        f"{', '.join(cell.effects)}; {cell.in_flight} in flight, {load_result.answers} answers, "
-        f"{load_result.failed} failed, {load_result.wrong} wrong, {load_result.cut} cut; "
-        f"whole after {took}, longest pause {load_result.pause_s:.1f} s",
+        f"{'ok  ' if cell.good else 'FAIL'} {cell.fault} in {cell.moment}: "
+        f"{', '.join(cell.effects)}; {cell.in_flight} in flight, {result.answers} answers, "
+        f"{result.failed} failed, {result.wrong} wrong, {result.cut} cut; "
+        f"whole after {took}, longest pause {result.pause_s:.1f} s",
         flush=True,
     )
-    for line in (*cell.troubles, *load_result.examples):
+    for line in (*cell.troubles, *result.examples):
         print(f"     {line}", file=sys.stderr, flush=True)

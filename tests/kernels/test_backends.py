@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(backends.__file__).parent
 DOORS = [

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
+
+pytestmark = pytest.mark.slow
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

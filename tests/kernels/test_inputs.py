@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 from swell.kernels.inputs import Inputs
+
+pytestmark = pytest.mark.slow
 
 SLOTS, LENGTH, BLOCK, BLOCKS = 6, 40, 4, 10
 

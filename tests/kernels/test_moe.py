@@ -11,6 +11,8 @@ from torch import Tensor
 
 from swell.kernels.moe import combine_experts, expert_outputs, route
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, SIZE, EXPERTS, TOP_K = 16, 24, 6, 2
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-2}
 

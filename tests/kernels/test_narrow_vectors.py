@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__)
 NARROW_PANEL = 16
 COMPILER = """#!/bin/sh

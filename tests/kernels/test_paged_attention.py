@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 from swell.kernels.attention import AttentionMetadata
+
+pytestmark = pytest.mark.slow
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

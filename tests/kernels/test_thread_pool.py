@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 from tests.worker.test_mesh import in_threads
+
+pytestmark = pytest.mark.slow
 
 ROWS, SIZE, OUTS = 16, 256, 512
 

@@ -9,6 +9,8 @@ import pytest
 from swell.cluster.text.prompts import end_token_ids, load_tokenizer
 from tests.kinds import KINDS, kind
 
+pytestmark = pytest.mark.slow
+
 TEXT = "The sky is blue,\n    return x\t你好 😀 {}"
 QUESTION = [{"role": "user", "content": "How is the sky?"}]
 TOOLS = [

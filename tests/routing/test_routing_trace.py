@@ -11,6 +11,8 @@ from tests.routing.policies import POLICIES
 from tests.routing.simulation import BLOCK_TOKENS, Simulation, SimulationConfig, SimulationResult
 from tests.routing.trace import TraceConfig, generate
 
+pytestmark = pytest.mark.slow
+
 SHAPE = TraceConfig(users_per_s=3.0, duration_s=40.0)
 TRACE = generate(SHAPE, 1, BLOCK_TOKENS)
 TURNS = sum(len(conversation.turns) for conversation in TRACE)
@@ -42,7 +44,7 @@ def test_conversations_are_what_the_shape_says() -> None:
         assert end == len(conversation.token_ids)
         names: list[bytes] = []
         extend_block_hashes(names, pack_tokens(conversation.token_ids), BLOCK_TOKENS)
-        assert names == list(conversation.names)
+        assert names == list(conversation.block_hashes)
 
 
 # -------------------------------------------------------------------------------- the simulation
@@ -50,8 +52,10 @@ def test_conversations_are_what_the_shape_says() -> None:
 
 def test_a_cache_that_nothing_leaves_hits_all_but_the_last_tokens() -> None:
     """One engine, endless cache: what is computed is what nobody computed before."""
-    outcome = run("round_robin", sizes=((0.0, 1),), speeds=SimulationConfig(num_blocks=10**6))
-    names = {name for c in TRACE for name in c.names[: c.turns[-1].prompt_tokens // BLOCK_TOKENS]}
+    outcome = run("round_robin", sizes=((0.0, 1),), config=SimulationConfig(num_blocks=10**6))
+    names = {
+        name for c in TRACE for name in c.block_hashes[: c.turns[-1].prompt_tokens // BLOCK_TOKENS]
+    }
     missed = outcome.prompt_tokens - outcome.hit_tokens
     assert len(outcome.ttft_s) == TURNS
     # Answers are not computed as prompts; the rest of a block and the last block may be again.
@@ -71,17 +75,16 @@ def test_every_turn_is_served_and_every_count_ends_at_zero(num_blocks: int) -> N
         POLICIES["affinity"],
         ingresses=2,
         sizes=((0.0, 4), (15.0, 6), (30.0, 3)),
-        speeds=SimulationConfig(num_blocks=num_blocks),
+        config=SimulationConfig(num_blocks=num_blocks),
     )
     outcome = simulation.run()
     assert len(outcome.ttft_s) == TURNS and min(outcome.ttft_s) > 0
-    for engine in simulation._engines.values():
-        assert engine.is_idle and engine._free_blocks == num_blocks
+    for simulated in simulation._engines.values():
+        assert simulated.is_idle and simulated._free_blocks == num_blocks
     for router in simulation._ingresses:
-        for rank, engine in router._engines.items():
-            loads = [engine.sent, *engine.unheard.values()]
+        for engine in router._engines.values():
+            loads = [engine.sent, *engine.unreported.values()]
             assert all((x.uncomputed_tokens, x.requests, x.blocks) == (0, 0, 0) for x in loads)
-            assert router.placed_on(rank) == []
 
 
 # -------------------------------------------------------------------------------- the policies

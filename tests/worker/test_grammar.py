@@ -25,6 +25,8 @@ from swell.worker.sample.wire import Grammar, SamplerParams
 from swell.worker.wire import NewRow, SchedulerOutput
 from tests.structured_schemas import SCHEMAS
 
+pytestmark = pytest.mark.slow
+
 NANO = Path(__file__).parents[2] / "configs/models/nano"
 TOKENIZER = Tokenizer.from_file(str(NANO / "tokenizer.json"))
 VOCAB = 320

@@ -11,6 +11,8 @@ from swell.cluster.local import LLM, SamplingParams
 from swell.worker import forward as graphs
 from tests.worker import tiny_models
 
+pytestmark = pytest.mark.slow
+
 NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
 PROMPTS = [[5, 6, 7], list(range(10, 40)), [11, 12, 13, 14]]
 

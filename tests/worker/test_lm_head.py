@@ -12,6 +12,8 @@ from swell.worker.layers.weight_shard import materialize
 from swell.worker.mesh import Group, Mesh, SoloGroup
 from tests.worker.test_mesh import in_threads
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, ROWS = 8, 40
 
 

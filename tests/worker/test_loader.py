@@ -17,6 +17,8 @@ from swell.worker.mesh import Mesh
 from swell.worker.models import build_model
 from tests.worker import tiny_models
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 

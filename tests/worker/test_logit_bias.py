@@ -10,7 +10,7 @@ import torch
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from swell.configs.schema import ParallelConfig
-from swell.kernels import backends as backends
+from swell.kernels import backends
 from swell.worker.mesh import Mesh
 from swell.worker.sample import allowed_token_ids as allowed
 from swell.worker.sample.logits_processor import BANNED_BIAS
@@ -19,6 +19,8 @@ from swell.worker.wire import NewRow, SchedulerOutput
 from tests.worker import test_model_runner as runner_parts
 from tests.worker.reference_sampler import ReferenceRow
 from tests.worker.sampler_harness import EVERYTHING, NOTHING, VOCAB, SamplerHarness
+
+pytestmark = pytest.mark.slow
 
 
 def test_bad_words_as_transformers_bans_them():

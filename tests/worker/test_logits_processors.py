@@ -15,6 +15,8 @@ from swell.worker.sample.wire import SamplerParams
 from tests.worker.reference_sampler import ReferenceRow
 from tests.worker.sampler_harness import EVERYTHING, NOTHING, ROWS, VOCAB, SamplerHarness
 
+pytestmark = pytest.mark.slow
+
 MAX_PROMPT = 6
 
 

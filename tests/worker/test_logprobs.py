@@ -19,6 +19,8 @@ from swell.worker.sample.sampler import SamplerOutput
 from swell.worker.sample.wire import Extra, PromptLogprobs, SamplerParams, TokenLogprobs
 from swell.worker.wire import ModelRunnerOutput, NewRow, SchedulerOutput
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SLOTS, LENGTH, VOCAB = 6, 40, 23
 
@@ -174,7 +176,7 @@ def test_sampled_logprobs_use_unmodified_logits(step) -> None:
     own, tokens = logits.clone(), torch.randint(VOCAB, (batch.num_samples,))
     kept = of_drawn.keep(logits, batch, will_change=True)
     logits.fill_(-1e30)  # as stages do
-    given_out = extras(SamplerOutput(batch, tokens, tokens, [some.note(tokens) for some in kept]))
+    given_out = extras(SamplerOutput(batch, tokens, tokens, [some.rank(tokens) for some in kept]))
     asking = 0
     for sample, place in enumerate(batch.sample_rows_np.tolist()):
         top = rows[place].sampler.logprobs
@@ -225,7 +227,7 @@ def test_both_kinds_of_one_row_leave_together() -> None:
     hidden = torch.randn(7, VOCAB)
     kept = of_drawn.keep(hidden[batch.logits_indices], batch, will_change=False)
     tokens = torch.tensor([7])
-    pending_extras = [*reader(hidden, batch, plan), *(some.note(tokens) for some in kept)]
+    pending_extras = [*reader(hidden, batch, plan), *(some.rank(tokens) for some in kept)]
     drawn = SamplerOutput(batch, tokens, tokens, pending_extras)
     output = drawn.fill(ModelRunnerOutput(0), drawn.tensors())
     assert output.sampled_token_ids == [7]

@@ -12,6 +12,8 @@ from swell.worker.loader import load_config
 from tests.worker import tiny_models
 from tests.worker.test_models import MAX_TOKENS, check, refusal
 
+pytestmark = pytest.mark.slow
+
 YARN = {**tiny_models.YARN, "factor": None}
 
 

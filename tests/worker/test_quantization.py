@@ -16,6 +16,8 @@ from swell.worker.mesh import Mesh
 from swell.worker.models import build_model
 from tests.worker import tiny_models
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = "model.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
 

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.worker import tiny_models
 from tests.worker.test_models import check
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 

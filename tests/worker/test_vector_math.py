@@ -12,6 +12,8 @@ import torch
 from swell.configs.schema import Config, ModelConfig
 from swell.worker import vector_math, worker
 
+pytestmark = pytest.mark.slow
+
 SOURCE = Path(torch.__path__[0]) / "include" / "ATen" / "cpu" / "vml.h"
 OF_MKL = re.compile(r"^IMPLEMENT_VML_MKL\((\w+),", re.MULTILINE)
 

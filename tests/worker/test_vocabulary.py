@@ -20,6 +20,8 @@ from swell.worker.sample.vocabulary import load_vocabulary
 from tests.kinds import KINDS, kind
 from tests.worker.test_grammar import END, NANO, TOKENIZER, Answers, lark
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_token_spells_what_the_tokenizer_says():
     vocabulary = load_vocabulary(str(NANO))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -28,7 +27,8 @@ from swell.cluster.api.http import (
     route,
 )
 from swell.cluster.api.server.access import AccessRules
-from swell.cluster.client.async_llm import AsyncLLM, EngineCallFailed
+from swell.cluster.client.async_llm import AsyncLLM
+from swell.cluster.client.engine_calls import EngineCallFailed
 from swell.cluster.text.schema.decode import decode
 from swell.configs.schema import ServeConfig
 
@@ -48,7 +48,7 @@ class AdminRoutes:
     """
 
     def __init__(
-        self, config: ServeConfig, rules: AccessRules, manager: Any, llm: Callable[[], AsyncLLM]
+        self, config: ServeConfig, rules: AccessRules, manager: Any, llm: AsyncLLM
     ) -> None:
         self._admins = ApiKeys(config.admin_keys_file, "serve.admin_keys_file")
         self._admin_closed = config.admin_keys_file is None and config.api_keys_file is not None
@@ -86,7 +86,7 @@ class AdminRoutes:
 
     async def _idle(self, request: Request) -> Response:
         """Ask every engine whether all its slots and blocks are free: the conservation check."""
-        llm, engines = self._llm(), []
+        llm, engines = self._llm, []
         for rank in llm.view.roster.ranks:
             reason = None
             try:

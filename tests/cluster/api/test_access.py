@@ -12,6 +12,8 @@ from swell.cluster.api.server.access import host_name
 from tests.cluster.fake_cluster import FakeCluster
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 JSON = {"content-type": "application/json"}
 EVIL = "http://evil.example"
 

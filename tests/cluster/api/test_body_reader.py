@@ -27,6 +27,8 @@ from swell.cluster.text.schema.json_size import (
 from tests.cluster.fake_cluster import FakeCluster, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 TEXTS = st.text('ab"\\\\[]{},:1 \n\u00e9\u4e2d', max_size=8)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-999, 999) | TEXTS,

@@ -23,6 +23,8 @@ from swell.cluster.api.server.connection import (
 )
 from swell.cluster.api.server.http_server import EdgeServer
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 QUICK = ConnectionLimits(connections=8, head_timeout_s=0.3, transfer_timeout_s=0.3)
 PATIENT = ConnectionLimits(connections=8, head_timeout_s=30, transfer_timeout_s=30)

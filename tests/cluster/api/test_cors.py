@@ -18,6 +18,8 @@ from tests.cluster.api.test_request_forms import BODIES, GETS
 from tests.cluster.fake_cluster import FakeCluster
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 PAGE = "https://app.example"
 OTHER = "https://evil.example"
 JSON = {"content-type": "application/json"}

@@ -18,6 +18,8 @@ from swell.cluster.text.schema.decode import decode
 from tests.cluster.fake_cluster import FakeCluster, FakeEngine
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = tokenizers_for_tests.chat_tokenizer()
 USER = {"role": "user", "content": "the quick"}
 ASKED = {"messages": [USER], "max_tokens": 3, "seed": 3}

@@ -19,6 +19,8 @@ from swell.cluster.api.server import half_close
 from tests.cluster.fake_cluster import UNLIMITED_STEPS, FakeCluster, FakeEngine, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
     "uvloop": uvloop.new_event_loop,

@@ -33,6 +33,8 @@ from swell.cluster.text.schema.decode import decode
 from tests.cluster.fake_cluster import FakeCluster
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 QUESTION = [{"role": "user", "content": "2 + 2?"}]
 ADD = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {}}}}
 

@@ -18,6 +18,8 @@ from swell.cluster.api.openapi.document import OPERATIONS
 from tests.cluster.fake_cluster import FakeCluster
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 TURN = {"role": "user", "content": "hi"}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "fake", "prompt": [5, 6], "max_tokens": 2},

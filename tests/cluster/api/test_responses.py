@@ -23,6 +23,8 @@ from tests.cluster.api.responses_server import (
 )
 from tests.cluster.fake_cluster import until
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_response_is_created_stored_and_deleted(tmp_path: Path) -> None:
     async def story() -> None:

@@ -27,6 +27,8 @@ from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.token_texts import TokenTexts
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOKENIZER = tokenizers_for_tests.chat_tokenizer()
 TEXTS = TokenTexts(Detokenizer(TOKENIZER))

@@ -24,6 +24,8 @@ from swell.engine.wire import EngineCoreRequest
 from tests.cluster.api.responses_server import TOKENIZER, ResponsesServer, checked, wait_until
 from tests.cluster.fake_cluster import truth, until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +120,7 @@ def test_what_has_cost_ingresses_again_and_again_has_failed(tmp_path: Path) -> N
 
 def core(request: EngineCoreRequest) -> EngineCoreRequest:
     """What the answer depends on."""
-    return msgspec.structs.replace(
-        request, request_id="", external_req_id="", client_index=0, arrival_time=0.0
-    )
+    return msgspec.structs.replace(request, request_id="", external_req_id="")
 
 
 @pytest.mark.parametrize("seed", [{}, {"seed": 7}])

@@ -10,9 +10,12 @@ from typing import Any
 
 import anthropic
 import openai
+import pytest
 from pydantic import BaseModel
 
 from tests.cluster.api.responses_server import CALL, ResponsesServer
+
+pytestmark = pytest.mark.slow
 
 USER = {"role": "user", "content": "the quick"}
 

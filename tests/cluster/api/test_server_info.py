@@ -13,6 +13,8 @@ from swell.coordinator.wire import EngineReport
 from tests.cluster.fake_cluster import FakeCluster, until
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

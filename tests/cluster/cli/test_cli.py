@@ -20,6 +20,8 @@ from swell.cluster.cli.http_client import Client
 from swell.cluster.cli.main import COMMANDS, main
 from tests.cluster.fake_server import FakeServer, running
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 
 

@@ -12,6 +12,8 @@ from tests.cluster.client.test_failover import play
 from tests.cluster.fake_cluster import FakeCluster, FakeEngine, Stream, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 WHY = "the model's logits for this request are no numbers"
 ERRORS = 'swell_request_success_total{finished_reason="error"}'
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "a"}], "max_tokens": 60}

@@ -11,6 +11,8 @@ import pytest
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth
 from tests.cluster.text import tokenizers_for_tests
 
+pytestmark = pytest.mark.slow
+
 TEXT = "Grüße 😀 aus 我喜欢, END and more"
 
 

@@ -18,6 +18,8 @@ from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
 from tests.cluster.text.grammar_samples import SCHEMA, TOOLS, WITH_TOOLS, request, walk
 from tests.kinds import KINDS, kind
 
+pytestmark = pytest.mark.slow
+
 FORM = {"type": "json_schema", "json_schema": {"name": "form", "schema": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "wait"}}
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]

@@ -18,6 +18,8 @@ from swell.cluster.text.sampling_params import StructuredOutputs
 from tests.cluster.fake_cluster import FakeCluster, Stream
 from tests.kinds import kind
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["llama2", "mistral_v3", "phi3", "gemma", "llama3", "qwen3"]
 PREPENDING = ["llama2", "mistral_v3", "phi3"]
 """Kinds whose texts begin with a space that is not theirs."""

@@ -13,6 +13,8 @@ from tests.conformance.peers.conftest import Post
 from tests.conformance.peers.differences import differs
 from tests.conformance.peers.requests import CHAT, UPPER, choices, events, ok, refused
 
+pytestmark = pytest.mark.slow
+
 LONG = {"messages": UPPER, "max_completion_tokens": 10, "ignore_eos": True}
 
 

@@ -13,6 +13,8 @@ from tests.conformance.peers.conftest import Post
 from tests.conformance.peers.differences import differs
 from tests.conformance.peers.requests import COMPLETIONS, events, ok, refused
 
+pytestmark = pytest.mark.slow
+
 ZEROS = [0, 0, 0, 0, 0]
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.conformance.peers.differences import DIFFERENCES
+
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "compatibility.md"

@@ -33,6 +33,8 @@ from tests.conformance.peers.requests import (
     refused,
 )
 
+pytestmark = pytest.mark.slow
+
 ORIGIN = "http://trusted.example"
 PREFLIGHT = {
     "access-control-request-method": "POST",

@@ -12,6 +12,8 @@ import pytest
 from tests.conformance.in_process_server import InProcessServer, start_in_process_server
 from tests.conformance.peers.requests import CHAT, UPPER, model_body, ok
 
+pytestmark = pytest.mark.slow
+
 KEY = "valid-key"
 ORIGIN = "http://dashboard.example"
 GUARDED = [

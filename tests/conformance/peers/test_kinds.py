@@ -26,6 +26,8 @@ from tests.conformance.peers.requests import (
 from tests.conformance.peers.test_tools import calls_of
 from tests.kinds import KINDS, Kind, kind
 
+pytestmark = pytest.mark.slow
+
 SHORT = ("llama2", "qwen3", "mistral_v7")
 CHOSEN = KINDS if "SWELL_CONFORMANCE" in os.environ else SHORT
 LITERALS = ["<think>x</think>", "<tool_call>", "[TOOL_CALLS]", "plain"]

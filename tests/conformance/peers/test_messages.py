@@ -12,6 +12,8 @@ from tests.conformance.in_process_server import MODEL
 from tests.conformance.peers.conftest import Post
 from tests.conformance.peers.requests import FORM, MESSAGES, UPPER, ok
 
+pytestmark = pytest.mark.slow
+
 TOOL: Any = {"name": "get_weather", "description": "x", "input_schema": FORM}
 USED: Any = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "x"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "20"}

@@ -14,6 +14,8 @@ from tests.conformance.in_process_server import MODEL
 from tests.conformance.peers.conftest import Post
 from tests.conformance.peers.requests import FORM, RESPONSES, ok, refused
 
+pytestmark = pytest.mark.slow
+
 TOOL = {"type": "function", "name": "get_weather", "description": "x", "parameters": FORM}
 NAMED = {"type": "function", "name": "get_weather"}
 ENDS = {

@@ -24,6 +24,8 @@ from tests.conformance.peers.requests import (
     refused,
 )
 
+pytestmark = pytest.mark.slow
+
 CHOICES = ["Python", "Java", "C++"]
 IP = r"((25[0-5]|(2[0-4]|1\d|[1-9]|)\d)\.){3}(25[0-5]|(2[0-4]|1\d|[1-9]|)\d)"
 SQL = """

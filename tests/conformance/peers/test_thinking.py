@@ -14,6 +14,8 @@ from tests.conformance.peers.requests import CHAT, UPPER, events, ok, refused
 from tests.conformance.peers.test_kinds import ASK, Served
 from tests.kinds import kind
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def qwen() -> Iterator[Served]:

@@ -13,6 +13,8 @@ from tests.conformance.peers.differences import differs
 from tests.conformance.peers.requests import WEATHER, ok, refused
 from tests.e2e.cluster import NANO
 
+pytestmark = pytest.mark.slow
+
 TALK = [
     {"role": "user", "content": "Hi there!"},
     {"role": "assistant", "content": "Nice to meet you!"},

@@ -27,6 +27,8 @@ from tests.conformance.peers.requests import (
     refused,
 )
 
+pytestmark = pytest.mark.slow
+
 ASK = {"messages": [{"role": "user", "content": "weather?"}], "max_tokens": 250}
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
 CALLS = {"logit_bias": {str(ord("<")): 100}, "structured_outputs": {"choice": ["no"]}}

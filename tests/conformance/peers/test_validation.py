@@ -11,6 +11,8 @@ from tests.conformance.in_process_server import MAX_BODY_BYTES, MODEL, InProcess
 from tests.conformance.peers.conftest import Post
 from tests.conformance.peers.requests import CHAT, COMPLETIONS, PLAIN, UPPER, ok, refused
 
+pytestmark = pytest.mark.slow
+
 PATHS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
 

@@ -15,6 +15,8 @@ from instructor import Mode
 from instructor.core import IncompleteOutputException, InstructorRetryException
 from pydantic import BaseModel, ValidationInfo, field_validator
 
+pytestmark = pytest.mark.slow
+
 FORMS = [Mode.TOOLS, Mode.TOOLS_STRICT, Mode.JSON_SCHEMA, Mode.RESPONSES_TOOLS]
 """The modes whose requests give the form of the answer, so that nano follows it too."""
 

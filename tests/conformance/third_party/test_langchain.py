@@ -10,6 +10,8 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
 
+pytestmark = pytest.mark.slow
+
 
 class Person(BaseModel):
     name: str

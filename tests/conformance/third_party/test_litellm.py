@@ -9,6 +9,8 @@ import litellm
 import pytest
 from pydantic import BaseModel
 
+pytestmark = pytest.mark.slow
+
 ASK = [{"role": "user", "content": "upper: abc"}]
 SCHEMA = {
     "type": "object",

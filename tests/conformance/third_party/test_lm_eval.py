@@ -12,6 +12,8 @@ import lm_eval
 import pytest
 from lm_eval.api.task import ConfigurableTask
 
+pytestmark = pytest.mark.slow
+
 WORDS = Path(__file__).parent / "tasks" / "words.jsonl"
 SOURCE = {
     "dataset_path": "json",

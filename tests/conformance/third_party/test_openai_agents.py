@@ -20,6 +20,8 @@ from agents import (
 from agents.result import RunResultBase
 from animal import ASK, Animal
 
+pytestmark = pytest.mark.slow
+
 set_tracing_disabled(True)
 MODELS = [OpenAIChatCompletionsModel, OpenAIResponsesModel]
 OF_AGENTS = ("tools", "handoffs", "tool_use_behavior")

@@ -18,6 +18,8 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
+pytestmark = pytest.mark.slow
+
 
 class Result:
     def __init__(self, output: Any, messages: list[ModelMessage], usage: Any) -> None:

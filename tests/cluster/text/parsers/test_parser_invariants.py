@@ -25,6 +25,8 @@ from tests.cluster.text.parsers.sample_outputs import (
     whole,
 )
 
+pytestmark = pytest.mark.slow
+
 every_format = pytest.mark.parametrize("names", ALL, ids=str)
 alone = pytest.mark.parametrize(
     "names", [*(names for names in ALL if None in names), ("hermes", "think")], ids=str
