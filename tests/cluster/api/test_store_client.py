@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from swell.cluster.api.http import HTTPError
+from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.responses.response_store import Read, StoredResponse
 from swell.cluster.api.responses.store_client import ResponseStoreClient
 from swell.cluster.api.responses.store_service import ResponseStoreService
