@@ -26,7 +26,8 @@ from swell.cluster.api.http import (
     route,
 )
 from swell.cluster.api.server.access import AccessRules
-from swell.cluster.client.async_llm import AsyncLLM, EngineCallFailed
+from swell.cluster.client.async_llm import AsyncLLM
+from swell.cluster.client.engine_calls import EngineCallFailed
 from swell.cluster.control.cluster_status import Change
 from swell.cluster.text.schema.decode import decode
 from swell.configs.schema import ServeConfig
