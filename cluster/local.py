@@ -192,7 +192,7 @@ class LLM:
                 child.core,
                 child.params,
                 kind=_KIND,
-                index=child.index,
+                index=child.child_index,
                 prompt=child.prompt_text,
                 text_start=request_params.text_start,
             )

@@ -111,7 +111,7 @@ class ServingHandler:
                         child.core,
                         child.params,
                         kind,
-                        child.index,
+                        child.child_index,
                         prompt=child.prompt_text,
                         text_start=request_params.text_start,
                     )

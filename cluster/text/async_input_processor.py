@@ -7,7 +7,7 @@ from collections.abc import Callable
 from swell.cluster.text.generation_request import Conversation, GenerationRequest, Prompt
 from swell.cluster.text.input_processor import InputProcessor, RequestParams
 from swell.cluster.text.offload import OffloadPools
-from swell.cluster.text.truncation import TokenizeOptions
+from swell.cluster.text.truncation import TEMPLATE_TEXT, TokenizeOptions
 
 
 class AsyncInputProcessor:
@@ -40,3 +40,8 @@ class AsyncInputProcessor:
             size_bytes, lambda: self._processor.tokenize(*convert())
         )
         return token_ids
+
+    async def count_tokens(self, text: str) -> int:
+        """Of a text alone, without special tokens. Raises `BadRequest` if the context is too short
+        for it."""
+        return len(await self.tokenize(lambda: ([text], TEMPLATE_TEXT), len(text)))

@@ -43,7 +43,7 @@ class ChildRequest(NamedTuple):
     core: EngineCoreRequest
     params: SamplingParams
     """This answer's own."""
-    index: int
+    child_index: int
     """Among the answers to its prompt."""
     prompt_text: str | None
 

@@ -51,11 +51,9 @@ from swell.cluster.client.deadline import RequestTimedOut
 from swell.cluster.client.request_state import EngineGone, RequestFailed
 from swell.cluster.client.router import NoEngine
 from swell.cluster.text.async_input_processor import AsyncInputProcessor
-from swell.cluster.text.generation_request import Prompt
 from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, shown
-from swell.cluster.text.truncation import TEMPLATE_TEXT, TokenizeOptions
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import ServeConfig
 
@@ -182,9 +180,8 @@ class ResponseRoutes:
             return
         count = 0
         for text in filter(None, reasoning):
-            prompt = partial(_plain_prompt, text)
             try:
-                count += len(await self._input_processor.tokenize(prompt, len(text)))
+                count += await self._input_processor.count_tokens(text)
             except BadRequest:  # written otherwise than the model did, it would not fit
                 count = usage.output_tokens
         usage.output_tokens_details.reasoning_tokens = min(count, usage.output_tokens)
@@ -351,10 +348,6 @@ def _conversation(
             )
         before = [*items_of(found.kept), *response.output]
     return chat_request(body, own, before), _encode([*before, *own])
-
-
-def _plain_prompt(text: str) -> tuple[list[Prompt], TokenizeOptions]:
-    return [text], TEMPLATE_TEXT
 
 
 def _limit(text: str) -> int:
