@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Counter as TheirCounter
@@ -89,6 +89,7 @@ iterations = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), iterations), max_size=12))
 def test_any_ingress_shows_what_one_alone_would(seen: list[tuple[bool, IterationStats]]):
     alone, one, other = PrometheusStats(), PrometheusStats(), PrometheusStats()
