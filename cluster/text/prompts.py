@@ -333,7 +333,7 @@ class PromptProcessor:
         min_tokens: int = 0,
         field: str = "prompt",
     ) -> int:
-        """The answer's budget: as total, or what the prompt leaves (None), but then no more than
+        """The answer's budget: as sent, or what the prompt leaves (None), but then no more than
         `default` and no less than `min_tokens`."""
         if num_prompt_tokens >= self.max_model_len:
             raise self._too_long(num_prompt_tokens, field, max_tokens)
