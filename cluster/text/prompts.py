@@ -256,29 +256,20 @@ class PromptProcessor:
         self, num_prompt_tokens: int, field: str, max_tokens: int | None = None
     ) -> BadRequest:
         head = f"This model's maximum context length is {self.max_model_len} tokens. However, "
+        name, limit = Field(field), Field("max_tokens")
         if max_tokens is None:
             what = [
                 "your ",
-                Field(field),
-                f" has {num_prompt_tokens} tokens, and at least one is needed for the "
-                "answer. Please reduce the length of the ",
-                Field(field),
-                ".",
+                name,
+                f" has {num_prompt_tokens} tokens, and at least one is needed for ",
             ]
+            end = ["the answer. Please reduce the length of the ", name, "."]
         else:
-            what = [
-                f"you requested {shown(num_prompt_tokens + max_tokens)} tokens "
-                f"({num_prompt_tokens} in the ",
-                Field(field),
-                ", ",
-                Field("max_tokens"),
-                f"={shown(max_tokens)} for the answer). Please reduce the length of the ",
-                Field(field),
-                " or ",
-                Field("max_tokens"),
-                ".",
-            ]
-        return BadRequest([head, *what], field, "context_length_exceeded")
+            total = shown(num_prompt_tokens + max_tokens)
+            what = [f"you requested {total} tokens ({num_prompt_tokens} in the ", name, ", ", limit]
+            end = [f"={shown(max_tokens)} for the answer). Please reduce the length of the ", name]
+            end += [" or ", limit, "."]
+        return BadRequest([head, *what, *end], field, "context_length_exceeded")
 
     def _find_max_token_bytes(self) -> int:
         """In a byte-level alphabet each character of a token is one byte."""
