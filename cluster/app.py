@@ -1,6 +1,7 @@
 """The cluster as a Ray Serve application: Serve owns its life, and no token passes through it.
 
     Ingress (any number of replicas) --handle, rarely--> Manager (one) --places--> engines
+                                     `-handle--> ResponseStore (one)
 
 Each ingress replica runs its own HTTP server on a shared port (see `edge.py`); Serve's proxy, where
 one runs, reaches the same routes.
@@ -18,16 +19,17 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
-from swell.cluster.api.ingress import Ingress
-from swell.cluster.api.responses.response_store import StoreReply, StoreRequest
+from swell.cluster.api.admin.protocol import ChangeResult
+from swell.cluster.api.ingress import build_ingress
+from swell.cluster.api.responses.store_service import ResponseStoreService
 from swell.cluster.api.server.connection import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.control.checkpoint_store import CheckpointStore
-from swell.cluster.control.cluster_status import Change
+from swell.cluster.control.control_state import ScaleRefused
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.http_port import claim_port, with_port
-from swell.cluster.control.manager import ClusterManager, ScaleRefused
+from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.placement import Placement, resolve_device
 from swell.configs.identity import identity
 from swell.configs.log import StructuredLogger, configure_logging
@@ -103,33 +105,30 @@ class ManagerDeployment:
     async def not_ready_reason(self) -> tuple[str, bool]:
         return await self._manager.not_ready_reason()
 
-    async def stored(self, request: StoreRequest) -> StoreReply:
-        return self._manager.stored(request)
-
-    async def scale(self, engines: int, drain_timeout_s: float | None) -> Change:
+    async def scale(self, engines: int, drain_timeout_s: float | None) -> ChangeResult:
         return await self._change(lambda: self._manager.scale(engines, drain_timeout_s))
 
-    async def drain(self, rank: int) -> Change:
+    async def drain(self, rank: int) -> ChangeResult:
         return await self._change(lambda: self._manager.drain(rank))
 
-    async def pause(self) -> Change:
+    async def pause(self) -> ChangeResult:
         await self._manager.pause()
         return await self._change(lambda: None)
 
-    async def resume(self) -> Change:
+    async def resume(self) -> ChangeResult:
         await self._manager.resume()
         return await self._change(lambda: None)
 
-    async def _change(self, change: Callable[[], None]) -> Change:
+    async def _change(self, change: Callable[[], None]) -> ChangeResult:
         """Accepted means written down."""
         try:
             change()
             await asyncio.wait_for(self._manager.save(), _SAVE_TIMEOUT_S)
         except ScaleRefused as refused:
-            return Change(self._manager.target, str(refused))
+            return ChangeResult(self._manager.target, str(refused))
         except Exception as error:  # it is done all the same, and written down later
             self._log.warning("not noted", error=f"{type(error).__name__}: {error}")
-        return Change(self._manager.target)
+        return ChangeResult(self._manager.target)
 
     async def __del__(self) -> None:
         if await _is_deleting(self._app):
@@ -138,20 +137,29 @@ class ManagerDeployment:
             await self._manager.leave()
 
 
+RESPONSE_STORE: Any = serve.deployment(
+    name="ResponseStore",
+    num_replicas=1,
+    max_ongoing_requests=1000,
+    ray_actor_options=_ACTOR_OPTIONS,
+)(ResponseStoreService)
+"""`ResponseStoreService` under Serve's supervision. Large bodies pass through neither the manager
+nor the coordinator, and its process loads nothing of ours but the store."""
+
+
 @serve.deployment(name="Ingress", max_ongoing_requests=100_000, ray_actor_options=_ACTOR_OPTIONS)
 @serve.ingress()
 class IngressDeployment:
     """`Ingress` under Serve's supervision, with its own HTTP server."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: Config, manager: DeploymentHandle
+        self, config: Config, manager: DeploymentHandle, store: DeploymentHandle | None
     ) -> None:
         configure_logging()
         contact = await _discover_manager(manager, identity(config))
         found = contact.coordinator
         connect = partial(AsyncEngineCoreClient, found.address, found.keys)
-        self._ingress = Ingress(config, connect, manager)
-        await self._ingress.start()
+        self._ingress = await build_ingress(config, connect, manager, store)
         self._edge = EdgeServer(
             self._ingress.app,
             config.serve.host,
@@ -210,9 +218,14 @@ def application(config: Config) -> serve.Application:
     manager chooses one, and it stays the application's."""
     manager: Any = ManagerDeployment
     ingress: Any = IngressDeployment
-    options = _supervision(config)
-    return ingress.options(num_replicas=config.serve.ingress_replicas, **options).bind(
-        config, manager.options(**options).bind(config)
+    options, limits = _supervision(config), config.serve
+    store = None
+    if limits.stored_responses:
+        store = RESPONSE_STORE.options(**options).bind(
+            limits.stored_responses, limits.stored_response_bytes, limits.stored_response_age_s
+        )
+    return ingress.options(num_replicas=limits.ingress_replicas, **options).bind(
+        config, manager.options(**options).bind(config), store
     )
 
 

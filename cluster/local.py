@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.progress import Progress
 
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput, RequestOutputKind
-from swell.cluster.client.parallel_sampling import ParentRequest, children
-from swell.cluster.text.bad_words import bad_words_token_ids
+from swell.cluster.client.parallel_sampling import ParentRequest
 from swell.cluster.text.chat_template import TemplateOptions
-from swell.cluster.text.detokenizer import Detokenizer, TextStart
+from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.generation_config import read_generation_config
+from swell.cluster.text.generation_request import (
+    Conversation,
+    GenerationRequest,
+    Prompt,
+    split_prompts,
+)
+from swell.cluster.text.input_processor import InputProcessor, RequestParams
 from swell.cluster.text.model_folder import check
 from swell.cluster.text.prompts import PromptProcessor, end_token_ids, load_tokenizer
-from swell.cluster.text.sampling_params import SamplingParams, to_core_request
-from swell.cluster.text.structured_output import compile_grammar
-from swell.cluster.text.validate_params import resolve_prompt_logprobs, validate
+from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.text.truncation import PLAIN_TEXT, TEMPLATE_TEXT
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, build_executor
-from swell.engine.wire import EngineCoreRequest
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 _CLIENT = b"local"
 _KIND = RequestOutputKind.FINAL_ONLY
 
-
-class TokenizedPrompt(NamedTuple):
-    """What one prompt was."""
-
-    token_ids: list[int]
-    text: str | None
-    """As it was given, if it was a text."""
-    text_start: TextStart
-
-
-ChildRequest = tuple[EngineCoreRequest, SamplingParams, int, TokenizedPrompt]
-"""The request for one answer, its sampling parameters, its index and its prompt."""
 
 prepare_for_torch()
 
@@ -63,7 +55,6 @@ class LLM:
         path = self.config.model.path
         self._defaults = read_generation_config(self.config.model)
         tokenizer = load_tokenizer(path)
-        self._eos_token_ids = end_token_ids(path, tokenizer)
         executor = build_executor(self.config)
         limits = executor.start()
         self._core = EngineCore(self.config, executor, limits)
@@ -71,6 +62,9 @@ class LLM:
             tokenizer, limits.max_model_len, limits.vocab_size, self.config.model.served_name
         )
         self._detokenizer = Detokenizer(tokenizer)
+        self._input_processor = InputProcessor(
+            self._prompts, self._detokenizer, end_token_ids(path, tokenizer)
+        )
         self._processor = OutputProcessor(self._detokenizer)
         self._ids = itertools.count()
         self._clean = True
@@ -90,13 +84,9 @@ class LLM:
         """
         if not isinstance(prompts, str):
             prompts = [p if isinstance(p, str | int) else list(p) for p in prompts]  # type: ignore[assignment]
-        tokenized = [
-            TokenizedPrompt(ids, text if isinstance(text, str) else None, TextStart.CONTINUATION)
-            for ids, text in zip(
-                self._prompts.completion_prompts(prompts), self._prompts.split(prompts), strict=True
-            )
-        ]
-        return self._run(tokenized, sampling_params, use_tqdm)
+        each = split_prompts(prompts)
+        fields = [f"prompt[{index}]" for index in range(len(each))] if len(each) > 1 else ["prompt"]
+        return self._run([[one] for one in each], fields, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -115,12 +105,10 @@ class LLM:
             continue_final_message=continue_final_message,
         )
         prompts = [
-            self._prompts.chat_prompt(self._prompts.chat_messages(talk), options)
+            Conversation(messages=self._prompts.chat_messages(talk), template=options)
             for talk in conversations
         ]
-        text_start = TextStart.CONTINUATION if continue_final_message else TextStart.NEW_TEXT
-        tokenized = [TokenizedPrompt(ids, None, text_start) for ids in prompts]
-        return self._run(tokenized, sampling_params, use_tqdm)
+        return self._run(prompts, ["messages"] * len(prompts), sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of a call without `sampling_params`: what the model's generation_config.json says,
@@ -147,21 +135,31 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[TokenizedPrompt],
+        prompts: Sequence[list[Prompt] | Conversation],
+        fields: Sequence[str],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        """Check everything, then queue everything; what is queued is answered, or forgotten."""
+        """Check everything, then queue everything; what is queued is answered, or dropped.
+        `fields`: what error messages call each prompt."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        parents: dict[str, ParentRequest] = {}
-        requests: list[ChildRequest] = []
-        for prompt, params in zip(
-            prompts, _params_per_prompt(sampling_params, len(prompts)), strict=True
-        ):
-            external_id = str(next(self._ids))
-            requests += self._requests(external_id, prompt, params)
-            parents[external_id] = ParentRequest(params, _KIND)
+        requests = [
+            self._input_processor.process(
+                GenerationRequest(
+                    prompt=prompt,
+                    params=params,
+                    prompt_field=field,
+                    tokenize_options=TEMPLATE_TEXT
+                    if isinstance(prompt, Conversation)
+                    else PLAIN_TEXT,
+                )
+            )
+            for prompt, field, params in zip(
+                prompts, fields, _params_per_prompt(sampling_params, len(prompts)), strict=True
+            )
+        ]
+        parents = {str(next(self._ids)): ParentRequest(one.params, _KIND) for one in requests}
         if not self._clean:  # the user's interrupt came while the last call was being forgotten
             self._reset()
         with Progress(disable=not use_tqdm, transient=False) as progress:
@@ -169,11 +167,12 @@ class LLM:
             try:
                 self._clean = False
                 answers: dict[str, RequestOutput] = {}
-                self._submit(requests)
+                for external_id, request in zip(parents, requests, strict=True):
+                    self._submit(external_id, request)
                 while self._core.has_work:
                     for outputs in self._core.step().values():
                         done = self._processor.process_outputs(outputs)
-                        self._core.abort_requests(done.reqs_to_abort)
+                        self._core.abort_requests([s.request_id for s in done.reqs_to_abort])
                         for output in done.request_outputs:
                             self._collect_output(parents, output, answers)
                         progress.update(bar, completed=len(answers))
@@ -185,47 +184,19 @@ class LLM:
                 raise
         return [answers[external_id] for external_id in parents]
 
-    def _submit(self, requests: Sequence[ChildRequest]) -> None:
-        for request, params, index, tokenized in requests:
-            text_start = (
-                tokenized.text_start if params.structured_outputs is None else TextStart.VERBATIM
-            )
+    def _submit(self, external_id: str, request_params: RequestParams) -> None:
+        (prompt,) = request_params.prompts
+        for child in request_params.children(external_id, prompt):
             self._processor.add_request(
-                request,
-                params,
+                child.core,
+                child.params,
                 kind=_KIND,
-                index=index,
-                prompt=tokenized.text,
-                text_start=text_start,
+                index=child.index,
+                prompt=child.prompt_text,
+                text_start=request_params.text_start,
             )
-            refused = self._core.add_request(request, _CLIENT)
+            refused = self._core.add_request(child.core, _CLIENT)
             assert refused is None, refused
-
-    def _requests(
-        self, external_id: str, prompt: TokenizedPrompt, params: SamplingParams
-    ) -> Iterator[ChildRequest]:
-        """One for each answer that is to be drawn, with its index."""
-        validate(params, vocab_size=self._prompts.vocab_size)
-        params = resolve_prompt_logprobs(params, len(prompt.token_ids), self._prompts.vocab_size)
-        max_tokens = self._prompts.resolve_max_tokens(
-            len(prompt.token_ids), params.max_tokens, min_tokens=params.min_tokens
-        )
-        bad_words = bad_words_token_ids(
-            self._prompts.tokenizer, params.bad_words, vocab_size=self._prompts.vocab_size
-        )
-        form = params.structured_outputs
-        grammar = None if form is None else compile_grammar(form)
-        for index, child in enumerate(children(params)):
-            request = to_core_request(
-                child,
-                external_req_id=external_id,
-                prompt_token_ids=prompt.token_ids,
-                max_tokens=max_tokens,
-                eos_token_ids=self._eos_token_ids,
-                bad_words=bad_words,
-                grammar=grammar,
-            )
-            yield request, child, index, prompt
 
     def _collect_output(
         self,
@@ -236,10 +207,14 @@ class LLM:
         """Children become answers. Of a failed answer the other children end with it."""
         external_id = output.request_id
         answer = parents[external_id].add(output)
-        if answer is not None:
-            answers[external_id] = answer
-            left = self._processor.abort_requests([external_id], internal=False)
-            self._core.abort_requests(left)
+        if answer is None:
+            return
+        answers[external_id] = answer
+        if answer.outputs[0].finish_reason == "error":
+            states = self._processor.request_states.values()
+            ids = [s.request_id for s in states if s.request.external_req_id == external_id]
+            self._processor.abort_requests(ids)
+            self._core.abort_requests(ids)
 
     def _reset(self) -> None:
         """Begin anew, with an empty cache: an interrupt may have come between any two lines, so

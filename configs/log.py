@@ -1,4 +1,4 @@
-"""Structured logs: one line a fact, `key=value` behind it, rank and epoch where they are known."""
+"""Structured logs: one line an event, then `key=value` fields, rank and epoch where known."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class KeyValueFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line above a traceback, where there is one."""
+        """The line of a record; a traceback follows it, if there is one."""
         line = super().formatMessage(record)
         fields: dict[str, Any] = getattr(record, "fields", {})
         return line + "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
 
 
 class StructuredLogger:
-    """A logger whose every line carries the fields that it was made with."""
+    """A logger that adds the fields that it was made with to every line."""
 
     def __init__(self, name: str, **fields: Any) -> None:
         self._logger = logging.getLogger(f"swell.{name}")
@@ -42,7 +42,7 @@ class StructuredLogger:
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """Send our logs to standard error. Called once by whoever owns the process."""
+    """Send our logs to standard error. Called once by the owner of the process."""
     root = logging.getLogger("swell")
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -50,6 +50,11 @@ def configure_logging(level: int = logging.INFO) -> None:
         root.addHandler(handler)
         root.propagate = False
     root.setLevel(level)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, else the name of its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
 
 
 def _quoted(value: Any) -> str:

@@ -1,5 +1,5 @@
-"""How a process of ours is set up, before torch is loaded and when it begins to serve, and how it
-ends where it must not go on."""
+"""Setup of a process, before torch is imported and before it serves; and how it exits when one of
+its loops fails."""
 
 from __future__ import annotations
 
@@ -11,38 +11,43 @@ from collections.abc import Awaitable, Callable
 from swell.configs.log import StructuredLogger
 
 LOOP_FAILED_EXIT_CODE = 70
-"""Exit status of a process whose loop has ended (`EX_SOFTWARE`)."""
+"""Exit status of a process in which a loop failed (`EX_SOFTWARE`)."""
 
 
 def prepare_for_torch() -> None:
-    """Set what torch and OpenMP read once, when they are loaded; a value of the user's stays.
+    """Set environment variables that torch and OpenMP read when they are loaded; values that the
+    user has set are kept.
 
-    OpenMP's threads are to sleep where they wait for each other, after a very short spin. A step
-    passes many barriers. With endless spinning, one thread that lost its core to any other
-    process (an ingress, another engine) costs its peers a scheduling quantum at each of them:
-    measured on two cores with a little other load, a step of 8 rows took 230 ms spinning and 4 ms
-    sleeping. But to wake a thread costs 20-40 us, more than a small product takes; so they spin
-    1000 of libgomp's turns first, a few hundred of which already bridge the gap between two
-    products.
+    OpenMP's threads shall sleep at barriers, after a very short spin. A step has many barriers. If
+    threads only spin, a thread that lost its core to another process (an ingress, another engine)
+    costs its peers a scheduling quantum at each barrier: measured on two cores with a little other
+    load, a step of 8 rows took 230 ms spinning and 4 ms sleeping. But waking a thread takes
+    20-40 us, more than a small product; so they spin for 1000 of libgomp's turns first. A few
+    hundred turns already cover the gap between two products.
 
-    Large tensors are to lie in huge pages, where the system gives them to who asks: a step passes
-    over all weights, and each page is looked up anew.
+    Large tensors shall use huge pages, where the system has them on request (madvise): a step reads
+    all weights, and each page costs a lookup.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def freeze_gc() -> None:
-    """Let the garbage collector pass over all that exists: what was imported and loaded stays as
-    long as the process, and to look through it again would hold up every stream."""
+    """Exclude all existing objects from garbage collection: what was imported and loaded lives as
+    long as the process, and each full collection of it would delay every stream."""
     gc.collect()
     gc.freeze()
 
 
 def exit_process(loop: str, error: BaseException) -> None:
-    """End this process at once: it would only look alive. Ray starts another one, or its engine or
-    manager does. What the others wait for from it, they continue elsewhere."""
+    """Exit at once: without this loop the process would only seem alive. Ray, the engine or the
+    manager starts a replacement; requests of this process are continued elsewhere."""
     what = f"the loop {loop!r} has ended, and this process with it"
     try:
         StructuredLogger("process").exception(
@@ -50,12 +55,12 @@ def exit_process(loop: str, error: BaseException) -> None:
         )
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # also where standard output is closed, or its reader has gone
+    finally:  # also if standard output is closed or has no reader
         os._exit(LOOP_FAILED_EXIT_CODE)
 
 
 def exit_on_error(run: Callable[[], None], loop: str) -> Callable[[], None]:
-    """`run` for a thread that its process cannot do without: what it raises ends the process."""
+    """`run`, for a thread that the process needs: an exception in it ends the process."""
 
     def guarded() -> None:
         try:
@@ -67,7 +72,7 @@ def exit_on_error(run: Callable[[], None], loop: str) -> Callable[[], None]:
 
 
 async def exit_on_error_async(work: Callable[[], Awaitable[None]], loop: str) -> None:
-    """The same for a task; to cancel it is no failure."""
+    """The same for a task; cancelling it is no failure."""
     try:
         await work()
     except Exception as error:

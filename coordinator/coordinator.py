@@ -1,4 +1,4 @@
-"""The coordinator as a Ray actor: a shell around `CoordinatorService`."""
+"""The coordinator as a Ray actor: `CoordinatorService` in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ import ray
 from swell.configs.log import configure_logging
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.roster import Member, Roster
-from swell.coordinator.service import (
-    CoordinatorEndpoint,
-    CoordinatorService,
-    ManagerState,
-    Membership,
-)
-from swell.coordinator.wire import ClusterView
+from swell.coordinator.service import CoordinatorEndpoint, CoordinatorService
 
 
 class CoordinatorContact(msgspec.Struct, frozen=True):
@@ -29,8 +22,9 @@ class CoordinatorContact(msgspec.Struct, frozen=True):
 
 
 @ray.remote(num_cpus=0, max_concurrency=16, max_restarts=-1, max_task_retries=-1)
-class Coordinator:
-    """Knows the members of a cluster; Ray starts it again where it dies."""
+class Coordinator(CoordinatorService):
+    """Knows the members of a cluster; Ray starts it again where it dies. The public methods of the
+    service are the actor's; each call runs on a thread of Ray's."""
 
     def __init__(
         self,
@@ -41,7 +35,7 @@ class Coordinator:
     ) -> None:
         """`inherited`: another actor had this endpoint before."""
         configure_logging()
-        self._service = CoordinatorService(
+        super().__init__(
             config,
             ray.util.get_node_ip_address(),
             lockstep=lockstep,
@@ -50,37 +44,4 @@ class Coordinator:
         )
 
     def contact(self) -> CoordinatorContact:
-        return CoordinatorContact(self._service.address, self._service.keys, os.getpid())
-
-    def join(self, members: list[Member], timeout_s: float) -> Roster:
-        return self._service.join(members, timeout_s)
-
-    def leave(self, ranks: list[int]) -> Roster:
-        return self._service.leave(ranks)
-
-    def cancel_leave(self, ranks: list[int]) -> Roster:
-        return self._service.cancel_leave(ranks)
-
-    def detach(self, ranks: list[int], timeout_s: float) -> Roster:
-        return self._service.detach(ranks, timeout_s)
-
-    def remove_failed(self, ranks: list[int]) -> Roster:
-        return self._service.remove_failed(ranks)
-
-    def pause(self) -> None:
-        self._service.pause()
-
-    def resume(self) -> None:
-        self._service.resume()
-
-    def view(self) -> ClusterView:
-        return self._service.view()
-
-    def take_over(self, owner: str) -> ManagerState:
-        return self._service.take_over(owner)
-
-    def note(self, note: ManagerState) -> None:
-        self._service.note(note)
-
-    def wait(self, epoch: int, timeout_s: float) -> Membership:
-        return self._service.wait(epoch, timeout_s)
+        return CoordinatorContact(self.address, self.keys, os.getpid())

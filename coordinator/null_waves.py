@@ -1,11 +1,17 @@
-"""The group of engines that share nothing: it never has to form, and each pauses alone."""
+"""Waves of engines that share nothing: no group has to form, and each engine pauses alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swell.coordinator.waves import GroupState, Phase, RankedCommands
+from swell.coordinator.wave_interface import (
+    CoordinatorWaves,
+    EngineWaves,
+    GroupState,
+    Phase,
+    RankedCommands,
+)
 from swell.coordinator.wire import (
     Broken,
     CoordinatorMessage,
@@ -19,28 +25,15 @@ from swell.coordinator.wire import (
 
 
 @dataclass
-class NullMember:
+class NullMember(EngineWaves):
     """The half of an engine without waves: it steps while it has rows, unless it is paused."""
 
-    rank: int
-    incarnation: int
-    depth: int
-    """Steps in flight."""
-    epoch: int = 0
-    wave: int = 0
     phase: Phase = Phase.RUNNING
-    ranks: tuple[int, ...] = ()
-    voting: bool = False
-    in_flight: int = 0
 
     lockstep = False
 
     def may_submit(self) -> bool:
-        """Whether another step may be submitted now."""
         return self.phase is Phase.RUNNING and not self.voting and self.in_flight < self.depth
-
-    def submitted(self) -> None:
-        self.in_flight += 1
 
     def on_all_reduce(self, working: int, pausing: int, has_work: bool) -> list[CoordinatorMessage]:
         self.in_flight -= 1
@@ -66,7 +59,7 @@ class NullMember:
         return False
 
     def joined(self) -> list[CoordinatorMessage]:
-        """Its own groups stand again."""
+        """The engine's own groups have formed again."""
         self.phase = Phase.RUNNING
         return []
 
@@ -82,22 +75,14 @@ class NullMember:
 
 
 @dataclass
-class NullCoordinator:
-    """The half of the coordinator: whoever is target_ranks is in the group, and nobody waits."""
-
-    epoch: int = 0
-    wave: int = 0
-    running: bool = False
-    group_state: GroupState = GroupState.SERVING
-    ranks: tuple[int, ...] = ()
-    target_ranks: tuple[int, ...] = ()
-    pause_requested: bool = False
+class NullCoordinator(CoordinatorWaves):
+    """The coordinator's half: every target rank is in the group at once."""
 
     def start_wave(self, rank: int, epoch: int, wave: int) -> RankedCommands:
         return []
 
     def wave_complete(self, epoch: int, wave: int) -> None:
-        pass
+        """There are no waves to end."""
 
     def joined(self, rank: int, epoch: int) -> RankedCommands:
         return []
@@ -111,7 +96,7 @@ class NullCoordinator:
     def report(
         self, rank: int, epoch: int, wave: int, phase: Phase, voting: bool
     ) -> RankedCommands:
-        """Who is not as the operator wants it is told again."""
+        """An engine that is not as the operator wants it gets the command again."""
         if rank not in self.ranks or self.pause_requested == (voting or phase is Phase.PAUSED):
             return []
         return [(rank, Pause(0) if self.pause_requested else Resume(0))]
@@ -120,7 +105,7 @@ class NullCoordinator:
         self.ranks = self.target_ranks = target_ranks
         return []
 
-    def recover(self, hellos: Iterable[EngineHello]) -> RankedCommands:
+    def recover(self, hellos: Sequence[EngineHello]) -> RankedCommands:
         return self.change(tuple(sorted(hello.member.rank for hello in hellos)))
 
     def pause(self) -> RankedCommands:

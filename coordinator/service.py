@@ -1,11 +1,9 @@
-"""The coordinator's loop: a `CoordinatorStateMachine` between its channel and whoever calls it.
-
-Runs on a thread of the coordinator actor; without Ray, on any thread. Everything that it knows
-belongs to this thread: calls from others are run there, between messages.
+"""The coordinator's loop: a `CoordinatorStateMachine` between its channel and its callers.
 
 A coordinator that died is started again with the same keys, name and port, so its peers find it
-where it was. It knows nothing then: whoever speaks is asked to introduce itself, and after a
-moment the cluster is what was heard. Serving goes on meanwhile: nobody is told a view.
+where it was. It knows nothing then: it lets every engine that reports introduce itself, and after
+a moment (`recovery_s`) the cluster consists of these. Serving goes on meanwhile: no view is sent,
+and calls wait.
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ from swell.coordinator.metrics_aggregator import MetricsAggregator
 from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.state_machine import CoordinatorStateMachine
-from swell.coordinator.waves import RankedCommands, WaveCoordinator
+from swell.coordinator.wave_interface import CoordinatorWaves, RankedCommands
+from swell.coordinator.waves import WaveCoordinator
 from swell.coordinator.wire import (
     ClusterView,
     CoordinatorMessage,
@@ -44,18 +43,18 @@ from swell.coordinator.wire import (
 T = TypeVar("T")
 
 _SUBSCRIBER_TIMEOUT_HEARTBEATS = 5
-"""Heartbeats after which a silent ingress is told nothing more."""
+"""Heartbeats after which a silent ingress is sent nothing more."""
 _CHECKS_PER_TIMEOUT = 10
-"""How often it is looked, while an engine may be silent, whether it is."""
+"""Checks for stalled engines in the time after which one counts as stalled."""
 
 
 def recovery_s(config: ClusterConfig) -> float:
-    """How long a successor listens: peers find it within a second, and speak each heartbeat."""
+    """How long a successor listens: peers connect within a second, and send each heartbeat."""
     return 1.0 + config.heartbeat_s
 
 
 class CoordinatorEndpoint(msgspec.Struct, frozen=True):
-    """Where a coordinator is found, and by which keys; its successor takes the same."""
+    """Where a coordinator is found, and with which keys; its successor has the same."""
 
     keys: ChannelKeys
     name: str | None = None
@@ -65,29 +64,43 @@ class CoordinatorEndpoint(msgspec.Struct, frozen=True):
 
 
 class ManagerState(msgspec.Struct, frozen=True):
-    """What a manager wants, kept here for its successor."""
+    """Which manager leads, and what it does. What it wants is in its checkpoint."""
 
     owner: str = ""
-    """The manager that rules; empty: none has spoken to this coordinator."""
-    target: int = 0
-    """Engines wanted; 0: not said."""
-    pause_requested: bool = False
-    """An operator wants a pause."""
+    """The manager that leads; empty: none has spoken to this coordinator."""
     phase: str = "idle"
     """Of the change of engines: idle, prepare, commit, drain or failed."""
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """What the manager follows."""
+    """The cluster as the manager sees it."""
 
     view: ClusterView
     stalled_engines: list[StalledEngine] = []
-    """Every engine that was found to have stopped."""
+    """Every engine that was found to have stalled."""
     note: ManagerState = ManagerState()
 
 
+class Snapshot(msgspec.Struct, frozen=True):
+    """What calls wait for."""
+
+    roster: Roster = Roster()
+    joining: frozenset[int] = frozenset()
+    """Ranks that wait for their group."""
+
+    def joined_or_lost(self, ranks: set[int]) -> bool:
+        """All are in the roster, or one will never be."""
+        here = set(self.roster.ranks)
+        return ranks <= here or not ranks <= here | self.joining
+
+
 class CoordinatorService:
-    """Hears engines and ingresses, answers the manager."""
+    """The coordinator's socket and its loop, for engines, ingresses and the manager.
+
+    The state belongs to the thread of the loop. Public methods may be called from any other: they
+    hand a call to the loop and wait for its answer. The only thing that they read themselves is
+    the newest `Snapshot`, which never changes.
+    """
 
     def __init__(
         self,
@@ -99,7 +112,7 @@ class CoordinatorService:
         recover: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`lockstep`: engines share experts. `recover`: another one was here before."""
+        """`lockstep`: engines share experts. `recover`: it succeeds one that had this endpoint."""
         endpoint = endpoint or CoordinatorEndpoint(make_keys())
         self.keys = endpoint.keys
         self._clock = clock
@@ -109,22 +122,22 @@ class CoordinatorService:
         self._inbox: Inbox[CoordinatorMessage] = Inbox(
             CoordinatorMessage, endpoint.keys, host, name=endpoint.name, port=endpoint.port
         )
-        waves = WaveCoordinator() if lockstep else NullCoordinator()
+        waves: CoordinatorWaves = WaveCoordinator() if lockstep else NullCoordinator()
         self._state_machine = CoordinatorStateMachine(config, waves, now)
         self._waker = Waker()
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._subscribers: dict[bytes, float] = {}
-        """Ingresses, and when each spoke last, by `_subscriber_clock`."""
+        """Ingresses, and when each subscribed last, by `_subscriber_clock`."""
         self._subscriber_clock = ListeningClock(_SUBSCRIBER_TIMEOUT_HEARTBEATS * config.heartbeat_s)
         self._metrics_aggregator = MetricsAggregator()
         self._peers: dict[int, bytes] = {}
-        """Engines that have spoken, by incarnation: a rank may have had others."""
+        """Channel identities of engines, by incarnation: a rank may have had several."""
         self._unsent: dict[int, list[EngineCommand]] = {}
-        """For engines that join and have not introduced themselves yet; the same key."""
-        self._changed = threading.Condition()
-        self._notified: tuple[int, frozenset[int]] = (0, frozenset())
-        """What those who wait for a change were last woken for: epoch, and who is joining."""
-        self._note = ManagerState()
+        """For engines that join and have not sent `EngineHello` yet; the same key."""
+        self._manager_state = ManagerState()
+        self._snapshot = Snapshot()
+        """All that other threads read. The loop replaces it whole."""
+        self._replaced = threading.Condition()
         self._epoch_seen = 0
         self._hellos: dict[int, EngineHello] = {}
         self._recovering = recover
@@ -142,29 +155,29 @@ class CoordinatorService:
     # ---------------------------------------------------------------- from other threads
 
     def view(self) -> ClusterView:
-        return self._call(self._state_machine.view)
+        """From the loop itself, so an answer also says that the loop runs."""
+        return self._call(lambda: self._state_machine.view())
 
     def membership(self) -> Membership:
         return self._call(
             lambda: Membership(
-                self._state_machine.view(), list(self._state_machine.stalled_engines), self._note
+                self._state_machine.view(),
+                list(self._state_machine.stalled_engines),
+                self._manager_state,
             )
         )
 
     def wait(self, epoch: int, timeout_s: float) -> Membership:
         """Return when the roster is no longer of `epoch`, or after the time."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._state_machine.roster.epoch != epoch, timeout_s)
+        self._await(lambda seen: seen.roster.epoch != epoch, timeout_s)
         return self.membership()
 
     def join(self, members: list[Member], timeout_s: float) -> Roster:
         """Return when they are in the roster. Raises ValueError for a rank that is taken, and
-        RuntimeError, with everybody as before, if their group does not form in time."""
+        RuntimeError, with all engines as before, if their group does not form in time."""
         ranks = {member.rank for member in members}
         self._change(lambda now: self._state_machine.join(members, now))
-        with self._changed:
-            self._changed.wait_for(lambda: self._joined_or_lost(ranks), timeout_s)
-        roster = self._state_machine.roster
+        roster = self._await(lambda seen: seen.joined_or_lost(ranks), timeout_s).roster
         missing = sorted(ranks - set(roster.ranks))
         if missing:
             reasons = [v.reason for v in self.membership().stalled_engines if v.rank in missing]
@@ -176,6 +189,7 @@ class CoordinatorService:
         return roster
 
     def leave(self, ranks: list[int]) -> Roster:
+        """These engines get no more requests."""
         return self._change(lambda now: self._state_machine.leave(ranks, now))
 
     def cancel_leave(self, ranks: list[int]) -> Roster:
@@ -185,10 +199,7 @@ class CoordinatorService:
     def detach(self, ranks: list[int], timeout_s: float) -> Roster:
         """Return when the roster is without them: when their group goes on without them."""
         self._change(lambda now: self._state_machine.detach(ranks, now))
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not set(ranks) & set(self._state_machine.roster.ranks), timeout_s
-            )
+        self._await(lambda seen: not set(ranks) & set(seen.roster.ranks), timeout_s)
         return self.remove_failed(ranks)
 
     def remove_failed(self, ranks: list[int]) -> Roster:
@@ -197,24 +208,29 @@ class CoordinatorService:
 
     def pause(self) -> None:
         """Pause all engines."""
-        self._change(self._state_machine.pause)
+        self._change(lambda now: self._state_machine.pause(now))
 
     def resume(self) -> None:
         """Let all engines go on."""
-        self._change(self._state_machine.resume)
+        self._change(lambda now: self._state_machine.resume(now))
 
-    def take_over(self, owner: str) -> ManagerState:
-        """Let this manager rule from now on; what the one before it has left."""
-        with self._changed:
-            before, self._note = self._note, msgspec.structs.replace(self._note, owner=owner)
-        return before
+    def take_over(self, owner: str) -> None:
+        """Let this manager lead from now on."""
+
+        def run() -> None:
+            self._manager_state = msgspec.structs.replace(self._manager_state, owner=owner)
+
+        self._call(run)
 
     def note(self, note: ManagerState) -> None:
-        """Keep what the manager wants. One that no longer rules is not heard."""
-        with self._changed:
-            if self._note.owner in ("", note.owner):
-                self._note = note
+        """Keep the state of the manager. A manager that no longer leads is ignored."""
+
+        def run() -> None:
+            if self._manager_state.owner in ("", note.owner):
+                self._manager_state = note
                 self._state_machine.phase = note.phase
+
+        self._call(run)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -222,10 +238,6 @@ class CoordinatorService:
         self._thread.join()
         self._inbox.close()
         self._waker.close()
-
-    def _joined_or_lost(self, ranks: set[int]) -> bool:
-        known = {*self._state_machine.roster.ranks, *self._state_machine.joining}
-        return ranks <= set(self._state_machine.roster.ranks) or not ranks <= known
 
     def _change(self, step: Callable[[float], RankedCommands]) -> Roster:
         def run() -> Roster:
@@ -235,10 +247,17 @@ class CoordinatorService:
         return self._call(run)
 
     def _call(self, run: Callable[[], T]) -> T:
+        """Let the loop run it, and wait for what it returns or raises."""
         future: Future[T] = Future()
         self._calls.put((run, future))
         self._waker.wake()
         return future.result()
+
+    def _await(self, condition: Callable[[Snapshot], bool], timeout_s: float) -> Snapshot:
+        """The first snapshot that meets the condition, or the newest after the time."""
+        with self._replaced:
+            self._replaced.wait_for(lambda: condition(self._snapshot), timeout_s)
+            return self._snapshot
 
     # ---------------------------------------------------------------- the loop
 
@@ -247,20 +266,41 @@ class CoordinatorService:
             for peer, message in self._inbox.receive(self._wait_s(), self._waker):
                 try:
                     self._on_message(peer, message)
-                except Exception as error:  # what one peer says ends nothing for the others
+                except Exception as error:  # a message of one peer ends nothing for the others
                     what = type(message).__name__
-                    self._log.error("not handled", word=what, error=repr(error))
+                    self._log.error("not handled", message_type=what, error=repr(error))
             if self._recovering:
                 self._end_recovery(self._clock())
                 continue
-            self._serve_calls()
+            self._run_calls()
             now = self._clock()
             self._send(self._state_machine.tick(now))
             self._publish(now)
-            self._notify_waiters()
+            self._replace_snapshot()
+
+    def _run_calls(self) -> None:
+        """A caller that then waits for a condition must not see a snapshot from before its call:
+        so the snapshot is replaced before the call is answered."""
+        while not self._calls.empty():
+            run, future = self._calls.get()
+            try:
+                result = run()
+            except Exception as error:
+                future.set_exception(error)
+                continue
+            self._replace_snapshot()
+            future.set_result(result)
+
+    def _replace_snapshot(self) -> None:
+        state = self._state_machine
+        snapshot = Snapshot(state.roster, frozenset(state.joining))
+        if snapshot != self._snapshot:
+            with self._replaced:
+                self._snapshot = snapshot
+                self._replaced.notify_all()
 
     def _wait_s(self) -> float:
-        """Until time has to be looked at again."""
+        """Until something is due."""
         now = self._clock()
         if self._recovering:
             return (
@@ -268,21 +308,6 @@ class CoordinatorService:
             )
         check_interval_s = self._config.stall_timeout_s / _CHECKS_PER_TIMEOUT
         return min(self._state_machine.cluster_state.wait_s(now), check_interval_s)
-
-    def _notify_waiters(self) -> None:
-        now = (self._state_machine.roster.epoch, frozenset(self._state_machine.joining))
-        if now != self._notified:
-            with self._changed:
-                self._notified = now
-                self._changed.notify_all()
-
-    def _serve_calls(self) -> None:
-        while not self._calls.empty():
-            run, future = self._calls.get()
-            try:
-                future.set_result(run())
-            except Exception as error:
-                future.set_exception(error)
 
     def _on_message(self, peer: bytes, message: CoordinatorMessage) -> None:
         now = self._clock()
@@ -322,7 +347,8 @@ class CoordinatorService:
             self._inbox.send(peer, self._state_machine.view())
 
     def _send(self, sends: RankedCommands) -> None:
-        """An engine that has not introduced itself yet is told when it does; the dead are not."""
+        """What is for an engine that has not sent `EngineHello` yet waits for it; what is for one
+        that has gone is dropped."""
         for rank, command in sends:
             member = self._state_machine.current_member(rank)
             if member is None:
@@ -346,7 +372,7 @@ class CoordinatorService:
             self._inbox.send(peer, view)
 
     def _end_recovery(self, now: float) -> None:
-        """Once it has listened for so long; while it was stopped it has not."""
+        """Once it has listened for `recovery_s`; time in which it was stopped does not count."""
         if self._recovery.advance(now) < recovery_s(self._config):
             return
         self._recovering = False

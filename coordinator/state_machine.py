@@ -19,9 +19,8 @@ from swell.configs.schema import ClusterConfig
 from swell.coordinator import roster as rosters
 from swell.coordinator.cluster_state import ClusterState
 from swell.coordinator.engine_monitor import EngineMonitor, StalledEngine
-from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.roster import Member, MemberState, Roster
-from swell.coordinator.waves import GroupState, Phase, RankedCommands, WaveCoordinator
+from swell.coordinator.wave_interface import CoordinatorWaves, GroupState, Phase, RankedCommands
 from swell.coordinator.wire import (
     Broken,
     ClusterView,
@@ -42,9 +41,7 @@ EngineEvent = EngineReport | StartWave | WaveComplete | Paused | Joined | Broken
 class CoordinatorStateMachine:
     """All that is known of a cluster. Every method returns the commands that follow."""
 
-    def __init__(
-        self, config: ClusterConfig, waves: WaveCoordinator | NullCoordinator, now: float
-    ) -> None:
+    def __init__(self, config: ClusterConfig, waves: CoordinatorWaves, now: float) -> None:
         self.cluster_state = ClusterState(config, now)
         self.waves = waves
         self.stalled_engines: list[StalledEngine] = []

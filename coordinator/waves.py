@@ -1,48 +1,55 @@
 """Waves: engines that share collectives step together, and stop together.
 
-While any engine of a group has work, all step, the idle ones without rows; then all stop. Both
-halves are pure: a message in, messages out; no sockets, no clock.
+While any engine of a group has work, all step, the idle ones without rows; then all stop. The
+halves are declared in `wave_interface.py`.
 
 The rules. An *epoch* is one fixed group of engines; a *wave* is one run of it.
 
-1.  Only engines start waves. A stopped engine that receives work runs first and then says
-    `StartWave`. What an ingress believes about waves is never asked.
+1.  Only engines start waves. A stopped engine that receives work runs first and then sends
+    `StartWave`. An ingress has no say: its view of the wave may be stale.
 2.  The coordinator accepts `StartWave(w)` if w is newer than its own wave, or equal while it sees
-    nobody running; then it tells the others.
+    no engine running; then it sends `StartDPWave` to the others.
 3.  An engine ignores a start that is older than its own wave. One that is newer than the wave it
     still runs in is remembered: that wave ends, and the next begins at once.
-4.  Every step begins with one small sum over the group: who wants another step, who votes for a
-    pause. All engines read the same sums in the same order, so whatever is decided by them alone
-    is decided alike. With `depth` steps in flight, an engine always submits all of them before it
-    reads the oldest; so when it reads sums that say "nobody", every engine has submitted exactly
-    as many steps, and submits no more. The steps in flight are then read: if one of them found
-    work, all go on; if none did, the wave has ended, with at most `depth` steps without rows.
-5.  At the end each engine adds one to its wave, and the group's first says `WaveComplete(w)`. The
+4.  Every step begins with one small all-reduce over the group: how many engines want another
+    step, how many vote for a pause. All engines read the same results in the same order, so
+    whatever follows from them alone is the same everywhere. With `depth` steps in flight, an
+    engine always submits all of them before it reads the oldest; so when it reads a result that
+    says "no engine wants a step", every engine has submitted exactly as many steps, and submits
+    no more. The steps in flight are then read: if one of them found work, all go on; if none did,
+    the wave has ended, with at most `depth` steps without rows.
+5.  At the end each engine adds one to its wave, and the group's first sends `WaveComplete(w)`. The
     coordinator accepts it only if it has not moved past w.
-6.  A pause is a vote. Whoever is asked to pause runs and votes until the sums are unanimous; all
-    then stop behind the same step and say `Paused`; whoever votes at the end of a wave begins the
-    next. Starts are ignored until `Resume`, which lets all of them run the same wave again, work
-    or not: so none waits for one that stayed behind. A pause is never taken back: `Resume` is said
-    when all have answered, so no answer and no vote is left over for the next one.
-7.  A change of the group is a pause, then a new epoch. A death is a new epoch at once: whoever is
-    inside a collective is torn out of it. A group that has formed is paused, and begins by
-    `Resume` when all have joined. Words of another epoch are dropped.
-8.  A coordinator that takes over does not know what the one before has asked for. So it changes
+6.  A pause is a vote. An engine that receives `Pause` runs and votes until the result is
+    unanimous; all then stop behind the same step and send `Paused`. An engine that votes at the
+    end of a wave begins the next. Starts are ignored until `Resume`, which lets all of them run
+    the same wave again, work or not: so none waits for one that stayed behind. A pause is never
+    taken back: `Resume` is sent when all have answered, so no answer and no vote is left over for
+    the next one.
+7.  A change of the group is a pause, then a new epoch. A death is a new epoch at once: engines
+    that are inside a collective abort it. A group that has formed is paused, and begins by
+    `Resume` when all have joined. Messages of another epoch are dropped.
+8.  A coordinator that takes over does not know what its predecessor has requested. So it changes
     the group, even if the same engines are in it: all that is left over is of an older epoch. It
-    asks for the pause first, unless it hears of engines that are paused already or out of their
-    group: then others may wait for them. A report tells it of a `Broken` that nobody heard.
+    requests the pause first, unless a hello says that an engine is paused already or out of its
+    group: then others may wait for that engine. A report reveals a `Broken` that was lost.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swell.coordinator.wave_interface import (
+    CoordinatorWaves,
+    EngineWaves,
+    GroupState,
+    Phase,
+    RankedCommands,
+)
 from swell.coordinator.wire import (
     Broken,
     CoordinatorMessage,
-    EngineCommand,
     EngineHello,
     Joined,
     Pause,
@@ -55,48 +62,21 @@ from swell.coordinator.wire import (
 )
 
 
-class Phase(enum.IntEnum):
-    """What an engine does about steps."""
-
-    OUT = 0
-    """Its groups are broken, or being formed: no steps."""
-    STOPPED = 1
-    RUNNING = 2
-    PAUSED = 3
-
-
 @dataclass
-class WaveMember:
+class WaveMember(EngineWaves):
     """The half of an engine that shares collectives with others."""
 
-    rank: int
-    incarnation: int
-    depth: int
-    """Steps in flight: equal on all engines."""
-    epoch: int = 0
-    wave: int = 0
-    phase: Phase = Phase.OUT
-    ranks: tuple[int, ...] = ()
-    """The group, in order."""
-    voting: bool = False
-    again: bool = False
-    """A start has asked for the wave after this one."""
-    in_flight: int = 0
-    """Steps submitted whose sums were not read."""
+    start_pending: bool = False
+    """A start of the wave after this one was received."""
     finishing: bool = False
-    """The sums read last said that no step need follow."""
+    """The last all-reduce result said that no step need follow."""
 
     lockstep = True
 
     def may_submit(self) -> bool:
-        """Whether another step must be submitted now, with rows or without."""
         return self.phase is Phase.RUNNING and not self.finishing and self.in_flight < self.depth
 
-    def submitted(self) -> None:
-        self.in_flight += 1
-
     def on_all_reduce(self, working: int, pausing: int, has_work: bool) -> list[CoordinatorMessage]:
-        """The oldest step in flight is done: `working` engines want another, `pausing` vote."""
         self.in_flight -= 1
         agreed = pausing == len(self.ranks)
         self.finishing = agreed or not working
@@ -106,7 +86,7 @@ class WaveMember:
         return self._pause() if agreed else self._complete(has_work)
 
     def work_arrived(self) -> list[CoordinatorMessage]:
-        """A request came. Stopped engines run, then tell."""
+        """A stopped engine runs first, and then tells the coordinator."""
         return self._begin() if self.phase is Phase.STOPPED else []
 
     def start(self, message: StartDPWave) -> list[CoordinatorMessage]:
@@ -115,7 +95,7 @@ class WaveMember:
         if self.phase is Phase.STOPPED:
             self.phase = Phase.RUNNING
         elif self.phase is Phase.RUNNING:
-            self.again |= message.wave > self.wave
+            self.start_pending |= message.wave > self.wave
         return []
 
     def pause(self, message: Pause) -> list[CoordinatorMessage]:
@@ -132,8 +112,6 @@ class WaveMember:
         return []
 
     def reconfigure(self, message: ReconfigureDistributedRequest) -> bool:
-        """Leave the group; False for a word of an older epoch. The engine forms the groups and
-        calls `joined` or `broken`; if it is not in `ranks` it stays out until it is asked again."""
         if message.epoch <= self.epoch:
             return False
         self._leave()
@@ -141,18 +119,16 @@ class WaveMember:
         return True
 
     def joined(self) -> list[CoordinatorMessage]:
-        """The groups of the epoch stand."""
         self.phase = Phase.PAUSED
         return [Joined(self.rank, self.incarnation, self.epoch)]
 
     def broken(self, reason: str, repairing: bool = False) -> list[CoordinatorMessage]:
-        """The groups have failed, or could not be formed."""
         self._leave()
         return [Broken(self.rank, self.incarnation, self.epoch, reason, repairing)]
 
     def _leave(self) -> None:
         self.phase, self.in_flight = Phase.OUT, 0
-        self.voting = self.finishing = self.again = False
+        self.voting = self.finishing = self.start_pending = False
 
     def _begin(self) -> list[CoordinatorMessage]:
         self.phase = Phase.RUNNING
@@ -170,46 +146,22 @@ class WaveMember:
         self.phase = Phase.STOPPED
         if has_work or self.voting:
             out += self._begin()
-        elif self.again:
+        elif self.start_pending:
             self.phase = Phase.RUNNING
-        self.again = False
+        self.start_pending = False
         return out
 
 
-class GroupState(enum.StrEnum):
-    """What the coordinator does about the group."""
-
-    SERVING = "serving"
-    PAUSING = "pausing"
-    PAUSED = "paused"
-    FORMING = "forming"
-
-
-RankedCommands = list[tuple[int, EngineCommand]]
-"""Commands, and the rank that each is for."""
-
-
 @dataclass
-class WaveCoordinator:
-    """The half of the coordinator."""
+class WaveCoordinator(CoordinatorWaves):
+    """The coordinator's half for engines that share collectives."""
 
-    epoch: int = 0
-    wave: int = 0
-    running: bool = False
-    """As engines reported."""
-    group_state: GroupState = GroupState.SERVING
-    ranks: tuple[int, ...] = ()
-    """The group, in order."""
-    target_ranks: tuple[int, ...] = ()
-    """The group that is to be."""
-    pause_requested: bool = False
-    """An operator wants a pause."""
-    heard: frozenset[int] = frozenset()
-    """Who has answered in this group_state."""
+    acknowledged: frozenset[int] = frozenset()
+    """Ranks that have answered in this group state."""
     inherited: bool = False
-    """Nobody knows what the coordinator before asked this group to do."""
+    """The group is a predecessor's: what that one requested of it is unknown."""
 
-    # ---------------------------------------------------------------- what engines say
+    # ---------------------------------------------------------------- messages of engines
 
     def start_wave(self, rank: int, epoch: int, wave: int) -> RankedCommands:
         if epoch != self.epoch:
@@ -230,22 +182,19 @@ class WaveCoordinator:
         return self._on_acknowledged(rank) if epoch == self.epoch else []
 
     def broken(self, epoch: int) -> RankedCommands:
-        """A group failed: whoever is left forms the next. A death is told apart, by `change`."""
+        """The engines that are left form the next group."""
         return self._form() if epoch == self.epoch else []
 
     def report(
         self, rank: int, epoch: int, wave: int, phase: Phase, voting: bool
     ) -> RankedCommands:
-        """What an engine is seen doing, told again and again."""
         if phase is Phase.OUT and rank in self.ranks and self.group_state is not GroupState.FORMING:
             return self.broken(epoch)
         return []
 
-    # ---------------------------------------------------------------- what is wanted
+    # ---------------------------------------------------------------- changes that are wanted
 
     def change(self, target_ranks: tuple[int, ...], lost: bool = False) -> RankedCommands:
-        """The group is to be `target_ranks`. `lost`: who is missing there takes no part any more,
-        so a pause cannot be agreed."""
         gone = lost and not set(self.ranks) <= set(target_ranks)
         if target_ranks == self.target_ranks and not gone:
             return []
@@ -255,18 +204,17 @@ class WaveCoordinator:
         return self._request_pause()
 
     def pause(self) -> RankedCommands:
-        """An operator's pause."""
         self.pause_requested = True
         return self._request_pause()
 
     def resume(self) -> RankedCommands:
-        """A pause that was asked for is first agreed: an answer is never left over for the next."""
+        """A pause that was requested is first agreed: no answer is left over for the next one."""
         self.pause_requested = False
         return self._resume() if self.group_state is GroupState.PAUSED else []
 
     def recover(self, hellos: Sequence[EngineHello]) -> RankedCommands:
-        """Take over the engines that an earlier coordinator left. They form a group: when they
-        have agreed to pause if all members of the newest one step or can begin, else at once."""
+        """The engines form a group: once they have agreed to pause, if all members of the newest
+        group step or can begin to; else at once."""
         newest = max(hellos, key=lambda hello: hello.epoch, default=None)
         if newest is None:
             return []
@@ -282,17 +230,17 @@ class WaveCoordinator:
         self.ranks, self.inherited = tuple(newest.ranks), True
         return self._request_pause()
 
-    # ---------------------------------------------------------------- stages
+    # ---------------------------------------------------------------- states of the group
 
     def _request_pause(self) -> RankedCommands:
         if self.group_state is not GroupState.SERVING or not self.ranks:
             return []
-        self.group_state, self.heard = GroupState.PAUSING, frozenset()
+        self.group_state, self.acknowledged = GroupState.PAUSING, frozenset()
         return [(rank, Pause(self.epoch)) for rank in self.ranks]
 
     def _on_acknowledged(self, rank: int) -> RankedCommands:
-        self.heard |= {rank}
-        if self.heard != set(self.ranks):
+        self.acknowledged |= {rank}
+        if self.acknowledged != set(self.ranks):
             return []
         if self.target_ranks != self.ranks or self.inherited:
             return self._form()
@@ -302,13 +250,13 @@ class WaveCoordinator:
         return self._resume()
 
     def _form(self) -> RankedCommands:
-        """The next epoch, for those that are wanted; those that are not hear that they left."""
-        told = sorted({*self.ranks, *self.target_ranks})
+        """The next epoch, of the target ranks. The others are sent it too: they have left."""
+        addressed = sorted({*self.ranks, *self.target_ranks})
         self.epoch, self.wave, self.running = self.epoch + 1, self.wave + 1, False
-        self.ranks, self.heard, self.inherited = self.target_ranks, frozenset(), False
+        self.ranks, self.acknowledged, self.inherited = self.target_ranks, frozenset(), False
         self.group_state = GroupState.FORMING if self.ranks else GroupState.SERVING
         message = ReconfigureDistributedRequest(self.epoch, list(self.ranks), self.wave)
-        return [(rank, message) for rank in told]
+        return [(rank, message) for rank in addressed]
 
     def _resume(self) -> RankedCommands:
         self.group_state, self.running = GroupState.SERVING, True

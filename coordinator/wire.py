@@ -46,8 +46,6 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     progress_counter: int = 0
     """Layers computed since the start: the measure of progress."""
     preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
     prefix_queries: int = 0
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: int = 0

@@ -97,9 +97,9 @@ class EngineActor:
             server.core.limits,
             os.getpid(),
             ray.get_runtime_context().get_node_id(),
-            server.core.executor.workers(),
+            list(server.workers),
             server.incarnation,
-            server.core.executor.store,
+            server.member.store,
         )
 
     def doing(self) -> str:

@@ -93,11 +93,3 @@ class BlockPool:
         """Raise AssertionError unless every block is free: the conservation check when idle."""
         leaked = self.num_blocks - len(self._free)
         assert leaked == 0, f"{leaked} blocks leaked"
-
-    def check(self) -> None:
-        """Raise AssertionError unless every block is either held or free, and block_hashes
-        agree."""
-        for block, count in enumerate(self._references):
-            assert (count == 0) == (block in self._free), f"block {block} is held {count} times"
-        for name, block in self._cached.items():
-            assert self._block_hashes[block] == name, f"block {block} has lost its name"

@@ -1,10 +1,13 @@
-"""The engine's line to the coordinator, on a thread of its own.
+"""The engine's end of its channel to the coordinator, on a thread of its own.
 
-A step may take long, and one whose peer has died may never end; the engine's loop hears nothing
-meanwhile. This thread goes on: it repeats the newest report with fresh progress, so that an engine
-at work is never taken for a stopped one, and it hears the command that tears the loop out of a
-step. Without this thread an engine would wait for commands that it never hears: what ends the
-thread ends the process.
+A step may take long, and one whose peer has died may never end; the engine's loop receives nothing
+meanwhile. This thread goes on: it repeats the newest report with the current progress, so that an
+engine at work is never taken for a stopped one, and it receives the command that ends the step, by
+aborting the collectives. Without this thread an engine would wait for commands that never reach
+it: whatever ends the thread ends the process.
+
+The loop and this thread share two queues, of messages and of commands, and an `EngineSnapshot`
+that the loop replaces whole.
 """
 
 from __future__ import annotations
@@ -19,21 +22,49 @@ import msgspec
 from swell.configs.process import exit_on_error
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet, Waker
+from swell.coordinator.roster import Member
+from swell.coordinator.wave_interface import EngineWaves, Phase
 from swell.coordinator.wire import (
     CoordinatorMessage,
     EngineCommand,
     EngineHello,
     EngineReport,
     Introduce,
+    ReconfigureDistributedRequest,
 )
 
 
-class CoordinatorClient:
-    """Says what the engine's loop tells it to say, beats in between, hands over commands.
+class EngineSnapshot(msgspec.Struct, frozen=True):
+    """An engine in its group, as of the last turn of its loop."""
 
-    `hello` introduces the engine, `progress_counter` is its progress, `on_heartbeat` is called when
-    the loop has said nothing for a while; these and `on_command` run on this thread and must not
-    wait.
+    member: Member
+    epoch: int
+    wave: int
+    phase: Phase
+    voting: bool
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, member: Member, waves: EngineWaves) -> EngineSnapshot:
+        return cls(member, waves.epoch, waves.wave, waves.phase, waves.voting, waves.ranks)
+
+    def hello(self, newest_epoch: int) -> EngineHello:
+        """`newest_epoch`: of the newest group that was commanded; it counts as begun."""
+        behind = newest_epoch > self.epoch
+        return EngineHello(
+            self.member,
+            max(self.epoch, newest_epoch),
+            list(self.ranks),
+            self.wave,
+            int(Phase.OUT if behind else self.phase),
+        )
+
+
+class CoordinatorClient:
+    """Sends what the engine's loop gives it, repeats reports, and hands over commands.
+
+    `progress_counter`, `abort_collectives` and `on_command` run on the client's thread and must
+    not wait. A command is in `commands` when `on_command` is called for it.
     """
 
     def __init__(
@@ -41,29 +72,42 @@ class CoordinatorClient:
         config: ClusterConfig,
         coordinator: ChannelAddress,
         keys: ChannelKeys,
+        snapshot: EngineSnapshot,
         *,
-        hello: Callable[[], EngineHello],
         progress_counter: Callable[[], int],
-        on_command: Callable[[EngineCommand], None],
-        on_heartbeat: Callable[[], None],
+        abort_collectives: Callable[[], None],
+        on_command: Callable[[], None],
     ) -> None:
+        self.commands: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
         self._heartbeat_s = min(config.heartbeat_s, config.stall_timeout_s / 4)
         self._outlet: Outlet[EngineCommand] = Outlet(coordinator, EngineCommand, keys)
-        self._hello, self._progress_counter = hello, progress_counter
-        self._on_command, self._on_heartbeat = on_command, on_heartbeat
+        self._snapshot = snapshot
+        self._progress_counter = progress_counter
+        self._abort_collectives, self._on_command = abort_collectives, on_command
         self._messages: queue.SimpleQueue[CoordinatorMessage] = queue.SimpleQueue()
+        self._newest_epoch = 0
         self._report: EngineReport | None = None
         self._reported_at = time.monotonic()
         self._waker = Waker()
         self._stopping = threading.Event()
-        run = exit_on_error(self._run, "engine beacon")
-        self._thread = threading.Thread(target=run, name="swell-beacon", daemon=True)
+        run = exit_on_error(self._run, "coordinator client")
+        self._thread = threading.Thread(target=run, name="swell-coordinator-client", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    # ---------------------------------------------------------------- from the engine's loop
+
+    def publish(self, snapshot: EngineSnapshot) -> bool:
+        """Replace the snapshot; whether it differs. Call it before sending what follows from it,
+        and before forming the groups of a newer epoch."""
+        changed = snapshot != self._snapshot
+        if changed:
+            self._snapshot = snapshot
+        return changed
+
     def send(self, messages: Iterable[CoordinatorMessage]) -> None:
-        """Send in order; from any thread."""
+        """Send in order."""
         for message in messages:
             self._messages.put(message)
         self._waker.wake()
@@ -75,8 +119,10 @@ class CoordinatorClient:
         self._outlet.close()
         self._waker.close()
 
+    # ---------------------------------------------------------------- the client's thread
+
     def _run(self) -> None:
-        self._outlet.send(self._hello())
+        self._outlet.send(self._snapshot.hello(self._newest_epoch))
         while not self._stopping.is_set():
             wait_s = max(0.0, self._reported_at + self._heartbeat_s - time.monotonic())
             command = self._outlet.receive(wait_s, self._waker)
@@ -95,9 +141,9 @@ class CoordinatorClient:
             self._outlet.send(message)
 
     def _send_heartbeat(self) -> None:
-        """The loop has said nothing for a while."""
+        """The loop has sent no report for a while."""
         self._reported_at = time.monotonic()
-        self._on_heartbeat()
+        self._abort_if_behind()
         if self._report is not None:
             self._outlet.send(
                 msgspec.structs.replace(self._report, progress_counter=self._progress_counter())
@@ -105,6 +151,18 @@ class CoordinatorClient:
 
     def _handle_command(self, command: EngineCommand) -> None:
         if isinstance(command, Introduce):
-            self._outlet.send(self._hello())
+            self._outlet.send(self._snapshot.hello(self._newest_epoch))
             return
-        self._on_command(command)
+        if isinstance(command, ReconfigureDistributedRequest):
+            self._newest_epoch = max(self._newest_epoch, command.epoch)
+            self._abort_if_behind()
+        self.commands.put(command)
+        self._on_command()
+
+    def _abort_if_behind(self) -> None:
+        """The loop may be inside a step that never ends, or be forming a group that is no longer
+        wanted. Done again at each heartbeat until the loop has taken the newest command: groups
+        that were just about to be formed have missed an earlier abort."""
+        seen = self._snapshot
+        if self._newest_epoch > seen.epoch and seen.phase is not Phase.PAUSED:
+            self._abort_collectives()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from swell.configs.schema import Config
 from swell.coordinator.null_waves import NullMember
+from swell.coordinator.wave_interface import EngineWaves
 from swell.coordinator.waves import WaveMember
 from swell.coordinator.wire import CoordinatorMessage
 from swell.engine.executor import Executor, ExecutorLimits, WorkerLost
+from swell.engine.request import Request
 from swell.engine.scheduler import ScheduledStep, Scheduler
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
-from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan
+from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, Regrouped
 
 Outputs = dict[bytes, list[EngineCoreOutput]]
 """What a step gave, by the ingress that waits for it."""
@@ -32,7 +34,7 @@ class EngineCore:
     def __init__(self, config: Config, executor: Executor, limits: ExecutorLimits) -> None:
         depth = config.scheduler.steps_in_flight if executor.overlaps else 1
         kind = WaveMember if config.parallel.expert else NullMember
-        self.member: WaveMember | NullMember = kind(rank=0, incarnation=0, depth=depth)
+        self.wave_member: EngineWaves = kind(rank=0, incarnation=0, depth=depth)
         """Says when to step; what it has to say is collected in `take_messages`."""
         self.num_dummy_steps = 0
         self.num_waves = 0
@@ -44,7 +46,7 @@ class EngineCore:
         self.executor = executor
         self.limits = limits
         self.scheduler = self._new_scheduler()
-        self.on_start: Callable[[dict[bytes, list[str]]], None] = lambda started: None
+        self.on_start: Callable[[dict[bytes, list[Request]]], None] = lambda started: None
         """Hears which requests a step begins with, by ingress, before it is handed out."""
         self.num_steps = 0
         """Steps whose results were read: the measure of progress."""
@@ -60,13 +62,15 @@ class EngineCore:
         """Whether `step` has something to do."""
         if self._in_flight:
             return True
-        return self.member.may_submit() and (self.member.lockstep or self.scheduler.has_requests)
+        return self.wave_member.may_submit() and (
+            self.wave_member.lockstep or self.scheduler.has_requests
+        )
 
     def add_request(self, request: EngineCoreRequest, client: bytes) -> EngineCoreOutput | None:
         """Queue a request; an answer means that it can never run."""
         answer = self.scheduler.add(request, client)
         if answer is None:
-            self._messages += self.member.work_arrived()
+            self._messages += self.wave_member.work_arrived()
         return answer
 
     def take_failed(self) -> list[Outputs]:
@@ -79,14 +83,15 @@ class EngineCore:
         messages, self._messages = self._messages, []
         return messages
 
-    def abort_requests(self, request_ids: list[str]) -> None:
-        self.scheduler.abort(request_ids)
+    def abort_requests(self, request_ids: list[str], attempts: Iterable[int] = ()) -> None:
+        """See `Scheduler.abort`."""
+        self.scheduler.abort(request_ids, attempts)
 
-    def abort_client(self, client: bytes) -> list[str]:
-        """Drop everything that one ingress asked for; the ids of what there was."""
-        ids = [i for i, request in self.scheduler.requests.items() if request.client == client]
-        self.scheduler.abort(ids)
-        return ids
+    def abort_client(self, client: bytes) -> list[Request]:
+        """Drop all requests of one ingress; those that there were."""
+        dropped = [r for r in self.scheduler.requests.values() if r.client == client]
+        self.scheduler.abort([request.request_id for request in dropped])
+        return dropped
 
     def step(self, process_inputs: Callable[[], None] = lambda: None) -> Outputs:
         """Keep steps in flight, wait for the oldest, and return what it gave.
@@ -114,24 +119,24 @@ class EngineCore:
         self.sync_s += output.sync_s
         process_inputs()
         outputs = self.scheduler.update(scheduled, output)
-        wave = self.member.wave
+        wave = self.wave_member.wave
         has_work = self.scheduler.has_requests
-        self._messages += self.member.on_all_reduce(output.working, output.pausing, has_work)
-        self.num_waves += self.member.wave != wave
+        self._messages += self.wave_member.on_all_reduce(output.working, output.pausing, has_work)
+        self.num_waves += self.wave_member.wave != wave
         return outputs
 
     def _submit(self) -> None:
         """Hand out steps until enough are in flight. Engines that share experts hand out steps
         without rows too, while one of them has work."""
-        while self.member.may_submit():
+        while self.wave_member.may_submit():
             scheduled = self.scheduler.schedule()
-            if self.member.lockstep:
+            if self.wave_member.lockstep:
                 scheduled = self._in_lockstep(scheduled or self.scheduler.schedule_dummy())
             elif scheduled is None:
                 return
             if scheduled.plan.new_rows:
                 self.on_start(scheduled.started())
-            self.member.submitted()
+            self.wave_member.submitted()
             self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
 
     def _in_lockstep(self, scheduled: ScheduledStep) -> ScheduledStep:
@@ -139,9 +144,9 @@ class EngineCore:
         self.num_dummy_steps += not scheduled.plan.slots
         plan = msgspec.structs.replace(
             scheduled.plan,
-            epoch=self.member.epoch,
+            epoch=self.wave_member.epoch,
             work=self.scheduler.wants_step,
-            pause=self.member.voting,
+            pause=self.wave_member.voting,
         )
         return ScheduledStep(plan, scheduled.rows)
 
@@ -149,10 +154,10 @@ class EngineCore:
         """Steps in flight and the KV cache are lost: every request starts again from the tokens
         that were read."""
         self._in_flight.clear()
-        self.member.in_flight = 0
+        self.wave_member.in_flight = 0
         self.scheduler.preempt_all()
 
-    def regroup(self, groups: GroupPlan) -> None:
+    def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         """Let the workers form the groups of the plan (see `Executor.regroup`).
 
         With `keep_states` the caller has read the results of all steps.
@@ -161,13 +166,13 @@ class EngineCore:
             assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
         else:
             self.discard_steps_in_flight()
-        self.executor.regroup(groups)
+        return self.executor.regroup(groups)
 
     def reset(self) -> None:
         """Forget every request and all that is cached, whatever an interrupt has left half done:
         also a step that some workers have begun and others have not."""
         self._in_flight.clear()
-        self.member.in_flight = 0
+        self.wave_member.in_flight = 0
         self._messages.clear()
         self._failed.clear()
         self.scheduler = self._new_scheduler()

@@ -33,6 +33,7 @@ class Request:
     """
 
     __slots__ = (
+        "attempt",
         "block_capacity_tokens",
         "block_hashes",
         "block_ids",
@@ -61,6 +62,7 @@ class Request:
     ) -> None:
         self.core = core
         self.request_id = core.request_id
+        self.attempt = core.attempt
         self.client = client
         """The ingress that asked: outputs go back to it."""
         self.order = order
@@ -109,7 +111,9 @@ class Request:
     def fail(self, message: str) -> EngineCoreOutput:
         """End with an error that says so."""
         self.status = RequestStatus.FINISHED
-        return EngineCoreOutput(self.request_id, [], FinishReason.ERROR, message)
+        return EngineCoreOutput(
+            self.request_id, [], FinishReason.ERROR, message, attempt=self.attempt
+        )
 
     def append(self, token_id: int, extras: list[Extra]) -> EngineCoreOutput:
         """Take in a sampled token, decide whether it is the last, and say so."""
@@ -137,4 +141,5 @@ class Request:
             self.queue_s if first else 0.0,
             self.num_preemptions,
             extras,
+            self.attempt,
         )

@@ -67,8 +67,8 @@ def _counts(request: EngineCoreRequest, max_model_len: int) -> Iterator[str]:
     yield from _range("max_tokens", request.max_tokens, 1, max_model_len)
     yield from _range("min_tokens", request.min_tokens, 0, INT64 - 1)
     yield from _range("failed_attempts", request.failed_attempts, 0, INT64 - 1)
+    yield from _range("attempt", request.attempt, 1, INT64 - 1)
     yield from _range("priority", request.priority, -INT64, INT64 - 1)
-    yield from _finite("arrival_time", request.arrival_time, -1e18, 1e18)
     yield from _too_long("output_token_ids", request.output_token_ids, max_model_len)
     for name in ("eos_token_ids", "stop_token_ids"):
         yield from _too_long(name, getattr(request, name), MAX_END_TOKENS)

@@ -24,6 +24,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from operator import itemgetter
 
 from swell.configs.schema import CacheConfig, SchedulerConfig
@@ -49,14 +50,14 @@ class ScheduledStep:
     plan: SchedulerOutput
     rows: list[Request]
 
-    def started(self) -> dict[bytes, list[str]]:
+    def started(self) -> dict[bytes, list[Request]]:
         """Requests that take their slots with this step, by ingress."""
         slots = {row.slot for row in self.plan.new_rows}
-        ids: dict[bytes, list[str]] = {}
+        started: dict[bytes, list[Request]] = {}
         for request in self.rows if slots else ():
             if request.slot in slots:
-                ids.setdefault(request.client, []).append(request.request_id)
-        return ids
+                started.setdefault(request.client, []).append(request)
+        return started
 
 
 @dataclass(slots=True)
@@ -94,8 +95,6 @@ class Scheduler:
         self.running: list[Request] = []
         """In policy order, so the last one is the one to preempt, and is scheduled last."""
         self.num_preemptions = 0
-        self.num_generated_tokens = 0
-        self.num_prompt_tokens = 0
         self.num_nans_in_logits = 0
         """Requests that ended because their logits were no numbers."""
         self.num_started_requests = 0
@@ -128,27 +127,31 @@ class Scheduler:
     # ---------------------------------------------------------------- requests come and go
 
     def add(self, core: EngineCoreRequest, client: bytes) -> EngineCoreOutput | None:
-        """Take a request in. One that can never run is answered at once."""
+        """Take a request in. One that can never run is answered at once. A later attempt takes the
+        place of an earlier one that is still here: the abort of that one was lost."""
+        self.abort([core.request_id], [core.attempt - 1])
         error = invalid_reason(core, self.vocab_size, self.max_model_len)
         if core.request_id in self.requests:
             error = f"request id {core.request_id!r} is already being served"
         if error:
-            return EngineCoreOutput(core.request_id, [], FinishReason.ERROR, error)
+            return EngineCoreOutput(
+                core.request_id, [], FinishReason.ERROR, error, attempt=core.attempt
+            )
         if len(core.output_token_ids) >= core.max_tokens:
-            return EngineCoreOutput(core.request_id, [], FinishReason.LENGTH)
+            return EngineCoreOutput(core.request_id, [], FinishReason.LENGTH, attempt=core.attempt)
         priority = core.priority if self.config.policy == "priority" else 0
         self._arrivals += 1
         request = Request(core, client, (priority, self._arrivals), self._clock())
         self.requests[core.request_id] = request
         heapq.heappush(self._waiting, (request.order, request, None))
-        self.num_prompt_tokens += request.prompt_tokens
         return None
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Free everything of these requests now; what steps in flight draw for them is dropped."""
-        for request_id in request_ids:
+    def abort(self, request_ids: Iterable[str], attempts: Iterable[int] = ()) -> None:
+        """Free everything of these requests now; what steps in flight draw for them is dropped.
+        `attempts`: of each request, the last attempt that ends (default: any)."""
+        for request_id, attempt in zip_longest(request_ids, attempts):
             request = self.requests.get(request_id)
-            if request is not None:
+            if request is not None and (attempt is None or request.attempt <= attempt):
                 self._finish(request)
 
     def _finish(self, request: Request) -> None:
@@ -350,9 +353,10 @@ class Scheduler:
             extras = output.extras.get(row, _NO_EXTRAS) if output.extras else _NO_EXTRAS
             if token_id is not None:
                 answer = request.append(token_id, extras)
-                self.num_generated_tokens += 1
             elif extras:
-                answer = EngineCoreOutput(request.request_id, [], extras=extras)
+                answer = EngineCoreOutput(
+                    request.request_id, [], extras=extras, attempt=request.attempt
+                )
             else:
                 continue
             if answer.finish_reason is not None:

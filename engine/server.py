@@ -10,7 +10,6 @@ are kept meanwhile, as if they had been preempted. Only what cannot be mended en
 
 from __future__ import annotations
 
-import queue
 import secrets
 import threading
 import time
@@ -22,11 +21,10 @@ from swell.configs.log import StructuredLogger
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Waker
 from swell.coordinator.roster import Member
-from swell.coordinator.waves import Phase
+from swell.coordinator.wave_interface import Phase
 from swell.coordinator.wire import (
     CoordinatorMessage,
     EngineCommand,
-    EngineHello,
     EngineReport,
     Introduce,
     Pause,
@@ -36,9 +34,10 @@ from swell.coordinator.wire import (
     StartDPWave,
 )
 from swell.engine.client_tracker import ClientTracker
-from swell.engine.coordinator_client import CoordinatorClient
+from swell.engine.coordinator_client import CoordinatorClient, EngineSnapshot
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
+from swell.engine.request import Request
 from swell.engine.wire import (
     AbortRequests,
     EngineCoreOutput,
@@ -95,7 +94,7 @@ class EngineServer:
         self.incarnation = secrets.randbits(48)
         self.repairs = 0
         self.core = core
-        core.member.rank, core.member.incarnation = rank, self.incarnation
+        core.wave_member.rank, core.wave_member.incarnation = rank, self.incarnation
         core.on_start = self._send_started
         self._resets = 0
         self._log = StructuredLogger("engine", rank=rank)
@@ -105,19 +104,17 @@ class EngineServer:
         self._client_tracker = ClientTracker(config.cluster.stall_timeout_s)
         self._check_interval_s = config.cluster.heartbeat_s
         self._checked_at = 0.0
-        self._commands: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
         self._reconfiguration: ReconfigureDistributedRequest | None = None
-        self._newest_epoch = 0
+        self._describe()
         self._coordinator_client = CoordinatorClient(
             config.cluster,
             coordinator,
             keys,
-            hello=self._hello,
+            EngineSnapshot.of(self.member, core.wave_member),
             progress_counter=lambda: core.progress,
-            on_command=self._on_command,
-            on_heartbeat=self._abort_collectives,
+            abort_collectives=core.executor.abort,
+            on_command=self._waker.wake,
         )
-        self._reported_wave: tuple[object, ...] = ()
         self._stopping = threading.Event()
         self._services: dict[str, Callable[..., object]] = {
             "report": self._report,
@@ -129,19 +126,21 @@ class EngineServer:
     def address(self) -> ChannelAddress:
         return self._inbox.address
 
-    @property
-    def member(self) -> Member:
-        """The engine as the roster lists it."""
-        limits = self.core.limits
-        return Member(
+    def _describe(self) -> None:
+        """The workers may be other ones than before."""
+        limits, executor = self.core.limits, self.core.executor
+        self.workers = tuple(executor.workers())
+        """Replaced whole, so that any thread may read it; `member` too."""
+        self.member = Member(
             self.rank,
             self.address,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             incarnation=self.incarnation,
-            store=self.core.executor.store,
+            store=executor.store,
             num_blocks=limits.num_blocks,
         )
+        """The engine as the roster lists it."""
 
     def run(self) -> None:
         """Serve until `stop`. What cannot be mended is raised.
@@ -196,14 +195,14 @@ class EngineServer:
                     if answer is not None:
                         self._send(peer, [answer])
                 case AbortRequests():
-                    self.core.abort_requests(message.request_ids)
+                    self.core.abort_requests(message.request_ids, message.attempts)
                 case UtilityCall():
                     self._serve(peer, message)
                 case KeepAlive():
                     """Hearing it was all."""
         self._client_tracker.advance(time.monotonic())
-        while not self._commands.empty():
-            self._handle_command(self._commands.get())
+        while not self._coordinator_client.commands.empty():
+            self._handle_command(self._coordinator_client.commands.get())
         self._send_to_coordinator(self.core.take_messages())
 
     def _check_peers(self, now: float) -> None:
@@ -212,11 +211,15 @@ class EngineServer:
             return
         self._checked_at = now
         for client in self._client_tracker.drop_silent():
-            ids = self.core.abort_client(client)
-            if ids:
-                self._log.warning("client is silent", requests=len(ids))
-                self._send(client, [EngineCoreOutput(i, [], FinishReason.ABORT) for i in ids])
-        if not self.core.has_work and self.core.member.phase is not Phase.OUT:
+            dropped = self.core.abort_client(client)
+            if dropped:
+                self._log.warning("client is silent", requests=len(dropped))
+                aborted = [
+                    EngineCoreOutput(r.request_id, [], FinishReason.ABORT, attempt=r.attempt)
+                    for r in dropped
+                ]
+                self._send(client, aborted)
+        if not self.core.has_work and self.core.wave_member.phase is not Phase.OUT:
             self.core.executor.check()
 
     def _check_conservation(self) -> None:
@@ -236,41 +239,29 @@ class EngineServer:
             answer = UtilityOutput(call.call_id, None, msgspec.Raw(msgspec.msgpack.encode(result)))
         except Exception as error:
             answer = UtilityOutput(call.call_id, f"{type(error).__name__}: {error}")
-        self._inbox.send(peer, EngineCoreOutputs(self.rank, utility_output=answer))
+        self._inbox.send(peer, EngineCoreOutputs(utility_output=answer))
 
     def _send(self, client: bytes, outputs: list[EngineCoreOutput]) -> None:
         seq = self._client_tracker.next_seq(client)
-        self._inbox.send(client, EngineCoreOutputs(self.rank, outputs, time.monotonic(), seq=seq))
+        self._inbox.send(client, EngineCoreOutputs(outputs, seq=seq))
 
-    def _send_started(self, started: dict[bytes, list[str]]) -> None:
+    def _send_started(self, started: dict[bytes, list[Request]]) -> None:
         """A step that ends this process may begin now. Of a suspect it must be known, so it waits
         until the message has surely left; of others, that a step's first millisecond is enough."""
-        for client, ids in started.items():
-            seq = self._client_tracker.next_seq(client)
-            self._inbox.send(client, EngineCoreOutputs(self.rank, seq=seq, started=ids))
-        requests = self.core.scheduler.requests
-        if any(requests[i].failed_attempts for ids in started.values() for i in ids):
+        for client, requests in started.items():
+            message = EngineCoreOutputs(
+                seq=self._client_tracker.next_seq(client),
+                started=[request.request_id for request in requests],
+                started_attempts=[request.attempt for request in requests],
+            )
+            self._inbox.send(client, message)
+        if any(request.failed_attempts for requests in started.values() for request in requests):
             time.sleep(_FLUSH_S)
 
     # ---------------------------------------------------------------- groups and workers
 
-    def _on_command(self, command: EngineCommand) -> None:
-        """On the beacon's thread."""
-        if isinstance(command, ReconfigureDistributedRequest):
-            self._newest_epoch = max(self._newest_epoch, command.epoch)
-            self._abort_collectives()
-        self._commands.put(command)
-        self._waker.wake()
-
-    def _abort_collectives(self) -> None:
-        """On the beacon's thread: the loop may be inside a step that never ends, or be forming a
-        group that nobody wants any more. Done again until it has taken the newest command."""
-        member = self.core.member
-        if self._newest_epoch > member.epoch and member.phase is not Phase.PAUSED:
-            self.core.executor.abort()
-
     def _handle_command(self, command: EngineCommand) -> None:
-        member = self.core.member
+        member = self.core.wave_member
         match command:
             case StartDPWave():
                 self._send_to_coordinator(member.start(command))
@@ -281,20 +272,21 @@ class EngineServer:
             case ReconfigureDistributedRequest():
                 self._reconfiguration = command
             case Introduce():
-                """The beacon has done so."""
+                """The coordinator client has done so."""
 
     def _reconfigure(self) -> None:
         """Join the group of the newest epoch."""
         request, self._reconfiguration = self._reconfiguration, None
-        member = self.core.member
+        member = self.core.wave_member
         drained = member.phase is Phase.PAUSED
         if request is None or not member.reconfigure(request):
             return
+        self._coordinator_client.publish(EngineSnapshot.of(self.member, member))
         if not drained:
             self.core.discard_steps_in_flight()
         self._log.info("reconfiguring", epoch=request.epoch, ranks=request.ranks, drained=drained)
         if self.rank in request.ranks:
-            self.core.regroup(
+            regrouped = self.core.regroup(
                 GroupPlan(
                     generation=0,
                     epoch=request.epoch,
@@ -305,13 +297,19 @@ class EngineServer:
                 )
             )
             self._send_to_coordinator(member.joined())
+            self._log.info(
+                "reconfigured",
+                epoch=request.epoch,
+                experts_moved=sum(worker.experts_moved for worker in regrouped),
+                experts_loaded=sum(worker.experts_loaded for worker in regrouped),
+            )
 
     def _recover(self, failure: ExecutorError) -> None:
         """Replace what was lost, and form the engine's own groups again; an engine that shares
         experts waits for the coordinator's next epoch."""
         lost = isinstance(failure, WorkerLost)
         self._log.warning("groups broke", reason=str(failure), workers_lost=lost)
-        member = self.core.member
+        member = self.core.wave_member
         self._resets += 1
         self.core.discard_steps_in_flight()
         for failed in self.core.take_failed():
@@ -321,47 +319,29 @@ class EngineServer:
         if lost:
             self.core.executor.repair()
             self.repairs += 1
+            self._describe()
         if not member.lockstep:
             self.core.regroup(GroupPlan(generation=0))
             self._send_to_coordinator(member.joined())
         if lost:
             self._log.info("workers replaced", repairs=self.repairs)
-            self._send_to_coordinator(
-                [Repaired(self.rank, self.incarnation, self.core.executor.store)]
-            )
+            self._send_to_coordinator([Repaired(self.rank, self.incarnation, self.member.store)])
 
     # ---------------------------------------------------------------- reports
 
-    @property
-    def _wave(self) -> tuple[object, ...]:
-        member = self.core.member
-        return (member.epoch, member.wave, member.phase, member.voting)
-
     def _send_to_coordinator(self, messages: list[CoordinatorMessage]) -> None:
-        """Say these, and how things stand where that is due or has changed: the beacon repeats it
-        while this thread is inside a step."""
+        """Send these, and a report where one is due or the group's state has changed: the client
+        repeats it while this thread is inside a step."""
         now = time.monotonic()
-        if self._wave != self._reported_wave or self._reporter.wait_s(now) == 0.0:
-            self._reported_wave = self._wave
+        snapshot = EngineSnapshot.of(self.member, self.core.wave_member)
+        if self._coordinator_client.publish(snapshot) or self._reporter.wait_s(now) == 0.0:
             self._reporter.reported(now)
             messages = [*messages, self._report()]
         if messages:
             self._coordinator_client.send(messages)
 
-    def _hello(self) -> EngineHello:
-        """On the beacon's thread. A group that was asked for and not begun counts as begun."""
-        member = self.core.member
-        behind = self._newest_epoch > member.epoch
-        return EngineHello(
-            self.member,
-            max(member.epoch, self._newest_epoch),
-            list(member.ranks),
-            member.wave,
-            int(Phase.OUT if behind else member.phase),
-        )
-
     def _report(self) -> EngineReport:
-        core, scheduler, member = self.core, self.core.scheduler, self.core.member
+        core, scheduler, member = self.core, self.core.scheduler, self.core.wave_member
         return EngineReport(
             rank=self.rank,
             incarnation=self.incarnation,
@@ -373,8 +353,6 @@ class EngineServer:
             steps=core.num_steps,
             progress_counter=core.progress,
             preemptions=scheduler.num_preemptions,
-            prompt_tokens=scheduler.num_prompt_tokens,
-            generation_tokens=scheduler.num_generated_tokens,
             prefix_queries=scheduler.kv.num_queried_tokens,
             prefix_hits=scheduler.kv.num_hit_tokens,
             wave=member.wave,

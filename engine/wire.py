@@ -60,20 +60,23 @@ class EngineCoreRequest(
     """Empty when the end of sequence is to be ignored."""
     stop_token_ids: list[int] = []
     output_token_ids: list[int] = []
-    client_index: int = 0
-    arrival_time: float = 0.0
-    """Wall clock, seconds; for statistics and order only."""
     priority: int = 0
     """Smaller runs first under the policy `priority`."""
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
+    """Read by the ingress alone: the only rank that may serve it."""
     trace_headers: dict[str, str] | None = None
+    """W3C headers of the HTTP request. They reach the engine and end here until it traces."""
     external_req_id: str | None = None
+    """Read by the ingress alone: the id that its client knows."""
     skip_prefix_cache: bool = False
     """Compute every prompt token, also those that the prefix cache has: something is to be told
     of each."""
     failed_attempts: int = 0
     """Engines that were lost while they computed it, in a row and before a token of it came."""
+    attempt: int = 1
+    """Number of this placement of the request on an engine, from 1. It stands in every output, so
+    that a late output of an earlier attempt is recognised."""
 
 
 class AbortRequests(
@@ -86,6 +89,9 @@ class AbortRequests(
     """The asker has lost interest: free everything within the step in flight, answer nothing."""
 
     request_ids: list[str]
+    attempts: list[int] = []
+    """The attempt of each request that ends, and with it earlier ones; a later attempt goes on.
+    Empty: every attempt ends."""
 
 
 class KeepAlive(
@@ -131,6 +137,8 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaul
     num_preemptions: int = 0
     extras: list[Extra] = []
     """What was asked for beside tokens; an output may hold these alone."""
+    attempt: int = 1
+    """Of the request (see `EngineCoreRequest.attempt`)."""
 
     @property
     def finished(self) -> bool:
@@ -150,10 +158,7 @@ class EngineCoreOutputs(
 ):
     """All that one step gave to one ingress."""
 
-    engine_index: int = 0
     outputs: list[EngineCoreOutput] = []
-    timestamp: float = 0.0
-    """Monotonic clock of the engine's machine, seconds."""
     utility_output: UtilityOutput | None = None
     seq: int = 0
     """Counts the messages with outputs to this ingress, from 1: a gap means that some were lost,
@@ -162,3 +167,5 @@ class EngineCoreOutputs(
     started: list[str] = []
     """Requests that enter the step which the engine begins next. This leaves before it begins: if
     the engine is lost in it, it is known who may be the reason, and who only waited."""
+    started_attempts: list[int] = []
+    """Of the requests in `started`, in the same order."""

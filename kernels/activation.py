@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -13,4 +13,4 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     silu(x) = x / (1 + exp(-x)), rounded to the input's type before the product, as modules in
     sequence would. Backends: reference, cpu.
     """
-    return backends.get("activation", gate_up.device.type).silu_and_mul(gate_up)  # type: ignore[no-any-return]
+    return backends.get("activation", gate_up.device.type).silu_and_mul(gate_up)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 class AttentionMetadata(NamedTuple):
@@ -52,6 +52,6 @@ def paged_attention(
     of `kv_heads`. Rows may have zero query tokens. Backends: reference, cpu (float32, bfloat16;
     there the result of a token does not depend on the batch or chunk in which it stands).
     """
-    return backends.get("attention", q.device.type).paged_attention(  # type: ignore[no-any-return]
+    return backends.get("attention", q.device.type).paged_attention(
         q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap
     )

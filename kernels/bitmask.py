@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor, value: float) -> None:

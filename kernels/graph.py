@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 class NotCapturableError(RuntimeError):
@@ -63,7 +63,7 @@ class _OnlyViews(TorchDispatchMode):
     """Lets through what needs no replay, and remembers the tensors that were made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # in torch without annotations
         self.made: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 class Sizes(NamedTuple):
@@ -81,7 +81,7 @@ def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: 
     token_ids [slots, length] int32, of which element p is the token at position p; block_table
     [slots, max_blocks] int32. Backends: reference, cpu.
     """
-    return backends.get("inputs", token_ids.device.type).make_gather(  # type: ignore[no-any-return]
+    return backends.get("inputs", token_ids.device.type).make_gather(
         token_ids, block_table, block_tokens, out
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def pack(weight: Tensor) -> Weight:
 
     Backends: reference, cpu.
     """
-    return backends.get("linear", weight.device.type).pack(weight)  # type: ignore[no-any-return]
+    return backends.get("linear", weight.device.type).pack(weight)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -38,19 +38,19 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     With a packed weight a row's result has the same bits whatever rows stand beside it. Sums are
     in float32, and rounded once to the type. Backends: reference, cpu.
     """
-    return backends.get("linear", x.device.type).linear(x, weight, bias)  # type: ignore[no-any-return]
+    return backends.get("linear", x.device.type).linear(x, weight, bias)
 
 
-def largest(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
+def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
     """x [S, in], weight [out, in] -> the largest of the first `outs` > 0 outputs of `linear`, [S]
     float32, and which it is, [S] int64: of equal ones the first. Where one of a row's outputs is
     NaN, so is the largest, and `which` is any.
 
     Backends: reference, cpu.
     """
-    return backends.get("linear", x.device.type).largest(x, weight, outs)  # type: ignore[no-any-return]
+    return backends.get("linear", x.device.type).linear_argmax(x, weight, outs)
 
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:
     """Rows `ids` [T] int of weight [N, hidden] -> new [T, hidden]. Backends: reference, cpu."""
-    return backends.get("linear", ids.device.type).embedding(ids, weight)  # type: ignore[no-any-return]
+    return backends.get("linear", ids.device.type).embedding(ids, weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -20,4 +20,4 @@ def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Te
     are
     -inf, its log probabilities are NaN, all of them. Backends: reference, cpu.
     """
-    return backends.get("logprobs", logits.device.type).rank_tokens(logits, token_ids, top)  # type: ignore[no-any-return]
+    return backends.get("logprobs", logits.device.type).rank_tokens(logits, token_ids, top)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
     The softmax is computed in float32; `renormalize` makes the k weights of a token sum to 1.
     Backends: reference.
     """
-    return backends.get("moe", logits.device.type).route(logits, top_k, renormalize)  # type: ignore[no-any-return]
+    return backends.get("moe", logits.device.type).route(logits, top_k, renormalize)
 
 
 def expert_outputs(
@@ -47,4 +47,4 @@ def combine_experts(outputs: Tensor, weights: Tensor) -> Tensor:
 
     Computed in float32 and rounded once to the type of `outputs`. Backends: reference.
     """
-    return backends.get("moe", outputs.device.type).combine_experts(outputs, weights)  # type: ignore[no-any-return]
+    return backends.get("moe", outputs.device.type).combine_experts(outputs, weights)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., size], weight [size] -> new [..., size] of x's type. Backends: reference, cpu."""
-    return backends.get("norm", x.device.type).rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+    return backends.get("norm", x.device.type).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -22,4 +22,4 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     x, residual [..., size]; weight [size]. The sum is rounded to x's type before it is normalized.
     Backends: reference, cpu.
     """
-    return backends.get("norm", x.device.type).add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
+    return backends.get("norm", x.device.type).add_rms_norm(x, residual, weight, eps)

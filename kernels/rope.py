@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,4 +20,4 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     sin [T, rotary_dim / 2], rotary_dim <= head_dim. Computed in float32 and rounded once; in
     float32 equal to transformers' llama bit for bit. Backends: reference, cpu.
     """
-    return backends.get("rope", q.device.type).apply_rope(q, k, cos, sin)  # type: ignore[no-any-return]
+    return backends.get("rope", q.device.type).apply_rope(q, k, cos, sin)

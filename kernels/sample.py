@@ -1,4 +1,4 @@
-"""Drawing tokens from logits with noise that is a function of seed and position alone.
+"""Sampling tokens from logits with noise that is a function of seed and position alone.
 
 The order of the filters: temperature, min_p, top_k, top_p; then the inverse of the cumulative
 distribution, in token order, at u. A row's token does not depend on the other rows.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
     increment of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195; constants as
     in https://prng.di.unimi.it/splitmix64.c). Backends: reference, cpu.
     """
-    return backends.get("sample", seeds.device.type).uniform_noise(seeds, positions)  # type: ignore[no-any-return]
+    return backends.get("sample", seeds.device.type).uniform_noise(seeds, positions)
 
 
 def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
     Where one of a row's logits is NaN, so is the latter, and the token is any.
     Backends: reference, cpu.
     """
-    return backends.get("sample", logits.device.type).greedy_sample(logits)  # type: ignore[no-any-return]
+    return backends.get("sample", logits.device.type).greedy_sample(logits)
 
 
 def sample_tokens(
@@ -38,13 +38,12 @@ def sample_tokens(
     min_p: Tensor,
     u: Tensor,
     *,
-    any_min_p: bool = True,
     any_top_k_or_p: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """One token per row, [N] int64, and the largest logit of each, [N] float32.
 
-    The latter is finite if, and only if, there is something to draw from: it is NaN where one of
-    the row's logits is, and infinite where one is, or where all are -inf. The token is any then.
+    The largest logit is finite if, and only if, the row can be sampled: it is NaN where one of the
+    row's logits is, and infinite where one is +inf or all are -inf. The token is any then.
 
     logits [N, V] float32 (not changed); temperature, top_p, min_p [N] float32; top_k [N] int64;
     u [N] float64 in [0, 1).
@@ -52,19 +51,19 @@ def sample_tokens(
     A row of temperature 0 takes its most likely token. min_p keeps tokens with at least min_p
     times the largest probability; top_k > 0 keeps the k most likely; top_p < 1 keeps, of what is
     left and renormalized, the smallest set of most likely tokens that holds top_p. Equal logits
-    are ranked by token id, and one token is always kept. A token of logit -inf is never drawn.
+    are ranked by token id, and one token is always kept. A token of logit -inf is never sampled,
+    nor is one with (logit - max) / temperature < -87, whose weight beside the largest, 1, would
+    underflow in float32: at u = 0 even such a weight would be the first above the target.
 
-    `any_min_p` and `any_top_k_or_p` say whether some row uses min_p, or top_k or top_p: without the
-    latter nothing is sorted. They must hold for the batch; they cost no look at the device.
-    Backends: reference, cpu.
+    `any_top_k_or_p`: whether a row of the batch uses top_k or top_p; if False, nothing is sorted.
+    The caller knows it without reading the device. Backends: reference, cpu.
     """
-    return backends.get("sample", logits.device.type).sample_tokens(  # type: ignore[no-any-return]
+    return backends.get("sample", logits.device.type).sample_tokens(
         logits,
         temperature,
         top_k,
         top_p,
         min_p,
         u,
-        any_min_p=any_min_p,
         any_top_k_or_p=any_top_k_or_p,
     )

@@ -1,4 +1,4 @@
-"""A worker as a Ray actor: the shell around `Worker` and the loop that it is driven by."""
+"""A worker as a Ray actor: starts `Worker` and the `WorkerLoop` that drives it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swell.worker.wire import WorkerCommand, WorkerLimits, WorkerProgress
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class WorkerActor:
-    """Methods are called once each, in the order in which they stand here."""
+    """Methods are called once each, in the order of their definitions."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class WorkerActor:
         prepare_for_torch()
         from swell.worker.worker import Worker
 
-        # Ray shows a worker only the GPU that it gave it.
+        # A worker sees only the GPU that Ray assigned to it.
         self._worker = Worker(
             self._config,
             self._rank,
@@ -53,7 +53,7 @@ class WorkerActor:
         return msgspec.structs.replace(limits, pid=os.getpid())
 
     def open_store(self) -> tuple[str, int]:
-        """Host a store for the life of this process: where groups find each other."""
+        """Host a store, through which ranks of groups find each other, until the process ends."""
         store: tuple[str, int] = self._worker.open_store(ray.util.get_node_ip_address())
         return store
 
@@ -62,18 +62,18 @@ class WorkerActor:
         freeze_gc()
 
     def run(self) -> None:
-        """Obey the engine until it says `Shutdown`."""
+        """Execute the engine's commands until `Shutdown`."""
         from swell.worker.loop import HeartbeatThread, WorkerLoop
 
         cluster = self._config.cluster
         loop = WorkerLoop(self._rank, self._worker, self._outlet)
         heartbeats: Outlet[WorkerCommand] = Outlet(self._heartbeats, WorkerCommand, self._keys)
         heartbeat_interval_s = min(cluster.heartbeat_s, cluster.stall_timeout_s / 4)
-        beacon = HeartbeatThread(loop, heartbeats, heartbeat_interval_s)
+        heartbeat_thread = HeartbeatThread(loop, heartbeats, heartbeat_interval_s)
         try:
             loop.run()
         finally:
-            beacon.stop()
+            heartbeat_thread.stop()
             self._worker.shutdown()
             self._outlet.close()
 

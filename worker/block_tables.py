@@ -1,4 +1,4 @@
-"""Which KV blocks hold the tokens of each slot."""
+"""The KV blocks of each slot, on the device."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class BlockTables:
 
     @property
     def tensor(self) -> Tensor:
-        """[max_rows, max_blocks] int32; what lies behind a slot's blocks is stale."""
+        """[max_rows, max_blocks] int32; entries after a slot's blocks are stale."""
         return self._table.tensor
 
     def stage_set(self, slot: int, block_ids: Sequence[int]) -> None:
-        """Let the slot have exactly these blocks at the next `apply`."""
+        """Replace the slot's blocks at the next `apply`."""
         self.counts_np[slot] = 0
         self.stage_append(slot, block_ids)
 
     def stage_append(self, slot: int, block_ids: Sequence[int]) -> None:
-        """Let the slot have these blocks after those that it has, at the next `apply`."""
+        """Append to the slot's blocks at the next `apply`."""
         count = int(self.counts_np[slot])
         if count + len(block_ids) > self.max_blocks:
             raise ValueError(
@@ -47,5 +47,5 @@ class BlockTables:
         self.counts_np[slot] = count + len(block_ids)
 
     def apply(self) -> None:
-        """Bring the staged blocks to the device."""
+        """Copy the staged blocks to the device."""
         self._table.apply()

@@ -1,15 +1,15 @@
-"""What the workers of several engines agree on before a step.
+"""Synchronization of the workers of several engines before a step.
 
-Engines that share experts compute each step together: an expert's rank must be there for every
+Engines that share experts compute each step together: an expert's rank must take part for every
 token of every engine. So each step, a dummy one too, begins with one all-reduce over the same
 worker of all engines, on CPU, of int64
 
     [ engines that want another step | engines that vote for a pause | tokens of engine 0, 1, ... ]
 
-to which each engine contributes itself. All workers of a stage then know for how many tokens of
-each engine the experts are wanted, and the engines learn from the step's result whether all of
-them are done. With nobody's tokens no layer is computed; an engine without any computes just the
-layers that have experts.
+to which each engine adds its own values. All workers of a stage then know how many tokens of each
+engine the experts will get, and the step's result tells the engines whether all of them are done.
+If no engine has tokens, no layer is computed. If only this engine has none, it computes only the
+layers with experts.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from swell.worker.wire import SchedulerOutput
 
 @dataclass(frozen=True, slots=True)
 class DPSyncResult:
-    """What the engines are up to, this one included."""
+    """The result of the all-reduce; this engine is included in the counts."""
 
     working: int = 0
     """Engines that want another step."""
     pausing: int = 0
     """Engines that vote for a pause."""
     sync_s: float = 0.0
-    """How long it took to agree: the wait for the slowest engine."""
+    """Duration of the all-reduce: the wait for the slowest engine."""
 
 
 class DPSync:
-    """A worker's part. This base is that of an engine that shares no experts."""
+    """One worker's side of it. This base is for an engine that shares no experts."""
 
     def before_step(self, plan: SchedulerOutput) -> DPSyncResult:
-        """Agree with the other engines; called once for every plan, in order."""
+        """Synchronize with the other engines; called once for every plan, in order."""
         return DPSyncResult()
 
     def execute_dummy_batch(self) -> None:
-        """Compute what the others need of this engine in a step in which it has no tokens."""
+        """Take part in the other engines' expert layers, in a step without tokens of this
+        engine."""
 
 
 class LockstepDPSync(DPSync):
@@ -54,11 +55,11 @@ class LockstepDPSync(DPSync):
 
     def before_step(self, plan: SchedulerOutput) -> DPSyncResult:
         mesh = self._mesh
-        sums = torch.zeros(2 + mesh.sync.size, dtype=torch.int64)
-        sums[0], sums[1] = plan.work, plan.pause
-        sums[2 + mesh.sync.rank] = sum(plan.num_tokens)
+        reduced = torch.zeros(2 + mesh.sync.size, dtype=torch.int64)
+        reduced[0], reduced[1] = plan.work, plan.pause
+        reduced[2 + mesh.sync.rank] = sum(plan.num_tokens)
         started = time.monotonic()
-        working, pausing, *tokens = mesh.sync.all_reduce(sums).tolist()
+        working, pausing, *tokens = mesh.sync.all_reduce(reduced).tolist()
         mesh.tokens = tokens
         return DPSyncResult(working, pausing, time.monotonic() - started)
 
@@ -71,5 +72,5 @@ class LockstepDPSync(DPSync):
 
 
 def make_dp_sync(model: Any, mesh: Mesh) -> DPSync:
-    """This worker's part."""
+    """The implementation for this worker's mesh."""
     return LockstepDPSync(model, mesh) if mesh.shares_experts else DPSync()

@@ -1,36 +1,37 @@
-"""Requests that cannot go on, each by its own fault: they end alone."""
+"""Requests that fail by their own fault: each ends alone, the others continue."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from swell.configs.log import first_line
 from swell.worker.groups import GroupError
 
 NON_REQUEST_ERRORS = (GroupError, MemoryError)
-"""What is no row's own fault, wherever it is raised."""
+"""Errors that are never the fault of one request."""
 
 
 class FailedRows:
-    """Slots whose requests cannot go on, and why.
+    """Slots whose requests have failed, and why.
 
-    A request that fails keeps its slot until the engine has heard of it: its rows are computed
-    meanwhile, as those of any other, so that no shape and no collective depends on it.
+    A failed request keeps its slot until the engine has processed the failure. Until then its rows
+    are computed like any other, so that no shape and no collective depends on the failure.
     """
 
     def __init__(self) -> None:
         self._reasons: dict[int, str] = {}
 
     def add(self, slot: int, reason: str) -> None:
-        """The first reason counts."""
+        """Record a failure; the first reason of a slot is kept."""
         self._reasons.setdefault(slot, reason)
 
     def forget(self, slot: int) -> None:
-        """Another request takes the slot."""
+        """A new request takes the slot."""
         if self._reasons:
             self._reasons.pop(slot, None)
 
     def among(self, slots: Sequence[int]) -> dict[int, str]:
-        """Which of these rows have failed, and why."""
+        """Row -> reason, for those of the rows at `slots` that have failed."""
         if not self._reasons:
             return {}
         return {row: self._reasons[s] for row, s in enumerate(slots) if s in self._reasons}
@@ -38,5 +39,5 @@ class FailedRows:
 
 def describe(error: Exception) -> str:
     """An exception in one line."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    name, text = type(error).__name__, first_line(error)
+    return name if text == name else f"{name}: {text}"

@@ -1,18 +1,18 @@
-"""How tokens drawn by the last pipeline stage reach the first, which embeds them.
+"""How tokens sampled by the last pipeline stage reach the first, which embeds them.
 
 The protocol, for each tensor rank: after every step in which S > 0 rows sample, the last stage
-sends the tokens [S] to its peer of stage 0. Both sides go through the same plans, so the messages
-carry no names: the first stage keeps a queue of what is under way and receives in order, but
-as late as it may, so that several steps can be in flight. Before it builds a step it receives up
-to the last message that
+sends the tokens [S] to its peer of stage 0. Both sides execute the same plans, so the messages
+carry no identifiers: the first stage keeps a queue of the expected messages and receives them in
+order, but as late as possible, so that several steps can be in flight. Before it builds a step it
+receives up to the last message that
 
 - holds a token at a position which the step computes, or
 - belongs to a slot that a new row takes (else the late token would overwrite the new request), or
 - lies more than MAX_OUTSTANDING messages back.
 
-Nothing waits in a circle: a message that the first stage waits for depends only on steps whose
-activations it has sent already, and the last stage never waits for a message to be taken before
-the first stage must have taken it.
+There is no deadlock: a message that the first stage waits for depends only on steps whose
+activations it has sent already, and the last stage waits for a send only when the first stage must
+have received it.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from swell.worker.request_states import RequestStates
 from swell.worker.wire import SchedulerOutput
 
 MAX_OUTSTANDING = 32
-"""More than the steps that may be in flight, so that the limit alone never delays a step."""
+"""More than the steps that may be in flight, so that this limit never delays a step."""
 
 
 class TokenFeedback:
-    """One stage's part. This base is that of a stage which has none."""
+    """One stage's side. This base is for a stage that neither sends nor receives tokens."""
 
     def before_step(self, plan: SchedulerOutput) -> None:
-        """Take the tokens that the plan needs; before its new rows are applied."""
+        """Receive the tokens that the plan needs; before its new rows are applied."""
 
     def after_forward(self, batch: InputBatch) -> None:
         """The stage has computed its layers of the batch."""
 
     def after_sampling(self, tokens: Tensor) -> None:
-        """tokens [S] int64 have been drawn and written to this stage's states."""
+        """tokens [S] int64 have been sampled and written to this stage's states."""
 
     def drain(self) -> None:
-        """Finish all messages that are under way."""
+        """Wait for all messages in flight."""
 
 
 class PendingSends:
-    """Sends under way. Each is waited for when `limit` younger ones exist, and a tensor lives
+    """Sends in flight. Each is waited for when there are `limit` younger ones; its tensor is kept
     until then."""
 
     def __init__(self, limit: int) -> None:
@@ -59,7 +59,7 @@ class PendingSends:
         self._sends: deque[list[Handle]] = deque()
 
     def add(self, handles: Iterable[Handle]) -> None:
-        """Keep the sends of one step."""
+        """Add the sends of one step."""
         self._sends.append(list(handles))
         self._wait_for_all_but(self._limit)
 
@@ -89,7 +89,7 @@ class LastStageFeedback(TokenFeedback):
 class _Expected:
     """The tokens of one step that are not received yet."""
 
-    # [S] int64 each: where they go; the `_np` are host mirrors
+    # [S] int64 each: where the tokens are written; the `_np` are host mirrors
     slots: Tensor
     positions: Tensor
     slots_np: np.ndarray
@@ -101,11 +101,6 @@ class FirstStageFeedback(TokenFeedback):
         self._group = group
         self._states = states
         self._expected: deque[_Expected] = deque()
-
-    @property
-    def outstanding(self) -> int:
-        """Messages that have not been received."""
-        return len(self._expected)
 
     def after_forward(self, batch: InputBatch) -> None:
         if batch.num_samples:
@@ -152,7 +147,7 @@ class FirstStageFeedback(TokenFeedback):
 
 
 def make_feedback(mesh: Mesh, states: RequestStates) -> TokenFeedback:
-    """This stage's part in the mesh's pipeline."""
+    """The implementation for this stage of the mesh's pipeline."""
     if mesh.pipeline.size == 1:
         return TokenFeedback()
     if mesh.is_first_stage:

@@ -1,8 +1,8 @@
-"""A step, from its ids to what is drawn from, without Python in between.
+"""The forward pass of a step, from token ids to logits or argmax, replayed without Python.
 
-The Python that calls a layer's operations takes longer than they do with few tokens, and a tenth of
-a step with 64 rows. So the first step is captured (see `swell.kernels.graph`) in the largest sizes
-that there may be, on the inputs, which stay where they are; every step fills these and replays.
+With few tokens, the Python that calls a layer's operations takes longer than the operations, and
+with 64 rows a tenth of a step. So the first step is captured (see `swell.kernels.graph`) with the
+largest sizes, on input tensors that every step fills before it replays the captured operations.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from swell.worker.models.intermediate import IntermediateTensors
 from swell.worker.request_states import RequestStates
 
 MAX_SAMPLES = 128
-"""Beyond it a step's products far outweigh its Python, and its logits take memory."""
+"""With more samples a step is not captured: its Python hardly matters, and its logits take
+memory."""
 
 
 class HeadOutput(Enum):
-    """What is wanted of the rows that sample."""
+    """What the head computes for the rows that sample."""
 
     LOGITS = auto()
     """[S, vocab] float32"""
     ARGMAX = auto()
-    """[S] int64, the tokens of the largest logits, which are drawn with that and written to the
+    """[S] int64, the tokens of the largest logits: they are the sampled tokens, written to the
     states; and these logits, [S] float32."""
 
 
 class Forward:
-    """Hidden states of a batch and what follows from them, by running the model."""
+    """Computes hidden states and the head's output of a batch by calling the model."""
 
     def __init__(self, model: Any, states: RequestStates) -> None:
         self._model = model
@@ -45,12 +46,12 @@ class Forward:
     def hidden(
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
     ) -> Any:
-        """Of the wanted tokens on the last stage, else what the next one takes; `head` is what
-        will be asked of them."""
+        """On the last stage the hidden states of `batch.hidden_indices`, else the input of the next
+        stage. `head`: the output that the next call of `head` will compute."""
         return self._model(batch, intermediate)
 
     def head(self, head: HeadOutput, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
-        """What the last call of `hidden` gave -> what is wanted of the batch's rows that sample"""
+        """The result of the last call of `hidden` -> the head's output for the rows that sample"""
         if len(hidden) > batch.num_samples:
             hidden = hidden.index_select(0, batch.logits_indices)
         if head is HeadOutput.LOGITS:
@@ -61,20 +62,20 @@ class Forward:
 
     @property
     def progress(self) -> int:
-        """Grows with what is computed without a call of the model; from any thread."""
+        """Number of operations computed without a call of the model; from any thread."""
         return 0
 
 
 class CapturedForward(Forward):
-    """Of a model that is all of its pipeline. What it returns holds until the next call."""
+    """For a model with a single pipeline stage. Its results are valid until the next call."""
 
     def __init__(self, model: Any, states: RequestStates) -> None:
         super().__init__(model, states)
         self._captured: tuple[_Captured, ...] = ()
-        """At most one for each head."""
+        """At most one for each `HeadOutput`."""
         self._capturable = True
         self._result: list[Tensor] = []
-        """What the last call's replay gave for its head."""
+        """The head's output of the last replay; empty: it was not captured."""
 
     def hidden(
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
@@ -109,16 +110,16 @@ class CapturedForward(Forward):
 
 
 def _fits(batch: InputBatch) -> bool:
-    """Whether hidden states are wanted of the tokens alone that are followed by a drawn one."""
-    alone = not batch.all_hidden or batch.num_samples == batch.num_tokens
-    return alone and batch.num_samples <= MAX_SAMPLES
+    """Whether a capture computes what the batch needs: hidden states only of rows that sample."""
+    only_samples = not batch.all_hidden or batch.num_samples == batch.num_tokens
+    return only_samples and batch.num_samples <= MAX_SAMPLES
 
 
 class _Captured:
-    """The operations up to one head, on inputs that stay, and where results appear."""
+    """The captured operations for one `HeadOutput`, and the tensors of their results."""
 
     def __init__(self, forward: Forward, batch: InputBatch, head: HeadOutput) -> None:
-        """`batch`: any; its inputs lie where those of every step do."""
+        """`batch`: any batch; all batches have the same input tensors."""
         self.head = head
         inputs = batch.inputs
         tokens, (rows, blocks) = len(inputs.input_ids), inputs.block_table.shape
@@ -126,15 +127,15 @@ class _Captured:
         sizes = Sizes(tokens, rows, samples, tokens, blocks * batch.block_tokens)
         largest = replace(batch, sizes=sizes, all_hidden=False)
         device = inputs.input_ids.device.type
-        # [samples, hidden], and what the head gives, if it was captured
+        # [samples, hidden], and the head's output, if it was captured
         self._results, self.graph = capture(
             lambda: _compute(forward, largest, head), device, tokens, rows, samples
         )
         self._views: dict[int, list[Tensor]] = {}
-        """S -> the first S rows of them."""
+        """S -> the first S rows of the results."""
 
     def run(self, batch: InputBatch) -> list[Tensor]:
-        """Hidden states [S, hidden], and what the head gives of them, if it was captured."""
+        """Hidden states [S, hidden], and the head's output, if it was captured."""
         tokens, rows, samples, *_ = batch.sizes
         self.graph.replay(tokens, rows, samples)
         if samples not in self._views:
@@ -145,12 +146,12 @@ class _Captured:
 def _compute(forward: Forward, batch: InputBatch, head: HeadOutput) -> list[Tensor]:
     hidden: Tensor = forward.hidden(batch, None, head)
     if head is HeadOutput.LOGITS and hidden.dtype != torch.float32:
-        return [hidden]  # logits are converted, which is no operation of a backend
+        return [hidden]  # logits are converted to float32, which no backend operation does
     return [hidden, *forward.head(head, hidden, batch)]
 
 
 def make_forward(model: Any, states: RequestStates, mesh: Mesh) -> Forward:
-    """Captured where a worker computes without peers."""
+    """Captured if the worker has no peers and a backend can capture."""
     alone = mesh.pipeline.size == mesh.tensor.size == mesh.data.size == 1
     if alone and can_capture(states.token_ids.device.type):
         return CapturedForward(model, states)

@@ -1,4 +1,4 @@
-"""The ranks of one collective: what they can do together, and how it fails."""
+"""Groups of ranks: their collective operations, and how these fail."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from swell.configs.log import first_line
 from swell.worker.transport import Transport
 
 
 class GroupError(RuntimeError):
-    """A group could not be formed or has failed: a peer has gone, or the group was aborted."""
+    """A group could not be formed or has failed: a peer is gone, or the group was aborted."""
 
 
 class Handle(ABC):
-    """An operation under way."""
+    """An operation in flight."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return once the tensor may be used again (on CUDA: on the current stream)."""
+        """Wait until the tensor may be used again (on CUDA: on the current stream)."""
 
 
 class Group(ABC):
     """The ranks of one collective. Every member calls the same operations in the same order.
 
-    A peer that died or left makes the operation raise `GroupError`; the group is then of no
-    further use until it is formed again.
+    If a peer died or left, the operation raises `GroupError`; the group cannot be used until it is
+    formed again.
     """
 
     rank: int
@@ -62,16 +63,17 @@ class Group(ABC):
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Operations give this rank's own values in the right shape, and need no peers."""
+        """In this context operations return this rank's own values in the right shape, without
+        peers."""
         yield
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `GroupError` if the group was aborted: what it computed since is void."""
+        """Raise `GroupError` if the group was aborted: results since then are not valid."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Let the operation under way fail, here and at the peers; from any thread."""
+        """Make the operation in flight fail, here and at the peers; from any thread."""
 
     @abstractmethod
     def close(self) -> None:
@@ -123,10 +125,10 @@ class _Sending(Handle):
 
 
 class ProcessGroup(Group):
-    """A group over a transport, which `reopen` gives it and `close` takes away."""
+    """A group over a transport, which `reopen` sets and `close` removes."""
 
     def __init__(self, name: str, rank: int, size: int) -> None:
-        """`name`: in messages, and where the ranks meet in a store."""
+        """`name`: used in messages and in the store's keys."""
         self.name = name
         self.rank = rank
         self.size = size
@@ -142,7 +144,7 @@ class ProcessGroup(Group):
             self._dry_run = False
 
     def reopen(self, transport: Transport) -> None:
-        """Use this transport from now on."""
+        """Close the transport and use this one."""
         self.close()
         self._transport = transport
 
@@ -200,7 +202,7 @@ class ProcessGroup(Group):
             self._transport = None
 
     def finish(self, operation: str, work: Any) -> None:
-        """Wait for what `_start` gave. Raises `GroupError`."""
+        """Wait for an operation that `_start` returned. Raises `GroupError`."""
         self.check()
         transport = self._transport
         assert transport is not None
@@ -227,9 +229,5 @@ class ProcessGroup(Group):
 
 
 def make_group(name: str, rank: int, size: int) -> Group:
-    """A group that is yet to be formed, unless it is a group of one."""
+    """A group that is not formed yet, or a `SoloGroup`, which needs no forming."""
     return SoloGroup() if size == 1 else ProcessGroup(name, rank, size)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

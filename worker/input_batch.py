@@ -1,6 +1,6 @@
-"""The tensors of one step, from the scheduler's columns.
+"""The tensors of one step, made from the scheduler's plan.
 
-One flat batch, and no padding: with rows of 1, 1 and 3 tokens,
+One flat batch without padding: with rows of 1, 1 and 3 tokens,
 
     token            0     1     2  3  4
     row              0     1     2  2  2
@@ -8,8 +8,8 @@ One flat batch, and no padding: with rows of 1, 1 and 3 tokens,
     positions        s0    s1    s2 s2+1 s2+2      (s: the row's start)
     logits_indices   0     1           4           (of the rows that sample)
 
-What the host knows reaches the device in one copy; token ids and blocks are looked up on the
-device, where a token drawn by the previous step already stands.
+The host's data is copied to the device at once; token ids and blocks are looked up on the device,
+which already has the tokens sampled by the previous step.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from swell.worker.wire import SchedulerOutput
 
 @dataclass(frozen=True)
 class InputBatch:
-    """R rows, T tokens, S rows that sample. Its tensors hold until the next batch is built."""
+    """R rows, T tokens, S rows that sample. Its tensors are valid until the next batch is built."""
 
     plan: SchedulerOutput
     inputs: Inputs
-    """Of the largest step; this one's are the first of them."""
+    """Tensors for the largest step; this step uses their first elements."""
     sizes: Sizes
     block_tokens: int
     all_hidden: bool
@@ -72,9 +72,8 @@ class InputBatch:
         )
 
     @property
-    def wanted(self) -> Tensor | None:
-        """[W] int64, index into T of the tokens whose hidden states are wanted in the end; None:
-        of all T"""
+    def hidden_indices(self) -> Tensor | None:
+        """[W] int64, index into T of the tokens whose last hidden states are read; None: all T"""
         return None if self.all_hidden else self.logits_indices
 
     @property
@@ -89,16 +88,16 @@ class InputBatch:
 
     @property
     def sample_positions(self) -> Tensor:
-        """[S] int64, the position that the drawn token takes"""
+        """[S] int64, the position of the sampled token"""
         return self.inputs.samples[2, : self.sizes.samples]
 
-    def rows_in(self, askers: SlotSet) -> np.ndarray:
-        """[M] int64: which of the S rows that sample ask for something."""
-        return askers.among(self.sample_slots_np) if askers.any else NO_ROWS
+    def rows_in(self, active_slots: SlotSet) -> np.ndarray:
+        """[M] int64: which of the S rows that sample are in a set of slots."""
+        return active_slots.among(self.sample_slots_np) if active_slots.any else NO_ROWS
 
     @cached_property
     def sample_rows_np(self) -> np.ndarray:
-        """[S] int64, which rows of the step sample"""
+        """[S] int64, the rows of the step that sample"""
         return np.flatnonzero(self.plan.samples)
 
     @cached_property
@@ -114,12 +113,12 @@ class InputBatch:
 
 
 class BatchBuilder:
-    """Builds one batch at a time: its inputs lie where those of the last one lay."""
+    """Builds one batch at a time; all batches use the same tensors."""
 
     def __init__(self, states: RequestStates, blocks: BlockTables, max_tokens: int) -> None:
         """`max_tokens`: of one step."""
-        # One row and one token more, so that the numbers of samples, rows and tokens differ: that
-        # is how a capture tells them apart.
+        # One more row and one more token, so that the numbers of samples, rows and tokens differ:
+        # a capture distinguishes them by their values.
         rows = states.max_rows + 1
         tokens, device = max(max_tokens, rows) + 1, states.token_ids.device
         self._block_tokens = blocks.block_tokens

@@ -1,4 +1,4 @@
-"""How many KV blocks fit into a worker, and the tensors that hold them."""
+"""The number of KV blocks of a worker, and their tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def bytes_per_block(layers: Sequence[Attention], block_tokens: int, dtype: torch
 
 
 def free_bytes(device: torch.device, local_workers: int) -> int:
-    """Free memory of the device; on CPU this worker's share of the machine's."""
+    """Free bytes of the device; on CPU this worker's share of the machine's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -33,9 +33,9 @@ def count_blocks(
     free: int,
     useful_blocks: int | None,
 ) -> int:
-    """Blocks that the cache may have.
+    """Number of blocks of the cache.
 
-    `free`: bytes of the device that nobody uses; `useful_blocks`: more than these cannot be used
+    `free`: unused bytes of the device; `useful_blocks`: the most blocks that the rows can use
     (None: memory is the only limit). Raises `ValueError` if not even one fits.
     """
     if block_bytes == 0:  # a stage without attention
@@ -65,7 +65,7 @@ def allocate(
 ) -> None:
     """Bind a zeroed cache of `num_blocks` blocks to every layer.
 
-    On CPU the system gives the pages when they are first written.
+    On CPU the system allocates a page when it is first written.
     """
     for layer in layers:
         shape = (num_blocks, layer.kv_heads, block_tokens, layer.head_dim)

@@ -15,15 +15,15 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from swell.configs.log import first_line
 from swell.configs.schema import ModelConfig
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.quantization import refuse_quantized, refuse_type
@@ -59,7 +59,7 @@ def load_config(model_config: ModelConfig) -> Any:
     try:
         config.get_text_config()
     except ValueError as error:
-        raise ValueError(f"model {path!r} is no single text model: {_first_line(error)}") from None
+        raise ValueError(f"model {path!r} is no single text model: {first_line(error)}") from None
     return config
 
 
@@ -118,8 +118,15 @@ def max_model_len(model_config: ModelConfig, hf_config: Any) -> int:
     return wanted or own or 0
 
 
+class Loadable(Protocol):
+    """A model whose parameters can be filled."""
+
+    def weight_shards(self, stored: Collection[str]) -> Iterable[WeightShard]:
+        """What it reads from a checkpoint that has the tensors named `stored`."""
+
+
 def load_weights(
-    model: nn.Module, model_config: ModelConfig, progress: Progress | None = None
+    model: Loadable, model_config: ModelConfig, progress: Progress | None = None
 ) -> int:
     """Fill the parameters of `model` with this rank's part of the checkpoint; returns its bytes.
 
@@ -312,14 +319,14 @@ def _folder(path: str) -> Path:
     except Exception as error:
         raise ValueError(
             f"model {path!r}: there is no such folder, and the hub does not give it "
-            f"({_first_line(error)}); check model.path, the network, and HF_TOKEN"
+            f"({first_line(error)}); check model.path, the network, and HF_TOKEN"
         ) from None
     refuse_quantized(str(folder), None)
     return folder
 
 
 def _explain_config(path: str, error: Exception) -> str:
-    text = _first_line(error)
+    text = first_line(error)
     if not os.path.isdir(path):
         return (
             f"model {path!r}: there is no such folder, and the hub does not give its config.json "
@@ -339,7 +346,3 @@ def _explain_config(path: str, error: Exception) -> str:
             "code from a model folder is never run; update transformers if it is new"
         )
     return f"{str(file)!r} is refused by transformers: {text}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()

@@ -1,10 +1,10 @@
-"""A worker at its engine's two channels: one is as busy as the steps are, one never is.
+"""The worker's side of its engine's two channels: one for steps, one that no step blocks.
 
-The protocol. The engine speaks first only after `WorkerHello`; then it sends plans and, now and
-then, a `Regroup`. A step or a regrouping that raises is told by `WorkerFailure`; the worker then
-leaves its groups, forgets results that are due, and passes over plans until the next `Regroup`:
-the engine had sent them before it heard of the failure. On the second channel the worker beats,
-and hears `AbortGroups`, the one way out of an operation whose peers do not come.
+The protocol. The worker sends `WorkerHello`; then the engine sends plans and sometimes a `Regroup`.
+If a step or a regrouping raises, the worker sends `WorkerFailure`, leaves its groups, drops pending
+results, and ignores plans until the next `Regroup`: the engine sent these before it received the
+failure. On the second channel the worker sends heartbeats and receives `AbortGroups`, which ends an
+operation whose peers do not come.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from swell.worker.wire import (
 
 
 class WorkerLoop:
-    """Obeys the first channel on the thread that calls `run`."""
+    """Executes the commands of the first channel on the thread that calls `run`."""
 
     def __init__(self, rank: int, worker: Any, outlet: Outlet[WorkerCommand]) -> None:
         self._rank = rank
@@ -42,17 +42,17 @@ class WorkerLoop:
         self._failed = False
         self._generation = 0
         self._aborted = -1
-        """Groups of this generation, and of older ones, are to be left."""
+        """Groups of this generation and of older ones are aborted."""
 
-    def beat(self) -> WorkerHeartbeat:
-        """How far the worker is; from any thread."""
+    def heartbeat(self) -> WorkerHeartbeat:
+        """The worker's progress; from any thread."""
         return WorkerHeartbeat(self._rank, self._worker.progress_counter, self._generation)
 
     def run(self) -> None:
         """Execute plans until `Shutdown`.
 
-        Results are waited for only when no plan is there to be started: the device never idles
-        because the host waits for it.
+        The loop waits for a result only if no plan can be started, so that the device is never idle
+        because the host waits.
         """
         self._outlet.send(WorkerHello(self._rank))
         while True:
@@ -65,13 +65,13 @@ class WorkerLoop:
                 self._fail(error)
 
     def abort(self, generation: int) -> None:
-        """Leave the groups unless they are younger; from one other thread."""
+        """Abort the groups unless they are younger; from one other thread."""
         self._aborted = max(self._aborted, generation)
         self.reabort()
 
     def reabort(self) -> None:
-        """Abort once more what is to be left: groups that were just about to be formed when
-        `abort` came have missed it. From the thread of `abort`."""
+        """Repeat the abort: groups that were being formed during the call of `abort` have missed
+        it. From the thread that calls `abort`."""
         if self._aborted >= self._generation:
             self._worker.abort(self._aborted)
 
@@ -105,23 +105,23 @@ class WorkerLoop:
 
 
 class HeartbeatThread:
-    """Beats and hears `AbortGroups` on the second channel, on a thread of its own."""
+    """Sends heartbeats and handles `AbortGroups` on the second channel, on a thread of its own."""
 
     def __init__(
         self, loop: WorkerLoop, outlet: Outlet[WorkerCommand], heartbeat_interval_s: float
     ) -> None:
-        """`outlet` is the thread's from now on; it closes it."""
+        """Takes `outlet` over: the thread uses and closes it."""
         self._loop = loop
         self._outlet = outlet
         self._heartbeat_interval_s = heartbeat_interval_s
         self._waker = Waker()
         self._ending = False
-        run = exit_on_error(self._run, "worker beacon")
-        self._thread = threading.Thread(target=run, name="swell-beacon", daemon=True)
+        run = exit_on_error(self._run, "worker heartbeat")
+        self._thread = threading.Thread(target=run, name="swell-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; a last beat tells the final progress_counter."""
+        """End the thread; a last heartbeat reports the final progress counter."""
         self._ending = True
         self._waker.wake()
         self._thread.join()
@@ -129,7 +129,7 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         while not self._ending:
-            self._outlet.send(self._loop.beat())
+            self._outlet.send(self._loop.heartbeat())
             command = self._outlet.receive(self._heartbeat_interval_s, self._waker)
             if isinstance(command, AbortGroups):
                 self._loop.abort(command.generation)

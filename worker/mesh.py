@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from swell.configs.log import first_line
 from swell.configs.schema import ParallelConfig
 from swell.worker.groups import (
     Group,
@@ -33,10 +34,9 @@ from swell.worker.groups import (
     Handle,
     ProcessGroup,
     SoloGroup,
-    first_line,
     make_group,
 )
-from swell.worker.transport import form
+from swell.worker.transport import connect
 from swell.worker.wire import GroupPlan
 
 __all__ = ["GROUP_TIMEOUT_S", "Group", "GroupError", "Handle", "Mesh", "ProcessGroup", "SoloGroup"]
@@ -188,9 +188,9 @@ class Mesh:
         self._form([(group, kind) for group in groups], keys, timeout_s)
 
     def _form_between_engines(self, plan: GroupPlan, store: dist.Store, timeout_s: float) -> None:
-        column, tensor, engines = f"{self.stage}.{self.tensor_rank}", self.tensor.size, plan.engines
-        self.data = make_group(f"data{column}", plan.index, engines)
-        self.sync = make_group(f"sync{column}", plan.index, engines)
+        suffix, tensor, engines = f"{self.stage}.{self.tensor_rank}", self.tensor.size, plan.engines
+        self.data = make_group(f"data{suffix}", plan.index, engines)
+        self.sync = make_group(f"sync{suffix}", plan.index, engines)
         place = plan.index * tensor + self.tensor_rank
         self.expert = make_group(f"expert{self.stage}", place, engines * tensor)
         keys, kind = dist.PrefixStore(f"epoch{plan.epoch}", store), self.device.type
@@ -211,7 +211,7 @@ class Mesh:
     def _open(self, group: ProcessGroup, kind: str, store: dist.Store, timeout_s: float) -> None:
         keys = dist.PrefixStore(group.name, store)
         try:
-            group.reopen(form(kind, keys, group.rank, group.size, timeout_s, self._aborted))
+            group.reopen(connect(kind, keys, group.rank, group.size, timeout_s, self._aborted))
         except (RuntimeError, OSError) as error:
             text = f"group {group.name!r} could not be formed: {first_line(error)}"
             raise GroupError(text) from error

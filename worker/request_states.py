@@ -32,9 +32,8 @@ class RequestStates:
         self._float_params = StagedTable(max_rows, 3, torch.float32, device)
         self._int_params = StagedTable(max_rows, 3, torch.int64, device)
         # Requests that draw by chance, and those of them that do it with these limits
-        self.drawing = SlotSet(max_rows)
+        self.random_sampling = SlotSet(max_rows)
         self.with_top_k_or_p = SlotSet(max_rows)
-        self.with_min_p = SlotSet(max_rows)
 
     @property
     def token_ids(self) -> Tensor:
@@ -72,9 +71,8 @@ class RequestStates:
         self._float_params.stage(slot, 0, float_params)
         self._int_params.stage(slot, 0, int_params)
         draws = sampler.temperature > 0
-        self.drawing.set(slot, draws)
+        self.random_sampling.set(slot, draws)
         self.with_top_k_or_p.set(slot, draws and (sampler.top_k > 0 or sampler.top_p < 1))
-        self.with_min_p.set(slot, draws and sampler.min_p > 0)
 
     def apply(self) -> None:
         """Bring the staged rows to the device."""

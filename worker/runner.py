@@ -1,8 +1,8 @@
 """One step on one worker: apply, build, forward, sample, write.
 
-The order is the point. A drawn token is written to the device's tables in the step that draws it,
-so the next step can be prepared and started before the host has read it. Nothing here waits for
-the device: results leave as an `AsyncModelRunnerOutput`.
+The order matters. A sampled token is written to the device's tables in the same step, so the next
+step can be prepared and started before the host has read it. Nothing here waits for the device:
+results are returned as an `AsyncModelRunnerOutput`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from swell.worker.sample.logits_processor import PendingExtra
 from swell.worker.sample.logprobs import make_readers
 from swell.worker.sample.sampler import Sampler, SamplerOutput
 from swell.worker.sample.wire import SamplerParams
+from swell.worker.staging import AsyncCopy
 from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRow, SchedulerOutput
 
 
@@ -41,39 +42,40 @@ class ReadyOutput(AsyncModelRunnerOutput):
 
 
 class CopyingOutput(AsyncModelRunnerOutput):
-    """What was drawn, on its way from a CUDA device, on a stream of its own: the next step's
-    kernels do not stand in the way."""
+    """A result that is copied from a CUDA device on a stream of its own, so that the copy does not
+    wait for the next step's kernels."""
 
     def __init__(
-        self, output: ModelRunnerOutput, drawn: SamplerOutput, mesh: Mesh, stream: torch.cuda.Stream
+        self,
+        output: ModelRunnerOutput,
+        sampled: SamplerOutput,
+        mesh: Mesh,
+        stream: torch.cuda.Stream,
     ) -> None:
-        """`output` lacks what was drawn."""
+        """`output` lacks the sampled tokens and the extras."""
         self._output = output
-        self._drawn = drawn  # kept until the copy is done
+        self._sampled = sampled  # its tensors must exist until the copy is done
         self._mesh = mesh
         stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
-            self._host = [t.to("cpu", non_blocking=True) for t in drawn.tensors()]
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record(stream)
+        self._copy = AsyncCopy(sampled.tensors(), stream)
 
     def get_output(self) -> ModelRunnerOutput:
-        self._done.synchronize()
-        # An aborted collective ends on the device without a word to the host.
+        host = self._copy.wait()
+        # The device gives the host no error for an aborted collective.
         self._mesh.check()
-        return self._drawn.fill(self._output, self._host)
+        return self._sampled.fill(self._output, host)
 
 
 def with_default_params(row: NewRow) -> NewRow:
-    """The row as its slot can hold it, whatever is asked of its tokens."""
+    """The row with parameters that every sampler accepts."""
     return replace_fields(row, sampler=SamplerParams(), min_tokens=0, end_token_ids=[])
 
 
 class ModelRunner:
-    """Executes plans in the order in which they come. Every worker of an engine gets each plan.
+    """Executes plans in the order in which they arrive. Every worker of an engine gets each plan.
 
     `model` is this worker's stage and tensor part (see `worker/models`), its attention layers
-    bound to caches. All tensor ranks of the last stage draw the same tokens from the same logits;
+    bound to caches. All tensor ranks of the last stage sample the same tokens from the same logits;
     one of them, `is_output_rank`, returns them.
     """
 
@@ -103,7 +105,7 @@ class ModelRunner:
         self._pending_sends = PendingSends(scheduler.steps_in_flight)
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._copy_stream = torch.cuda.Stream(device)
 
     @property
     def is_output_rank(self) -> bool:
@@ -120,30 +122,30 @@ class ModelRunner:
         """Compute one step; None on all workers but the output rank."""
         self.feedback.before_step(plan)
         self._apply(plan)
-        agreed = self.dp_sync.before_step(plan)
+        sync_result = self.dp_sync.before_step(plan)
         if not plan.slots:
             self.dp_sync.execute_dummy_batch()
-            return self._output(plan, agreed, None)
+            return self._output(plan, sync_result, None)
         batch = self.batches.build(plan)
         reading = [reader for reader in self.readers if reader.reads(plan)]
         if reading or self.mesh.shares_experts:
-            batch = replace(batch, all_hidden=True)  # engines have agreed on all tokens
+            batch = replace(batch, all_hidden=True)  # dp_sync has announced all tokens
         head = HeadOutput.ARGMAX if self.sampler.needs_only_argmax(batch) else HeadOutput.LOGITS
         hidden = self._forward(batch, head)
         self.feedback.after_forward(batch)
         if hidden is None:
             return None
-        pending_extras = [note for reader in reading for note in reader(hidden, batch, plan)]
-        return self._output(plan, agreed, self._sample(hidden, batch, head, pending_extras))
+        pending_extras = [extra for reader in reading for extra in reader(hidden, batch, plan)]
+        return self._output(plan, sync_result, self._sample(hidden, batch, head, pending_extras))
 
     def drain(self) -> None:
-        """Take and send what is under way between the stages: every step has been computed, and
-        the groups are about to be left."""
+        """Finish all messages between the stages, before the groups are left; every step has been
+        computed."""
         self.feedback.drain()
         self._pending_sends.drain()
 
     def _apply(self, plan: SchedulerOutput) -> None:
-        """Let new requests take their slots and blocks, and running ones their new blocks."""
+        """Put new requests into their slots, and assign blocks to new and running requests."""
         for row in plan.new_rows:
             self.failed.forget(row.slot)
             try:
@@ -160,17 +162,17 @@ class ModelRunner:
         self.blocks.apply()
 
     def _add_request(self, row: NewRow) -> None:
-        """Raises what the row's own data raises: the same on every rank that draws. Its tokens are
-        staged last, and once: where a wish is refused, the tokens are as good as any."""
-        if self.mesh.is_last_stage:  # the others draw nothing
+        """Raises what the row's own data raises: the same on every rank that samples. Its tokens
+        are staged last, so they are staged once even if a parameter is refused before."""
+        if self.mesh.is_last_stage:  # the others do not sample
             self.sampler.add_request(row)
         for reader in self.readers:
             reader.add_request(row)
         self.states.stage(row)
 
     def _forward(self, batch: InputBatch, head: HeadOutput) -> Tensor | None:
-        """Hidden states of the wanted tokens on the last stage, for this head; on others None, they
-        send theirs on."""
+        """On the last stage, hidden states for this head (see `InputBatch.hidden_indices`). The
+        other stages send theirs to the next one and return None."""
         stage, group = self.mesh.stage, self.mesh.pipeline
         intermediate = None
         if not self.mesh.is_first_stage:
@@ -191,8 +193,8 @@ class ModelRunner:
         head: HeadOutput,
         pending_extras: list[PendingExtra],
     ) -> SamplerOutput | None:
-        """Draw for the rows that sample and write their tokens to the states; None: no row does,
-        and there are no pending_extras either."""
+        """Sample a token for each row that samples and write the tokens to the states; None: no row
+        samples, and there are no pending extras."""
         if batch.num_samples == 0:
             nothing = hidden.new_zeros(0, dtype=torch.float32)
             return (
@@ -202,29 +204,31 @@ class ModelRunner:
             )
         result = self._model_step.head(head, hidden, batch)
         if head is HeadOutput.ARGMAX:
-            drawn = SamplerOutput(batch, *result)
+            tokens, max_logits = result
+            sampled = SamplerOutput(batch, tokens, max_logits)
         else:
-            drawn = self.sampler(*result, batch)
-            self.states.write_sampled(batch.sample_slots, batch.sample_positions, drawn.tokens)
-        self.feedback.after_sampling(drawn.tokens)
-        drawn.pending_extras += pending_extras
-        return drawn
+            (logits,) = result
+            sampled = self.sampler(logits, batch)
+            self.states.write_sampled(batch.sample_slots, batch.sample_positions, sampled.tokens)
+        self.feedback.after_sampling(sampled.tokens)
+        sampled.pending_extras += pending_extras
+        return sampled
 
     def _output(
-        self, plan: SchedulerOutput, agreed: DPSyncResult, drawn: SamplerOutput | None
+        self, plan: SchedulerOutput, sync_result: DPSyncResult, sampled: SamplerOutput | None
     ) -> AsyncModelRunnerOutput | None:
         if not self.is_output_rank:
             return None
         output = ModelRunnerOutput(
             plan.step,
             [],
-            agreed.working,
-            agreed.pausing,
-            agreed.sync_s,
+            sync_result.working,
+            sync_result.pausing,
+            sync_result.sync_s,
             failed=self.failed.among(plan.slots),
         )
-        if drawn is None:
+        if sampled is None:
             return ReadyOutput(output)
         if self._copy_stream is not None:
-            return CopyingOutput(output, drawn, self.mesh, self._copy_stream)
-        return ReadyOutput(drawn.fill(output, drawn.tensors()))
+            return CopyingOutput(output, sampled, self.mesh, self._copy_stream)
+        return ReadyOutput(sampled.fill(output, sampled.tensors()))

@@ -16,10 +16,10 @@ class SlotSet:
         # [max_rows]
         self._mask_np = np.zeros(max_rows, dtype=bool)
 
-    def set(self, slot: int, asks: bool) -> None:
-        """Whether the request that takes the slot asks."""
-        self._mask_np[slot] = asks
-        (self._slots.add if asks else self._slots.discard)(slot)
+    def set(self, slot: int, active: bool) -> None:
+        """Whether the request that takes the slot active."""
+        self._mask_np[slot] = active
+        (self._slots.add if active else self._slots.discard)(slot)
 
     @property
     def any(self) -> bool:

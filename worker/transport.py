@@ -1,26 +1,28 @@
-"""What carries a group's operations: gloo between CPUs, NCCL between GPUs.
+"""The backend of a group's operations: gloo between CPUs, NCCL between GPUs.
 
-A transport can be aborted by another thread while an operation blocks in it. NCCL has that built
-in. Gloo has not: its operations end when a connection does, so the connections themselves are shut
-down, which is to both ends what the death of the peer would be.
+Another thread can abort a transport while an operation blocks in it. NCCL has that built in; for
+gloo see `gloo_abort.py`, which only `GlooTransport` uses.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from swell.worker.gloo_abort import Address, listening_device, shut_down_connections
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend  # dist.Backend is a class of names
+
 POLL_S = 0.01
-"""How often a rank that forms a group looks for its peers, and whether it was aborted."""
+"""How often a rank that forms a group polls for its peers and for an abort."""
 
 CONNECT_S = 20.0
 """How long peers that have all announced themselves may take to connect."""
@@ -28,17 +30,16 @@ CONNECT_S = 20.0
 _POLL_TIMEOUT = timedelta(seconds=0.2)
 """How long an aborted operation of gloo's may take to fail."""
 
-_leaked_backends: list[dist.Backend] = []
+_leaked_backends: list[Backend] = []
 """Backends with an operation that never ends: to destroy one would wait for it."""
 
-Address = tuple[str, int]
 
-_listening = threading.Lock()
-"""Held while a device is made, so that threads tell their listening sockets apart."""
+ExchangeAddresses = Callable[[str], list[str]]
+"""Publishes this rank's address and returns those of all ranks."""
 
 
 class PeerWaiter:
-    """Waits on a thread of its own; what never ends can be left to it."""
+    """Waits for operations on a thread of its own, which can be abandoned when one never ends."""
 
     def __init__(self) -> None:
         self._works: SimpleQueue[tuple[Any, timedelta, Future[None]] | None] = SimpleQueue()
@@ -46,18 +47,18 @@ class PeerWaiter:
         self._thread.start()
 
     def wait(self, work: Any, timeout: timedelta) -> Future[None]:
-        """Works are waited for one after the other."""
+        """Queue a wait; operations are waited for one after the other."""
         done: Future[None] = Future()
         self._works.put((work, timeout, done))
         return done
 
     def leave(self) -> None:
-        """The thread ends once it has nothing left to wait for, if ever."""
+        """Abandon the thread: it ends when its last operation does, if ever."""
         self._works.put(None)
 
     def close(self) -> None:
-        """End the thread, which has nothing left to wait for. It must not outlive the interpreter:
-        the works that it drops let go of the interpreter's lock and could not take it again."""
+        """End the thread; no operation may be pending. The thread must not outlive the interpreter:
+        it destroys operations, which release the interpreter's lock and could not take it again."""
         self.leave()
         self._thread.join()
 
@@ -67,14 +68,14 @@ class PeerWaiter:
             try:
                 work.wait(timeout)
                 done.set_result(None)
-            except Exception as error:  # the caller must not wait for ever
+            except Exception as error:  # raised in the caller, which waits for the future
                 done.set_exception(error)
 
 
 class Transport:
-    """A backend of torch, and the way to leave it."""
+    """A backend of torch, and how to abort and to leave it."""
 
-    def __init__(self, backend: dist.Backend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.aborted = False
 
@@ -98,10 +99,10 @@ class Transport:
 
 
 class GlooTransport(Transport):
-    """An operation that meets a connection just as it breaks may never end in gloo. So an aborted
-    one is given up after a moment."""
+    """CPU only. In gloo an operation that starts just as its connection breaks may never end: after
+    an abort, `wait` raises within `_POLL_TIMEOUT` and leaves such an operation behind."""
 
-    def __init__(self, backend: dist.Backend, members: set[Address], timeout_s: float) -> None:
+    def __init__(self, backend: Backend, members: set[Address], timeout_s: float) -> None:
         """`members`: where each rank listens for connections of this group, and no other."""
         super().__init__(backend)
         self._members = members
@@ -113,8 +114,8 @@ class GlooTransport(Transport):
         self._wait(lambda: work.wait(_POLL_TIMEOUT))
 
     def wait_for_peer(self, work: Any) -> None:
-        """gloo takes a wait for a peer that ends early for a reason to break the connection, so
-        the whole wait is another thread's."""
+        """gloo breaks the connection when a wait for a send or receive times out, so another thread
+        waits for the whole timeout."""
         if self._waiter is None:
             self._waiter = PeerWaiter()
         done = self._waiter.wait(work, self._timeout)
@@ -132,10 +133,10 @@ class GlooTransport(Transport):
                 if aborted:
                     self._stuck = True
                     _leaked_backends.append(self.backend)
-                    raise RuntimeError("given up: the operation was aborted") from error
+                    raise RuntimeError("the operation was aborted") from error
 
     def close(self) -> None:
-        if self._stuck:  # to end thread and group would be to wait for the operation
+        if self._stuck:  # ending the thread or the backend would wait for the operation
             self.aborted = True
             if self._waiter is not None:
                 self._waiter.leave()
@@ -146,15 +147,10 @@ class GlooTransport(Transport):
 
     def abort(self) -> None:
         self.aborted = True
-        for sock in _sockets():
-            try:
-                if {sock.getsockname()[:2], sock.getpeername()[:2]} & self._members:
-                    sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                """It listens or has ended: there is nothing to shut down."""
+        shut_down_connections(self._members)
 
 
-def form(
+def connect(
     device_type: str,
     store: dist.Store,
     rank: int,
@@ -162,38 +158,38 @@ def form(
     timeout_s: float,
     aborted: threading.Event,
 ) -> Transport:
-    """Meet the other ranks in `store`, whose keys are this group's alone, and connect to them.
+    """Find the other ranks through `store`, whose keys only this group uses, and connect to them.
 
     Raises `TimeoutError` if a peer does not announce itself in time, `InterruptedError` when
     `aborted` is set meanwhile, `RuntimeError` when store or peers are gone.
     """
     start = TRANSPORTS[device_type]
 
-    def meet(address: str) -> list[str]:
-        """Tell one's own address; those of all ranks."""
+    def exchange_addresses(address: str) -> list[str]:
+        """Publish this rank's address and return those of all ranks."""
         store.set(f"address{rank}", address)
         keys = [f"address{peer}" for peer in range(size)]
         deadline = time.monotonic() + timeout_s
         while not store.check(keys):
             if aborted.wait(POLL_S):
-                raise InterruptedError("aborted while peers were awaited")
+                raise InterruptedError("aborted while waiting for peers")
             if time.monotonic() > deadline:
                 absent = [peer for peer in range(size) if not store.check(keys[peer : peer + 1])]
                 raise TimeoutError(f"ranks {absent} of {size} did not come in {timeout_s:g} s")
         return [store.get(key).decode() for key in keys]
 
-    return start(store, rank, size, timeout_s, meet)
+    return start(store, rank, size, timeout_s, exchange_addresses)
 
 
 def _gloo(
-    store: dist.Store, rank: int, size: int, timeout_s: float, meet: Callable[[str], list[str]]
+    store: dist.Store, rank: int, size: int, timeout_s: float, exchange: ExchangeAddresses
 ) -> Transport:
-    device, host, port = _listen(_host(store))
+    device, (host, port) = listening_device(_host(store))
     members = set()
-    for address in meet(f"{host} {port}"):
+    for address in exchange(f"{host} {port}"):
         peer_host, _, peer_port = address.rpartition(" ")
         members.add((peer_host, int(peer_port)))
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
     options._timeout = timedelta(seconds=min(timeout_s, CONNECT_S))
     options._threads = 2
     options._devices = [device]
@@ -203,34 +199,22 @@ def _gloo(
 
 
 def _nccl(
-    store: dist.Store, rank: int, size: int, timeout_s: float, meet: Callable[[str], list[str]]
+    store: dist.Store, rank: int, size: int, timeout_s: float, exchange: ExchangeAddresses
 ) -> Transport:
-    meet("")
+    exchange("")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return Transport(dist.ProcessGroupNCCL(store, rank, size, options))
 
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {"cpu": _gloo, "cuda": _nccl}
-"""Device type -> what forms a group there."""
-
-
-def _listen(host: str | None) -> tuple[dist.ProcessGroupGloo.Device, str, int]:
-    """A device of gloo's, and the address at which it listens."""
-    make = dist.ProcessGroupGloo
-    with _listening:
-        while True:
-            before = set(_listeners())
-            device = make.create_device(hostname=host) if host else make.create_default_device()
-            found = set(_listeners()) - before
-            if len(found) == 1:  # else another part of the process began to listen meanwhile
-                return device, *found.pop()
+"""Device type -> how its transport is made."""
 
 
 def _host(store: dist.Store) -> str | None:
-    """The address of this machine that peers can reach, where the store tells it.
+    """The address of this machine that peers can reach, if the store implies it; None: gloo's own.
 
-    Peers that meet in one process or over loopback need no name that resolves.
+    Peers in one process or on loopback need no name that resolves.
     """
     if isinstance(store, dist.HashStore | dist.FileStore):
         return "127.0.0.1"
@@ -239,29 +223,3 @@ def _host(store: dist.Store) -> str | None:
     if isinstance(store, dist.TCPStore) and store.host in ("localhost", "127.0.0.1", "::1"):
         return "127.0.0.1"
     return None
-
-
-def _listeners() -> Iterator[Address]:
-    """Where this process listens for connections."""
-    for sock in _sockets():
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            yield sock.getsockname()[:2]
-
-
-def _sockets() -> Iterator[socket.socket]:
-    """The internet sockets of this process, as copies that live until the next is asked for."""
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                continue
-            copy = os.dup(int(fd))
-        except OSError:  # closed meanwhile
-            continue
-        try:
-            sock = socket.socket(fileno=copy)
-        except OSError:  # not a socket any more
-            os.close(copy)
-            continue
-        with sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6):
-                yield sock

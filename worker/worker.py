@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from swell.configs.process import available_cores
 from swell.configs.schema import Config
-from swell.kernels import backends as backends
+from swell.kernels import backends
 from swell.worker import kv_cache
 from swell.worker.experts import max_share_bytes, rebalance
 from swell.worker.layers.packed_weight import pack_weights
@@ -242,7 +243,7 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             return
-        threads = self.config.model.cpu_threads or _cores() // self.local_workers
+        threads = self.config.model.cpu_threads or available_cores() // self.local_workers
         torch.set_num_threads(max(1, threads))
 
 
@@ -263,8 +264,3 @@ def _device(wanted: str, local_rank: int) -> torch.device:
 def _reachable(host: str) -> str:
     """Names of this machine itself may resolve to an address at which no store listens."""
     return "127.0.0.1" if host in LOOPBACK else host
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))

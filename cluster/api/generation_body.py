@@ -7,9 +7,15 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from swell.cluster.api.sampling_fields import SamplingFields, check_routing
-from swell.cluster.text.sampling_params import BadRequest, SamplingParams, StructuredOutputs, shown
+from swell.cluster.text.sampling_params import (
+    BadRequest,
+    Field,
+    SamplingParams,
+    StructuredOutputs,
+    shown,
+)
 from swell.cluster.text.schema.request_body import RequestBody
-from swell.cluster.text.truncation import FIT_CONTEXT
+from swell.cluster.text.truncation import FIT_CONTEXT, TokenizeOptions, Truncation
 
 
 class StreamOptions(RequestBody, kw_only=True):
@@ -38,21 +44,28 @@ class ResponseFormat(RequestBody, kw_only=True):
         if self.type == "json_schema":
             if self.json_schema is None or self.json_schema.schema is None:
                 raise BadRequest(
-                    "response_format.type='json_schema' needs response_format.json_schema.schema",
+                    [
+                        Field("response_format.type"),
+                        "='json_schema' needs ",
+                        Field("response_format.json_schema.schema"),
+                    ],
                     "response_format.json_schema",
                     "missing_field",
                 )
             return StructuredOutputs(json=self.json_schema.schema)
         if self.json_schema is not None:
             raise BadRequest(
-                f"response_format.type={self.type!r} takes no response_format.json_schema; "
-                "send type='json_schema'",
+                [
+                    f"response_format.type={self.type!r} takes no ",
+                    Field("response_format.json_schema"),
+                    "; send type='json_schema'",
+                ],
                 "response_format",
             )
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
-class GenerationRequest(SamplingFields, kw_only=True):
+class GenerationBody(SamplingFields, kw_only=True):
     model: str | None = None
     """None: the one that is served."""
     max_tokens: int | None = None
@@ -139,6 +152,16 @@ class GenerationRequest(SamplingFields, kw_only=True):
         """The explicit limit, or the endpoint's default."""
         return self.max_tokens
 
+    def tokenize_options(self, *, add_special_tokens: bool) -> TokenizeOptions:
+        """`add_special_tokens`: where the request does not say."""
+        truncation = None
+        if self.truncate_prompt_tokens is not None:
+            answer = max(self.answer_max_tokens() or 1, 1)
+            side = self.truncation_side or "left"
+            truncation = Truncation(self.truncate_prompt_tokens, side, answer)
+        given = self.add_special_tokens
+        return TokenizeOptions(add_special_tokens if given is None else given, truncation)
+
     def forms(self) -> dict[str, StructuredOutputs]:
         found = super().forms()
         given = self.response_format.structured() if self.response_format else None
@@ -153,7 +176,7 @@ class GenerationRequest(SamplingFields, kw_only=True):
         if len(forms) > 1:
             one, other, *_ = (path.split(".")[0] for path in forms)
             raise BadRequest(
-                f"{other} and {one} both give a form for the answer; send one",
+                [Field(other), " and ", Field(one), " both give a form for the answer; send one"],
                 one,
             )
         return next(iter(forms.values()), None)
@@ -189,7 +212,7 @@ _CONVERTED_FIELDS = {"max_tokens", "logit_bias", "structured_outputs", "logprobs
 SHARED_FIELDS = tuple(
     name
     for name in SamplingParams.__struct_fields__
-    if name in GenerationRequest.__struct_fields__ and name not in _CONVERTED_FIELDS
+    if name in GenerationBody.__struct_fields__ and name not in _CONVERTED_FIELDS
 )
 """Fields that mean the same in a request and in `SamplingParams`."""
 _shared_values = attrgetter(*SHARED_FIELDS)

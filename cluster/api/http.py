@@ -33,6 +33,7 @@ from swell.cluster.client.admission import TooManyWaiting
 from swell.cluster.client.deadline import Deadline, RequestTimedOut
 from swell.cluster.client.request_state import EngineGone, RequestFailed
 from swell.cluster.client.router import NoEngine
+from swell.cluster.text.field_path import rename_roots
 from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import ConfigError
@@ -123,7 +124,7 @@ def error_info(error: Exception) -> ErrorInfo:
 def error_response(error: Exception, request: Request) -> Response:
     """The error as the API of the route tells it, with the status that its kind asks for."""
     if isinstance(error, BadRequest):
-        error = error.as_sent(getattr(request.state, "aliases", {}))
+        error = error.renamed(rename_roots(getattr(request.state, "aliases", {})))
     status, message, kind, param, code, headers = error_info(error)
     if _is_anthropic(request):
         status = anthropic.status_of(status)

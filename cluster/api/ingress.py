@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
-import msgspec
-from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -18,8 +18,10 @@ from swell.cluster.api import models as api
 from swell.cluster.api.admin.protocol import Readiness
 from swell.cluster.api.admin.serving import AdminRoutes
 from swell.cluster.api.body_reader import BodyReader, body_bytes
+from swell.cluster.api.chat import convert as chat_convert
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.chat.serving import ChatResponseWriter
+from swell.cluster.api.completions import convert as completion_convert
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.completions.serving import CompletionResponseWriter
 from swell.cluster.api.http import (
@@ -31,7 +33,7 @@ from swell.cluster.api.http import (
     route,
     with_deadline,
 )
-from swell.cluster.api.messages.convert import chat_request, tokenize_request
+from swell.cluster.api.messages import convert as messages_convert
 from swell.cluster.api.messages.message import TokenCount
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
 from swell.cluster.api.messages.serving import MessagesResponseWriter
@@ -42,6 +44,7 @@ from swell.cluster.api.server.cors import Cors, CorsRules
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S, RequestThrottle
 from swell.cluster.api.server_info import ServerRoutes
 from swell.cluster.api.serving_handler import ServingHandler
+from swell.cluster.api.tokenize import TokenizeRoutes
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import HEADER as TIMEOUT
 from swell.cluster.client.deadline import deadline_of
@@ -50,11 +53,14 @@ from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.router import NoEngine
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.generation_config import read_generation_config
-from swell.cluster.text.input_processor import InputProcessor
+from swell.cluster.text.generation_request import GenerationRequest
+from swell.cluster.text.input_processor import AsyncInputProcessor, InputProcessor, RequestParams
+from swell.cluster.text.model_formats import ModelFormats
 from swell.cluster.text.offload import OffloadPools
 from swell.cluster.text.prompts import PromptProcessor, end_token_ids, load_tokenizer, read_template
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.truncation import TEMPLATE_TEXT
 from swell.configs.schema import Config
 from swell.coordinator.metrics import ViewCollector
 
@@ -62,39 +68,100 @@ _MANAGER_TIMEOUT_S = 5.0
 """How long a probe waits for what the manager knows."""
 
 
-class Ingress:
-    """One ingress replica without its shell. `connect` opens its links to the engines, `manager`
-    answers the admin routes."""
+async def build_ingress(
+    config: Config, connect: ConnectEngines, manager: Any, store: Any = None
+) -> Ingress:
+    """Load the tokenizer, connect to the engines, and wait until they are known: a replica that
+    takes the place of another one must not refuse what it would have served."""
+    text = await asyncio.to_thread(TextServices.load, config)
+    ingress = Ingress(config, connect, manager, store, text)
+    await ingress.llm.wait_for_view()
+    ingress.start_background()
+    return ingress
 
-    def __init__(self, config: Config, connect: ConnectEngines, manager: Any) -> None:
+
+class TextServices(NamedTuple):
+    """What one model needs to read prompts and to write answers."""
+
+    prompts: PromptProcessor
+    detokenizer: Detokenizer
+    processor: InputProcessor
+    sampling_defaults: Mapping[str, Any]
+    """The model's, for fields of `SamplingParams` that a request leaves out."""
+
+    @classmethod
+    def load(cls, config: Config) -> TextServices:
+        """Blocks for seconds. Raises ConfigError."""
+        path, serve = config.model.path, config.serve
+        tokenizer = load_tokenizer(path)
+        prompts = PromptProcessor(
+            tokenizer,
+            config.model.max_model_len or 1,
+            1,
+            config.model.served_name,
+            read_template(serve.chat_template),
+        )
+        defaults = read_generation_config(config.model)
+        detokenizer = Detokenizer(tokenizer)
+        processor = InputProcessor(
+            prompts,
+            detokenizer,
+            end_token_ids(path, tokenizer),
+            formats=ModelFormats(tokenizer, prompts.template.text, serve),
+            default_max_tokens=defaults.max_new_tokens,
+            max_children=serve.max_children,
+            policy=config.scheduler.policy,
+            allow_chat_template=serve.request_chat_template,
+        )
+        return cls(prompts, detokenizer, processor, defaults.sampling)
+
+
+class Ingress:
+    """One ingress replica without its shell, made by `build_ingress`. `connect` opens its links to
+    the engines, `manager` answers the admin routes, `store` keeps responses (None: it keeps
+    none)."""
+
+    def __init__(
+        self,
+        config: Config,
+        connect: ConnectEngines,
+        manager: Any,
+        store: Any,
+        text: TextServices,
+    ) -> None:
         self._config = config
         self._model = config.model.served_name
         self._manager = manager
-        self._connect = connect
         self._metrics = PrometheusStats()
         self._rules = AccessRules(config.serve)
         self._user_keys = UserKeys(config.serve, self._rules)
-        self._prompts: PromptProcessor
-        self._input_processor: InputProcessor
-        self._serving: ServingHandler
+        self._prompts = text.prompts
+        self._sampling_defaults = text.sampling_defaults
         self._offloads = OffloadPools()
+        self._input_processor = AsyncInputProcessor(text.processor, self._offloads)
         self._reader = BodyReader(
             config.serve.max_body_bytes,
             self._offloads.bodies,
             config.serve.unknown_fields,
             self._metrics.ignored,
         )
+        self.llm = AsyncLLM(
+            text.detokenizer, config, connect, self._metrics, text.prompts.set_limits
+        )
+        self._metrics.registry.register(ViewCollector(lambda: self.llm.view))
+        self._serving = ServingHandler(self.llm, self._offloads.answers)
         self._responses = ResponseRoutes(
             config.serve,
             self._model,
             self._user_keys,
-            manager,
+            store,
             self._generation_body,
-            lambda: (self._input_processor, self._serving),
+            self._input_processor,
+            text.sampling_defaults,
+            self._serving,
             self._offloads.bodies,
-            lambda: self.llm.has_seen_engine,
+            self.llm,
         )
-        self.llm: AsyncLLM
         self.app = Starlette(
             routes=self._routes(),
             exception_handlers={404: no_such_route, 405: no_such_route},
@@ -106,36 +173,8 @@ class Ingress:
         )
         self.app.router.redirect_slashes = False
 
-    async def start(self) -> None:
-        """Load the tokenizer, listen to the cluster, and learn who is here: a replica that takes
-        the place of another one must not refuse what it would have served."""
-        config = self._config
-        path = config.model.path
-        tokenizer = await asyncio.to_thread(load_tokenizer, path)
-        self._prompts = PromptProcessor(
-            tokenizer,
-            config.model.max_model_len or 1,
-            1,
-            self._model,
-            read_template(config.serve.chat_template),
-        )
-        defaults = await asyncio.to_thread(read_generation_config, config.model)
-        detokenizer = await asyncio.to_thread(Detokenizer, tokenizer)
-        self._input_processor = InputProcessor(
-            self._prompts, config, defaults, self._offloads, detokenizer
-        )
-        self.llm = AsyncLLM(
-            detokenizer,
-            config,
-            self._connect,
-            self._metrics,
-            self._prompts.set_limits,
-        )
-        self._serving = ServingHandler(
-            self.llm, end_token_ids(path, tokenizer), self._offloads.answers
-        )
-        self._metrics.registry.register(ViewCollector(lambda: self.llm.view))
-        await self.llm.wait_for_view()
+    def start_background(self) -> None:
+        """Begin to take over responses that other ingresses left unfinished."""
         self._responses.start()
 
     async def stop(self) -> None:
@@ -144,9 +183,10 @@ class Ingress:
         self._offloads.close()
 
     def _routes(self) -> list[Route]:
-        admin = AdminRoutes(self._config.serve, self._rules, self._manager, lambda: self.llm)
-        server = ServerRoutes(
-            self._config, self._user_keys, lambda: self.llm, lambda: self._prompts.max_model_len
+        admin = AdminRoutes(self._config.serve, self._rules, self._manager, self.llm)
+        server = ServerRoutes(self._config, self._user_keys, self.llm, self._prompts)
+        tokenize = TokenizeRoutes(
+            self._body, self._input_processor, self._prompts, self._offloads.bodies
         )
         return [
             route("/health", self._health, "GET"),
@@ -160,8 +200,7 @@ class Ingress:
             *self._responses.routes(),
             route("/v1/messages", self._messages, "POST"),
             route("/v1/messages/count_tokens", self._count_tokens, "POST"),
-            route("/tokenize", self._tokenize, "POST"),
-            route("/detokenize", self._detokenize, "POST"),
+            *tokenize.routes(),
             *server.routes(),
             *admin.routes(),
         ]
@@ -170,43 +209,39 @@ class Ingress:
 
     async def _completions(self, request: Request) -> Any:
         body = await self._generation_body(request, CompletionRequest)
-        request_params = await with_deadline(
-            request, self._input_processor.completion(body, body_bytes(request))
-        )
-        id = f"cmpl-{request_id(request)}"
-        answer = CompletionResponseWriter(id, self._model, body)
-        return await self._serving.answer(request, request_params, answer)
+        params = await self._process(request, completion_convert.to_generation_request, body)
+        writer = CompletionResponseWriter(f"cmpl-{request_id(request)}", self._model, body)
+        return await self._serving.answer(request, params, writer)
 
     async def _chat(self, request: Request) -> Any:
         body = await self._generation_body(request, ChatCompletionRequest)
-        request_params = await with_deadline(
-            request, self._input_processor.chat(body, body_bytes(request))
-        )
+        params = await self._process(request, chat_convert.to_generation_request, body)
         id = f"chatcmpl-{request_id(request)}"
-        answer = ChatResponseWriter(id, self._model, body, request_params.make_parser)
-        return await self._serving.answer(request, request_params, answer)
+        writer = ChatResponseWriter(id, self._model, body, params.make_parser)
+        return await self._serving.answer(request, params, writer)
 
     async def _messages(self, request: Request) -> Any:
         body = await self._generation_body(request, MessagesRequest)
-        size = body_bytes(request)
-        chat = await self._offloads.bodies.run_sized(size, chat_request, body)
-        request_params = await with_deadline(request, self._input_processor.chat(chat, size))
-        request_params = replace(
-            request_params,
-            max_tokens_per_prompt=[
-                min(left, body.max_tokens) for left in request_params.max_tokens_per_prompt
-            ],
+        params = await self._process(request, messages_convert.to_generation_request, body)
+        writer = MessagesResponseWriter(request_id(request), self._model, body, params.make_parser)
+        return await self._serving.answer(request, params, writer)
+
+    async def _process(
+        self,
+        request: Request,
+        convert: Callable[[Any, Mapping[str, Any]], GenerationRequest],
+        body: Any,
+    ) -> RequestParams:
+        work = partial(convert, body, self._sampling_defaults)
+        return await with_deadline(
+            request, self._input_processor.process(work, body_bytes(request))
         )
-        answer = MessagesResponseWriter(
-            request_id(request), self._model, body, request_params.make_parser
-        )
-        return await self._serving.answer(request, request_params, answer)
 
     async def _count_tokens(self, request: Request) -> Response:
         body = await self._body(request, CountTokensRequest)
-        size = body_bytes(request)
-        conversation = await self._offloads.bodies.run_sized(size, tokenize_request, body)
-        ids = await self._input_processor.tokens(conversation, size)
+        ids = await self._input_processor.tokenize(
+            lambda: (messages_convert.conversation(body), TEMPLATE_TEXT), body_bytes(request)
+        )
         return json_response(TokenCount(input_tokens=len(ids)))
 
     async def _generation_body(self, request: Request, kind: type[Any]) -> Any:
@@ -251,30 +286,6 @@ class Ingress:
     def _card(self) -> api.ModelCard:
         name, longest = self._model, self._prompts.max_model_len
         return api.ModelCard(id=name, created=0, root=name, max_model_len=longest)
-
-    async def _tokenize(self, request: Request) -> Response:
-        body = await self._body(request, api.TokenizeRequest)
-        size = body_bytes(request)
-        ids = await self._input_processor.tokens(body, size)
-        return json_response(
-            await self._offloads.bodies.run_sized(size, self._tokenized, body, ids)
-        )
-
-    def _tokenized(self, body: api.TokenizeRequest, ids: list[int]) -> bytes:
-        prompts = self._prompts
-        words = prompts.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        return msgspec.json.encode(
-            api.TokenizeResponse(
-                tokens=ids, count=len(ids), max_model_len=prompts.max_model_len, token_strs=words
-            )
-        )
-
-    async def _detokenize(self, request: Request) -> Response:
-        body = await self._body(request, api.DetokenizeRequest)
-        text = await self._offloads.bodies.run_sized(
-            body_bytes(request), self._prompts.decode, body.tokens
-        )
-        return json_response(api.DetokenizeResponse(prompt=text))
 
     async def _health(self, request: Request) -> Response:
         return json_response({"status": "ok"})

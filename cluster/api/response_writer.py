@@ -11,8 +11,9 @@ import msgspec
 from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail, Usage, usage
 from swell.cluster.api.sse import comment, error_event
 from swell.cluster.client.deadline import RequestTimedOut
+from swell.cluster.client.merged_outputs import OutputBatch
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
-from swell.cluster.client.request_state import EngineGone, OutputBatch, RequestFailed
+from swell.cluster.client.request_state import EngineGone, RequestFailed
 from swell.cluster.client.router import NoEngine
 
 ENGINES = "x-swell-engine"
@@ -78,7 +79,7 @@ class ResponseWriter(ABC):
             async for batch in outputs:
                 for choice, output in batch:
                     last[choice] = output
-                    chunks += self.delta(choice, output, checked(output))
+                    chunks += self.delta(choice, output, output.outputs[0])
                 if chunks:
                     yield b"".join(chunks)
                     chunks = []
@@ -91,14 +92,6 @@ class ResponseWriter(ABC):
         chunks += self.ending()
         if chunks:
             yield b"".join(chunks)
-
-
-def checked(output: RequestOutput) -> CompletionOutput:
-    """The one part of an output that an engine gave. Raises RequestFailed where it could not."""
-    part = output.outputs[0]
-    if part.finish_reason == "error":
-        raise RequestFailed(str(part.stop_reason or "the request failed"))
-    return part
 
 
 def usage_of(outputs: Iterable[RequestOutput], completion_tokens: int) -> Usage:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +12,7 @@ from starlette.routing import Route
 from swell.cluster.api.admin.protocol import EngineLoad, Health, ServerInfo, ServerLoad, Version
 from swell.cluster.api.http import ApiKeys, json_response, route
 from swell.cluster.client.async_llm import AsyncLLM
+from swell.cluster.text.prompts import PromptProcessor
 from swell.configs.schema import Config
 
 VERSION = importlib.metadata.version("swell")
@@ -26,13 +26,13 @@ class ServerRoutes:
         self,
         config: Config,
         users: ApiKeys,
-        llm: Callable[[], AsyncLLM],
-        max_model_len: Callable[[], int],
+        llm: AsyncLLM,
+        prompts: PromptProcessor,
     ) -> None:
         self._config = config
         self._user_keys = users
         self._llm = llm
-        self._max_model_len = max_model_len
+        self._prompts = prompts
 
     def routes(self) -> list[Route]:
         return [
@@ -60,9 +60,9 @@ class ServerRoutes:
             ServerInfo(
                 version=VERSION,
                 served_model_name=config.model.served_name,
-                context_length=self._max_model_len(),
+                context_length=self._prompts.max_model_len,
                 dtype=config.model.dtype,
-                dp_size=len(self._llm().view.roster.ranks),
+                dp_size=len(self._llm.view.roster.ranks),
                 tp_size=config.parallel.tensor,
                 pp_size=config.parallel.pipeline,
                 max_running_requests=config.scheduler.max_rows,
@@ -78,5 +78,5 @@ class ServerRoutes:
                 num_waiting_reqs=report.waiting,
                 kv_usage=report.kv_usage,
             )
-            for report in self._llm().view.reports
+            for report in self._llm.view.reports
         ]

@@ -1,4 +1,4 @@
-"""An ingress's ends of the channels: one to the coordinator, one to each engine."""
+"""An ingress's channels: one to the coordinator, one to each engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from swell.coordinator.wire import ClusterView, Counts, IngressMessage, Subscrib
 from swell.engine.wire import EngineCoreOutputs, KeepAlive
 
 _MAX_FAILED_VIEWS = 3
-"""Views in a row that could not be followed before the ingress ends itself."""
+"""Views in a row that could not be applied before the ingress ends itself."""
 
 
 class EngineId(NamedTuple):
-    """One start of the engine of a rank: its successor at the same rank is another engine."""
+    """One incarnation of the engine of a rank: its successor at the same rank is another engine."""
 
     rank: int
     incarnation: int
@@ -29,18 +29,18 @@ class EngineId(NamedTuple):
 
 
 class SequenceChecker:
-    """Follows the count of one engine's messages to us (`EngineCoreOutputs.seq`)."""
+    """Checks the numbers of one engine's messages to this ingress (`EngineCoreOutputs.seq`)."""
 
     def __init__(self) -> None:
         self._last = 0
 
-    def follows(self, seq: int) -> bool:
-        """Whether nothing was lost before this message; a message without a count follows."""
+    def is_next(self, seq: int) -> bool:
+        """Whether nothing was lost before this message; a message without a number (0) is next."""
         if seq == 0:
             return True
-        whole = seq == self._last + 1
+        is_next = seq == self._last + 1
         self._last = seq
-        return whole
+        return is_next
 
 
 OnView = Callable[[ClusterView, list[EngineId]], None]
@@ -49,7 +49,7 @@ OnGap = Callable[[EngineId], None]
 
 
 class EngineCoreClient(Protocol):
-    """An ingress's way to the engines."""
+    """An ingress's connections to the engines."""
 
     def send(self, engine: EngineId, message: Any) -> None:
         """Hand a message to an engine; dropped if the engine has left."""
@@ -58,7 +58,7 @@ class EngineCoreClient(Protocol):
 
 
 class MetricsExchange(Protocol):
-    """What an ingress has counted, and where it learns what all others have."""
+    """The counters of an ingress, and the sum of those of all others."""
 
     def counts(self) -> Counts: ...
 
@@ -66,7 +66,7 @@ class MetricsExchange(Protocol):
 
 
 class ConnectEngines(Protocol):
-    """Opens links; what the callbacks mean is said at `AsyncEngineCoreClient`."""
+    """Opens the connections; the callbacks are described at `AsyncEngineCoreClient`."""
 
     def __call__(
         self,
@@ -76,12 +76,12 @@ class ConnectEngines(Protocol):
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
-        counted: MetricsExchange,
+        metrics: MetricsExchange,
     ) -> EngineCoreClient: ...
 
 
 class _EngineConnection:
-    """One engine: an outlet, and the count of what comes from there."""
+    """One engine: an outlet, and the numbers of the messages that come from it."""
 
     def __init__(
         self, member: Member, keys: ChannelKeys, on_outputs: OnOutputs, on_gap: OnGap
@@ -91,34 +91,35 @@ class _EngineConnection:
         self._on_outputs = on_outputs
         self._on_gap = on_gap
         self.outlet: AsyncOutlet[EngineCoreOutputs] = AsyncOutlet(
-            member.address, EngineCoreOutputs, keys, self._take
+            member.address, EngineCoreOutputs, keys, self._on_message
         )
         self._log = StructuredLogger("cluster.link", rank=member.rank)
 
     def close(self) -> None:
         self.outlet.close()
 
-    def _take(self, message: EngineCoreOutputs) -> None:
-        if not self._sequence.follows(message.seq):
+    def _on_message(self, message: EngineCoreOutputs) -> None:
+        if not self._sequence.is_next(message.seq):
             self._on_gap(self._engine)
         try:
             self._on_outputs(message)
-        except Exception as error:  # the same as a lost message
+        except Exception as error:  # handled like a lost message
             self._log.exception("outputs not handled", error)
             self._on_gap(self._engine)
 
 
 class AsyncEngineCoreClient:
-    """Follows the roster: opens links to engines that came, closes those of engines that left.
+    """Follows the roster: connects to engines that came, and disconnects from those that left.
 
     The callbacks run in the event loop, one at a time: `on_view` with each view of the coordinator
-    and the engines that it no longer has, of which nothing is heard afterwards; `on_outputs` with
-    each message of an engine; `on_gap` before it, where messages of that engine were lost.
+    and the engines that have left, from which no message comes afterwards; `on_outputs` with each
+    message of an engine; `on_gap` before it, where messages of that engine were lost.
 
-    Every `heartbeat_s` the coordinator is told the newest epoch that was seen and what this ingress
-    has counted, and each engine that we still wait. The coordinator answers with what all others
-    have counted (`counted`). One that died and was started again at its address hears so that
-    there are watchers, and from which epoch to go on; a view of an older epoch is dropped.
+    Every `heartbeat_s` the coordinator gets the newest epoch that was seen and the counters of this
+    ingress, and each engine a keep-alive. The coordinator answers with the counters of all other
+    ingresses (`metrics`). From the same message a coordinator that was started again at its address
+    learns its subscribers, and the epoch from which to continue; a view of an older epoch is
+    dropped.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class AsyncEngineCoreClient:
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
-        counted: MetricsExchange,
+        metrics: MetricsExchange,
     ) -> None:
         self._keys = keys
         self._client_index = client_index
@@ -139,14 +140,14 @@ class AsyncEngineCoreClient:
         self._on_view = on_view
         self._on_outputs = on_outputs
         self._on_gap = on_gap
-        self._counted = counted
+        self._metrics = metrics
         self._connections: dict[EngineId, _EngineConnection] = {}
         self._epoch = 0
         self._outlet: AsyncOutlet[IngressMessage] = AsyncOutlet(
             coordinator, IngressMessage, keys, self._on_message
         )
         self._lost: list[EngineId] = []
-        """Engines that have left, until `on_view` has taken it in."""
+        """Engines that have left, until `on_view` has returned."""
         self._failed_views = 0
         self._log = StructuredLogger("cluster.link")
         self._heartbeat_task = asyncio.create_task(
@@ -154,36 +155,37 @@ class AsyncEngineCoreClient:
         )
 
     def send(self, engine: EngineId, message: Any) -> None:
-        link = self._connections.get(engine)
-        if link is not None:
-            link.outlet.send(message)
+        connection = self._connections.get(engine)
+        if connection is not None:
+            connection.outlet.send(message)
 
     def close(self) -> None:
         self._heartbeat_task.cancel()
         self._outlet.close()
-        for link in self._connections.values():
-            link.close()
+        for connection in self._connections.values():
+            connection.close()
         self._connections.clear()
 
     async def _heartbeat_loop(self) -> None:
         while True:
-            self._outlet.send(Subscribe(self._client_index, self._epoch, self._counted.counts()))
-            for link in self._connections.values():
-                link.outlet.send(KeepAlive())
+            self._outlet.send(Subscribe(self._client_index, self._epoch, self._metrics.counts()))
+            for connection in self._connections.values():
+                connection.outlet.send(KeepAlive())
             await asyncio.sleep(self._heartbeat_s)
 
-    def _on_message(self, word: IngressMessage) -> None:
-        """A message that cannot be handled harms no other. Views are repeated with each heartbeat;
-        an ingress that can follow none of them does not know where its requests are."""
+    def _on_message(self, message: IngressMessage) -> None:
+        """A message that cannot be handled affects no other. Views are repeated with each
+        heartbeat; an ingress that fails to apply several in a row does not know where its requests
+        are, and ends."""
         try:
-            if isinstance(word, ClusterView):
-                self._apply_view(word)
+            if isinstance(message, ClusterView):
+                self._apply_view(message)
                 self._failed_views = 0
             else:
-                self._counted.set_other_counts(word.counts)
+                self._metrics.set_other_counts(message.counts)
         except Exception as error:
-            self._log.exception("not handled", error, kind=type(word).__name__)
-            self._failed_views += isinstance(word, ClusterView)
+            self._log.exception("not handled", error, kind=type(message).__name__)
+            self._failed_views += isinstance(message, ClusterView)
             if self._failed_views > _MAX_FAILED_VIEWS:
                 raise
 

@@ -1,4 +1,4 @@
-"""Log probabilities of one request on their way from engines to its asker."""
+"""Log probabilities of one request on their way from engines to its client."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
 
 
 class LogprobsProcessor:
-    """What engines have told, and what of it was not given to the asker yet.
+    """Log probabilities that came from engines and that the client has not got yet.
 
-    What was told once stays, whatever becomes of the engine: a later run tells only of the outputs
-    behind those that it was given, and where it tells of a prompt position again, the first word
-    counts. Every prompt position is known when the first output comes.
+    Values that came once are kept when the engine is lost: a later attempt computes only those of
+    new outputs, and where a prompt position comes again, the first value is kept. Every prompt
+    position is known when the first output comes.
     """
 
     def __init__(
@@ -26,12 +26,12 @@ class LogprobsProcessor:
     ) -> None:
         """`prompt`: its text as it was sent, if that is known."""
         self.cumulative: float | None = None
-        """Sum over all outputs; None if they were not asked for."""
+        """Sum over all outputs; None if they were not requested."""
         self._texts = texts
         self._outputs: LogprobTable | None = None
         self._prompt: LogprobTable | None = None
         self._num_prompt_missing = 0
-        """Prompt positions of which nothing was told."""
+        """Prompt positions without a value yet."""
         if request.sampler.logprobs is not None:
             self._outputs, self.cumulative = LogprobTable(texts), 0.0
         if request.sampler.prompt_logprobs is not None:
@@ -46,9 +46,9 @@ class LogprobsProcessor:
     def prompt_complete(self) -> bool:
         return self._num_prompt_missing == 0
 
-    def sort(self, extras: list[Extra], num_tokens: int) -> list[TokenLogprobs]:
-        """Take in what is told of the prompt. Gives back what is told of `num_tokens` outputs,
-        one by one; nothing if nobody asked. Raises ValueError if their numbers differ."""
+    def split_extras(self, extras: list[Extra], num_tokens: int) -> list[TokenLogprobs]:
+        """Keep those of the prompt. Returns those of `num_tokens` outputs, one by one; none if they
+        were not requested. Raises ValueError if their numbers differ."""
         outputs = []
         for extra in extras:
             if isinstance(extra, PromptLogprobs):
@@ -61,15 +61,19 @@ class LogprobsProcessor:
             raise ValueError(f"an engine gave {num_tokens} tokens and {len(outputs)} logprobs")
         return outputs
 
-    def add(self, told: TokenLogprobs, offset: int, *, at_beginning: bool) -> None:
+    def add(self, token_logprobs: TokenLogprobs, offset: int, *, at_beginning: bool) -> None:
         """The next output token is visible; `offset` characters of text stand before it."""
         assert self._outputs is not None and self.cumulative is not None
         self._outputs.append(
-            told.token_ids, told.logprobs, told.rank, offset, at_beginning=at_beginning
+            token_logprobs.token_ids,
+            token_logprobs.logprobs,
+            token_logprobs.rank,
+            offset,
+            at_beginning=at_beginning,
         )
-        self.cumulative += told.logprobs[0]
+        self.cumulative += token_logprobs.logprobs[0]
 
-    def take(self, *, delta_only: bool) -> LogprobTable | None:
+    def pop_logprobs(self, *, delta_only: bool) -> LogprobTable | None:
         """Of all outputs; with `delta_only`, of those since the last time."""
         outputs = self._outputs
         if outputs is None:
@@ -86,12 +90,14 @@ class LogprobsProcessor:
             self._prompt = None
         return prompt
 
-    def _add_prompt(self, told: PromptLogprobs) -> None:
+    def _add_prompt(self, prompt_logprobs: PromptLogprobs) -> None:
         table = self._prompt
         if table is None:
             return
-        columns = zip(told.token_ids, told.logprobs, told.ranks, strict=True)
-        for position, (token_ids, logprobs, rank) in enumerate(columns, told.start):
+        columns = zip(
+            prompt_logprobs.token_ids, prompt_logprobs.logprobs, prompt_logprobs.ranks, strict=True
+        )
+        for position, (token_ids, logprobs, rank) in enumerate(columns, prompt_logprobs.start):
             if not table.logprobs[position]:
                 table.token_ids[position] = token_ids
                 table.logprobs[position] = logprobs

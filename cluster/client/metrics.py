@@ -1,4 +1,4 @@
-"""The Prometheus metrics of the text floor."""
+"""The Prometheus metrics of an ingress."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ TOKEN_COUNT_BUCKETS = tuple(float(step * 10**power) for power in range(6) for st
 
 
 class Histogram:
-    """What prometheus_client's would show, for one thread: theirs locks and searches one bucket
-    after the other, which is too much for each token."""
+    """As prometheus_client's, for one thread: that one locks and searches one bucket after the
+    other, which costs too much for each token."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         """`bounds`: the largest value of each bucket, ascending; one more has what is above."""
@@ -48,15 +48,15 @@ class Histogram:
         self.numbers[bisect_left(self._bounds, value)] += 1
         self.numbers[-1] += value
 
-    def shown(self, numbers: Sequence[float]) -> Metric:
-        """Each bucket with those below it, as a registry wants it."""
+    def to_family(self, numbers: Sequence[float]) -> Metric:
+        """Each bucket includes those below it, as a registry requires."""
         bounds = map(floatToGoString, (*self._bounds, float("inf")))
         buckets = list(zip(bounds, accumulate(numbers[:-1]), strict=True))
         return HistogramMetricFamily(self.name, self._text, buckets=buckets, sum_value=numbers[-1])
 
 
 class Counter:
-    """One number, or one for each value of a label, which are known beforehand."""
+    """One number, or one for each value of a label; the values are fixed."""
 
     def __init__(self, name: str, text: str, label: str = "", values: Sequence[str] = ()) -> None:
         self.name = name
@@ -68,7 +68,7 @@ class Counter:
     def inc(self, amount: float = 1.0, value: str = "") -> None:
         self.numbers[self._places[value]] += amount
 
-    def shown(self, numbers: Sequence[float]) -> Metric:
+    def to_family(self, numbers: Sequence[float]) -> Metric:
         labels = [self._label] if self._label else []
         family = CounterMetricFamily(self.name, self._text, labels=labels)
         for value, place in self._places.items():
@@ -77,9 +77,9 @@ class Counter:
 
 
 class PrometheusStats(Collector):
-    """A `StatsSink` with a registry of its own, so that many may live in one process.
+    """A `StatsSink` with a registry of its own, so that several may be in one process.
 
-    It shows the sum of what it has counted and what all other ingresses have, as it was told.
+    It exports the sum of its own counters and those of all other ingresses, as last received.
     """
 
     def __init__(self) -> None:
@@ -138,16 +138,16 @@ class PrometheusStats(Collector):
         self.registry.register(self)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(f"swell_{name}", text, buckets)
-        self._parts.append(made)
-        return made
+        histogram = Histogram(f"swell_{name}", text, buckets)
+        self._parts.append(histogram)
+        return histogram
 
     def _counter(
         self, name: str, text: str, label: str = "", values: Sequence[str] = ()
     ) -> Counter:
-        made = Counter(f"swell_{name}", text, label, values)
-        self._parts.append(made)
-        return made
+        counter = Counter(f"swell_{name}", text, label, values)
+        self._parts.append(counter)
+        return counter
 
     def record(self, stats: IterationStats) -> None:
         if stats.num_output_tokens:
@@ -176,7 +176,7 @@ class PrometheusStats(Collector):
         self._resubmitted.inc()
 
     def refused(self, reason: str) -> None:
-        """A request was not taken in."""
+        """A request was not admitted."""
         self._refused.inc(value=reason)
 
     def ignored(self, fields: Mapping[str, int]) -> None:
@@ -185,17 +185,17 @@ class PrometheusStats(Collector):
             self._ignored.inc(count, field)
 
     def counts(self) -> Counts:
-        """What this ingress has counted."""
+        """The counters of this ingress."""
         return {part.name: part.numbers for part in self._parts}
 
     def set_other_counts(self, counts: Counts) -> None:
-        """What all other ingresses have counted."""
+        """The sum of those of all other ingresses."""
         self._other_counts = counts
 
     def collect(self) -> Iterator[Metric]:
         total = add(self.counts(), self._other_counts)
         for part in self._parts:
-            yield part.shown(total[part.name])
+            yield part.to_family(total[part.name])
 
     def render(self) -> bytes:
         """The text of `/metrics`."""

@@ -1,4 +1,4 @@
-"""What a request gives its asker, and the slot in which it waits to be taken."""
+"""The outputs of a request, and the queue of one place in which they wait for their reader."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class RequestOutputKind(enum.IntEnum):
 
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):
-    """What is told of one token at one position."""
+    """The log probability of one token at one position."""
 
     logprob: float
     """Natural logarithm of its probability under the model's own logits; may be -inf."""
     rank: int
-    """1 is the most likely."""
+    """1 is the most probable."""
     decoded_token: str
 
 
@@ -38,23 +38,23 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
 class LogprobTable(Sequence[dict[int, Logprob] | None]):
     """Log probabilities at consecutive positions, a list of equal length for each column.
 
-    As a sequence: each position's `Logprob` by token id, the token that stands there first, then
-    the most likely ones, best first; None where nothing is known. A dict is built when it is
-    looked at, so a table that is only carried costs no more than its columns.
+    As a sequence: each position's `Logprob` by token id, the token at the position first, then the
+    most probable ones, best first; None where nothing is known. A dict is built when it is read, so
+    a table that is only passed on costs no more than its columns.
     """
 
     texts: TokenTexts = field(repr=False, compare=False)
     token_ids: list[list[int]] = field(default_factory=list)
-    """The token that stands there, then the most likely ones."""
+    """The token at the position, then the most probable ones."""
     logprobs: list[list[float]] = field(default_factory=list)
     """Of the same tokens; empty where nothing is known."""
     ranks: list[int] = field(default_factory=list)
-    """Of the token that stands there."""
+    """Of the token at the position."""
     offsets: list[int] = field(default_factory=list)
-    """Characters of the text before the token that stands there; tokens that share a character
-    share its place."""
+    """Characters of the text before the token at the position; tokens that share a character have
+    the same offset."""
     at_beginning: int = 0
-    """At so many of the first positions tokens have the texts of a beginning."""
+    """Number of leading positions at which tokens have the texts of a beginning."""
 
     def append(
         self,
@@ -79,7 +79,7 @@ class LogprobTable(Sequence[dict[int, Logprob] | None]):
         self.at_beginning += newer.at_beginning
 
     def texts_at(self, index: int) -> Texts:
-        """Of the tokens that could have stood there."""
+        """Of the tokens that are possible at the position."""
         return self.texts.at_beginning if index < self.at_beginning else self.texts
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     num_output_tokens: int
     """Tokens of the answer so far, in every kind."""
     logprobs: LogprobTable | None = None
-    """Of `token_ids`, if asked for."""
+    """Of `token_ids`, if requested."""
     cumulative_logprob: float | None = None
     """Sum over the tokens of the answer so far, in every kind."""
     finish_reason: str | None = None
@@ -143,7 +143,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 class RequestOutput(msgspec.Struct, kw_only=True):
     request_id: str
-    """The asker's own id."""
+    """The client's own id."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
@@ -151,8 +151,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache."""
     prompt_logprobs: LogprobTable | None = None
-    """Of `prompt_token_ids`, if asked for; nothing is known of the first. Of deltas, the first
-    alone holds them."""
+    """Of `prompt_token_ids`, if requested; the first has none. Of deltas, the first alone holds
+    them."""
 
     def add(self, newer: RequestOutput, *, aggregate: bool) -> None:
         """Merge a later output into this one: deltas are joined, other kinds replaced."""
@@ -161,47 +161,49 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         if newer.prompt_logprobs is not None:
             self.prompt_logprobs = newer.prompt_logprobs
         for completion in newer.outputs:
-            for place, mine in enumerate(self.outputs):
-                if mine.index != completion.index:
+            for position, older in enumerate(self.outputs):
+                if older.index != completion.index:
                     continue
                 if aggregate:
-                    mine.add(completion)
+                    older.add(completion)
                 else:
-                    self.outputs[place] = completion
+                    self.outputs[position] = completion
                 break
             else:
                 self.outputs.append(completion)
 
 
 class Event:
-    """Wakes the one task that waits for it; a ring that nobody waits for is forgotten."""
+    """Wakes the one task that waits for it; without one, `set` does nothing. Cheaper than
+    asyncio's, which keeps a state that has to be cleared."""
 
     def __init__(self) -> None:
         self._waiter: asyncio.Future[None] | None = None
 
-    def ring(self) -> None:
+    def set(self) -> None:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until the next ring. Look for what is waited for first, without a pause between."""
+        """Until the next `set`. Check first whether there is something, in the same turn of the
+        loop."""
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
 
 class RequestOutputCollector:
-    """A single slot between the loop over engine outputs and one waiting task.
+    """A queue of one place between the loop over engine outputs and one reading task.
 
-    The producer never waits: what the consumer has not taken is merged with what comes next. An
-    exception is delivered after the output that came before it, and again to whoever asks later.
-    Both sides live in one event loop.
+    The producer never waits: an output that the reader has not taken is merged with the next one.
+    An exception is delivered after the output that came before it, and again by every later `get`.
+    Both sides run in one event loop.
     """
 
     def __init__(self, kind: RequestOutputKind, request_id: str = "") -> None:
         self.request_id = request_id
         self.ready = Event()
-        """Rung when there is something; collectors that one task reads may share it."""
+        """Set when there is something; collectors that one task reads may share it."""
         self._aggregate = kind == RequestOutputKind.DELTA
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
@@ -215,7 +217,7 @@ class RequestOutputCollector:
             self._output = output
         else:
             self._output.add(output, aggregate=self._aggregate)
-        self.ready.ring()
+        self.ready.set()
 
     async def get(self) -> RequestOutput:
         """Wait for the next output. Raises a delivered exception."""

@@ -1,25 +1,30 @@
-"""Requests on their way: where each is, where it was, and how many engines it may have cost."""
+"""One request of a client: where it runs, what it has answered, and what another engine needs to
+continue it."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
 
 from swell.cluster.client.engine_core_client import EngineId
+from swell.cluster.client.logprobs_processor import LogprobsProcessor
+from swell.cluster.client.output_text import OutputText
 from swell.cluster.client.outputs import (
-    Event,
+    CompletionOutput,
     RequestOutput,
     RequestOutputCollector,
     RequestOutputKind,
 )
+from swell.cluster.client.placement_queue import QueuedRequest
+from swell.cluster.client.router import Route
+from swell.cluster.client.stats import RequestTimes
+from swell.cluster.text.sampling_params import SamplingParams
 from swell.engine.request import MAX_FAILED_ATTEMPTS
-from swell.engine.wire import EngineCoreRequest
+from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 MAX_LOST_ATTEMPTS = 5
-"""How often a request may be dropped, or go unheard, one after the other and without a token."""
-
-OutputBatch = list[tuple[int, RequestOutput]]
-"""Outputs, each with the number of its ticket."""
+"""How many attempts in a row may be dropped, or lose messages, without a token."""
 
 
 class EngineGone(RuntimeError):
@@ -31,7 +36,7 @@ class RequestFailed(RuntimeError):
 
 
 class MigrationReason(enum.StrEnum):
-    """Why a request goes on elsewhere."""
+    """Why a request continues on another engine."""
 
     LEFT = "the engine left as it was asked to"
     DIED = "the engine was lost"
@@ -40,43 +45,93 @@ class MigrationReason(enum.StrEnum):
     MESSAGES_LOST = "messages of the engine were lost"
 
 
-class Ticket:
-    """One request on its way. Each engine gets it under a name of its own, so that what an engine
-    says late about an earlier run belongs to nobody."""
+class RequestState:
+    """One request from its submission to its last output.
 
-    def __init__(self, request: EngineCoreRequest, kind: RequestOutputKind) -> None:
+    An attempt is one placement of the request on an engine, numbered from 1. It begins with
+    `assign` and ends with `unassign`, or with the request. `attempt` is the number of the one that
+    runs, or while no engine has the request that of the next: outputs under an earlier number are
+    late and are dropped.
+
+    `output_token_ids` are all ids that the client may ever see: ids behind a stop string are
+    dropped.
+    """
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        params: SamplingParams,
+        text: OutputText,
+        logprobs: LogprobsProcessor,
+        *,
+        kind: RequestOutputKind,
+        queue: RequestOutputCollector | None,
+        prompt: str | None,
+        index: int,
+        stream_interval: int,
+        arrival_s: float,
+    ) -> None:
         self.request = request
-        self.collector = RequestOutputCollector(kind, request.request_id)
+        self.request_id = request.request_id
+        self.queue = queue
+        """Where the outputs go; None: the caller of `OutputProcessor.process_outputs` gets them."""
+        self.times = RequestTimes(arrival_s)
+        self.attempt = 1
         self.engine: EngineId | None = None
-        """Where it is; None while there is no engine for it."""
+        """Where it runs; None while no engine has it."""
         self.ranks: list[int] = []
-        """The engines that served it, in order."""
+        """Of the engines of all attempts, in order."""
         self.started = False
-        """The engine has said that it is in a step, or is about to be."""
+        """The engine has reported that the request is in a step, or is about to be."""
         self.failed_attempts = 0
-        """Engines that were lost while it was in a step, in a row and without a token from any."""
+        """Attempts in a row that ended without a token when the engine was lost during a step of
+        the request."""
         self.lost_attempts = 0
-        """Other runs that ended in vain, in a row."""
-        self._output_tokens_before = 0
-        """Tokens that the runs before this one gave."""
+        """Attempts in a row that ended without a token for another reason."""
+        self.output_token_ids: list[int] = []
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._placement: Route | QueuedRequest | None = None
+        self._tokens_before_attempt = 0
+        self._kind = kind
+        self._prompt = prompt
+        self._index = index
+        self._stream_interval = stream_interval
+        self._text = text
+        self._logprobs = logprobs
+        self._include_stop = params.include_stop_str_in_output
+        self._end_token_ids = {*request.eos_token_ids, *request.stop_token_ids}
+        self._sent_tokens = 0
+        self._answered = False
+        """An engine has answered: later attempts do not change `num_cached_tokens`."""
+
+    # ---------------------------------------------------------------- attempts
 
     @property
-    def attempt_id(self) -> str:
-        """Its name at the engine where it is."""
-        runs = len(self.ranks)
-        return self.request.request_id if runs < 2 else f"{self.request.request_id}.{runs}"
+    def is_queued(self) -> bool:
+        return isinstance(self._placement, QueuedRequest)
 
-    def place(self, engine: EngineId, output_tokens: int) -> None:
-        """A run begins, after `output_tokens` tokens of the answer."""
+    def enqueue(self, queued: QueuedRequest) -> None:
+        """There is no engine for the request now."""
+        self._placement = queued
+
+    def assign(self, engine: EngineId, route: Route, now_s: float) -> None:
+        """The attempt begins: the engine gets `engine_request()`."""
+        self.release()
+        self._placement = route
         self.engine, self.started = engine, False
         self.ranks.append(engine.rank)
-        self._output_tokens_before = output_tokens
+        self._tokens_before_attempt = len(self.output_token_ids)
+        self.times.record_sent(now_s)
 
-    def unassign(self, reason: MigrationReason, output_tokens: int) -> None:
-        """The run has ended. Raises EngineGone after too many that ended badly: who goes on between
-        is only unlucky, and who only waited had no part in it."""
+    def unassign(self, reason: MigrationReason) -> None:
+        """The attempt has ended. Raises EngineGone after too many in a row that gave no token:
+        attempts during which an engine was lost count only if the request was in a step there."""
+        self.release()
         self.engine = None
-        if output_tokens > self._output_tokens_before:
+        self.attempt += 1
+        if len(self.output_token_ids) > self._tokens_before_attempt:
             self.failed_attempts = self.lost_attempts = 0
         elif reason in (MigrationReason.DIED, MigrationReason.REPAIRING):
             self.failed_attempts += self.started
@@ -89,63 +144,124 @@ class Ticket:
             )
         if self.lost_attempts > MAX_LOST_ATTEMPTS:
             raise EngineGone(
-                f"given up after {self.lost_attempts} runs in a row ended before they gave it a token "
-                f"(engines {self.ranks}): {reason}"
+                f"given up after {self.lost_attempts} attempts in a row ended before they gave it "
+                f"a token (engines {self.ranks}): {reason}"
             )
 
+    def release(self) -> None:
+        """Leave the engine's load count, or the queue."""
+        if self._placement is not None:
+            self._placement.release()
+            self._placement = None
 
-def served_ranks(tickets: Sequence[Ticket]) -> str:
-    """The ranks that served, in order, comma-separated; of several prompts each rank once."""
-    ranks: Iterable[int] = tickets[0].ranks
-    if len(tickets) > 1:
-        ranks = dict.fromkeys(rank for ticket in tickets for rank in ticket.ranks)
-    return ",".join(map(str, ranks))
+    def engine_request(self) -> EngineCoreRequest:
+        """The first attempt gets the request itself. A later one, on any engine, continues after
+        the outputs that arrived, and does not compute prompt log probabilities that are known."""
+        request = self.request
+        if self.attempt == 1:
+            return request
+        sampler, skip_prefix_cache = request.sampler, request.skip_prefix_cache
+        if sampler.prompt_logprobs is not None and self._logprobs.prompt_complete:
+            sampler, skip_prefix_cache = replace(sampler, prompt_logprobs=None), False
+        return replace(
+            request,
+            sampler=sampler,
+            skip_prefix_cache=skip_prefix_cache,
+            output_token_ids=list(self.output_token_ids),
+            data_parallel_rank=None,
+            attempt=self.attempt,
+            failed_attempts=self.failed_attempts,
+        )
 
+    # ---------------------------------------------------------------- outputs
 
-class Outputs:
-    """What the requests of one answer give, as it comes: an async iterator over batches, each of
-    them all that is there. One task reads it."""
+    def update(self, output: EngineCoreOutput) -> None:
+        """Apply tokens and the end; a stop string may end the request earlier."""
+        token_ids = output.new_token_ids
+        logprobs = self._logprobs.split_extras(output.extras, len(token_ids))
+        if token_ids:
+            self._on_tokens(output)
+        num_visible = len(token_ids)
+        if (
+            output.finish_reason == FinishReason.STOP
+            and not self._include_stop
+            and token_ids
+            and token_ids[-1] in self._end_token_ids
+        ):
+            num_visible -= 1
+        for position, token_id in enumerate(token_ids):
+            self.output_token_ids.append(token_id)
+            is_text, count = position < num_visible, len(self.output_token_ids)
+            if logprobs:
+                stopped, offset, at_beginning = self._text.push_with_offset(
+                    token_id, count, is_text=is_text
+                )
+                self._logprobs.add(logprobs[position], offset, at_beginning=at_beginning)
+            else:
+                stopped = self._text.push(token_id, count, is_text=is_text)
+            if stopped:
+                self._end(FinishReason.STOP, self._text.stop_string)
+                return
+        if output.finish_reason is FinishReason.ERROR:
+            # Text that was held back is no end of the answer, even if it holds a stop string.
+            self._end(output.finish_reason, output.stop_reason)
+        elif output.finish_reason is not None:
+            self.finish(output.finish_reason, output.stop_reason)
 
-    def __init__(self, tickets: Sequence[Ticket]) -> None:
-        self._unfinished = dict(enumerate(ticket.collector for ticket in tickets))
-        self._ready = Event()
-        self._first: OutputBatch | None = None
-        for collector in self._unfinished.values():
-            collector.ready = self._ready
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End the request: text that was held back is visible, or holds the stop string that ends
+        it."""
+        if self._text.finish(len(self.output_token_ids)):
+            self._end(FinishReason.STOP, self._text.stop_string)
+        else:
+            self._end(reason, stop_reason)
 
-    async def first(self) -> OutputBatch:
-        """The first batch, which the iterator then gives again. Raises what a request failed
-        with."""
-        self._first = await anext(self)
-        return self._first
+    def fail(self, error: Exception) -> RequestOutput | None:
+        """End with an error, which the last output names."""
+        self._text.clear()
+        self._end(FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        return self.make_output()
 
-    def __aiter__(self) -> Outputs:
-        return self
+    def make_output(self) -> RequestOutput | None:
+        """The output that is due now, if any."""
+        finished, count = self.finish_reason is not None, len(self.output_token_ids)
+        if not finished and not self._is_due(count):
+            return None
+        is_delta = self._kind == RequestOutputKind.DELTA
+        token_ids = self.output_token_ids[self._sent_tokens if is_delta else 0 :]
+        self._sent_tokens = count
+        completion = CompletionOutput(
+            index=self._index,
+            text=self._text.take(delta_only=is_delta),
+            token_ids=token_ids,
+            num_output_tokens=count,
+            logprobs=self._logprobs.pop_logprobs(delta_only=is_delta),
+            cumulative_logprob=self._logprobs.cumulative,
+            finish_reason=None if self.finish_reason is None else str(self.finish_reason),
+            stop_reason=self.stop_reason,
+        )
+        return RequestOutput(
+            request_id=self.request.external_req_id or self.request_id,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=[completion],
+            finished=finished,
+            prompt=self._prompt,
+            num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self._logprobs.pop_prompt_logprobs(delta_only=is_delta),
+        )
 
-    async def __anext__(self) -> OutputBatch:
-        """Raises what a request failed with, after everything that was there before."""
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        while self._unfinished:
-            batch = self._take()
-            if batch:
-                return batch
-            await self._ready.wait()
-        raise StopAsyncIteration
+    def _on_tokens(self, output: EngineCoreOutput) -> None:
+        if isinstance(self._placement, Route):
+            self._placement.on_first_token()
+        if not self._answered:
+            self._answered = True
+            self.num_cached_tokens = output.num_cached_tokens
 
-    def _take(self) -> OutputBatch:
-        batch: OutputBatch = []
-        for number, collector in self._unfinished.items():
-            try:
-                output = collector.get_nowait()
-            except Exception:
-                if not batch:
-                    raise
-                break
-            if output is not None:
-                batch.append((number, output))
-        for number, output in batch:
-            if output.finished:
-                del self._unfinished[number]
-        return batch
+    def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def _is_due(self, count: int) -> bool:
+        """The first token at once, then every `stream_interval` tokens."""
+        if self._kind == RequestOutputKind.FINAL_ONLY or count == self._sent_tokens:
+            return False
+        return self._sent_tokens == 0 or count - self._sent_tokens >= self._stream_interval

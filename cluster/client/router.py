@@ -1,20 +1,20 @@
-"""Which engine gets a request: pure, from loads pushed earlier and from what was sent since.
+"""Which engine gets a request: pure, from the engines' load reports and from what was sent since.
 
     score(engine) = prompt tokens that it would have to compute
                   + tokens that wait there to be computed
                   + TOKENS_PER_ROW for each request that is there
                   + tokens of the blocks that it lacks, which running rows would have to give up
 
-The prompt tokens to compute are guessed from the block_hashes of the blocks that this ingress sent
+The prompt tokens to compute are estimated from the hashes of the blocks that this ingress sent
 there before. Scores that differ by at most SLACK_TOKENS are equal. Among equals the longest
 cached prefix wins, so a conversation keeps its engine; then a hash of the conversation and the
 rank (rendezvous hashing), so that ingresses agree without talking, and an engine that comes or
 goes moves only its share.
 
 The hash is of the first block that no engine is known to have: the blocks before it are a
-system prompt, which says nothing about the conversation. A prompt that
-leaves a remembered chain before its end begins a conversation, and what it shares is worth little:
-an engine that lacks it computes it once for all that follow, and else a newcomer would get nothing.
+system prompt, which does not identify the conversation. A prompt that leaves a remembered chain
+before its end begins a conversation, and its shared prefix counts for little: an engine that lacks
+it computes it once for all that follow, and otherwise a new engine would get nothing.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ TOKENS_PER_ROW = 32
 """What a running request costs a newcomer, in tokens: its rows share every step."""
 
 SLACK_TOKENS = 256
-"""Less than this is no reason to leave a cached prefix, or the engine where other ingresses would
-look for one."""
+"""A smaller difference is no reason to leave a cached prefix, or the engine that other ingresses
+would choose."""
 
 SHARED_PREFIX_DIVISOR = 4
-"""A prefix that other conversations continue is worth this part of its tokens."""
+"""A prefix that other conversations continue counts for this fraction of its tokens."""
 
 DEFAULT_TRACKED_BLOCKS = 65_536
-"""Block block_hashes kept for an engine that does not tell the size of its cache."""
+"""Block hashes kept for an engine that does not report the size of its cache."""
 
 _REPORT_LAG = 2
-"""A report may have been written before what was sent ahead of it arrived; the next was not."""
+"""A report may have been written before a request that was sent ahead of it arrived; the next one
+was not."""
 
 
 class NoEngine(RuntimeError):
@@ -54,13 +55,13 @@ class NoEngine(RuntimeError):
 
 @dataclass(slots=True)
 class _Load:
-    """What requests weigh."""
+    """The load of requests."""
 
     uncomputed_tokens: int = 0
-    """Of prompts that have not answered yet."""
+    """Of prompts without an output token yet."""
     requests: int = 0
     blocks: int = 0
-    """That their prompts fill."""
+    """Filled by their prompts."""
     unanswered: int = 0
     """Requests without a token yet."""
 
@@ -72,20 +73,31 @@ class _Load:
 
 
 @dataclass(slots=True)
-class _RoutedRequest:
-    """A request on its engine: the engine itself beside its rank, since another one may take the
-    rank of one that died."""
+class Route:
+    """One request's load on the engine that was chosen for it: the engine itself beside its rank,
+    since another one may take the rank of one that died."""
 
     rank: int
-    engine: _Engine
     uncomputed_tokens: int
-    blocks: int
-    after_report: int
-    """How many reports of the engine were heard when it was sent."""
+    _engine: _Engine
+    _blocks: int
+    _after_report: int
+    """How many reports of the engine had arrived when the request was sent."""
+
+    def on_first_token(self) -> None:
+        """The prompt was computed; may be called again."""
+        if self.uncomputed_tokens:
+            self._engine.add_load(self._after_report, -self.uncomputed_tokens, 0, 0, -1)
+            self.uncomputed_tokens = 0
+
+    def release(self) -> None:
+        """The request has left the engine, however it ended. Once."""
+        self.on_first_token()
+        self._engine.add_load(self._after_report, 0, -1, -self._blocks, 0)
 
 
 class _Engine:
-    """What this ingress knows of one start of an engine."""
+    """What this ingress knows of one incarnation of an engine."""
 
     def __init__(self, member: Member) -> None:
         self.incarnation = member.incarnation
@@ -94,15 +106,16 @@ class _Engine:
         self.num_reports = 0
         self.blocks: OrderedDict[bytes, bool] = OrderedDict()
         """Whether another block was sent behind it. The least recently used first, and a block
-        never before those that continue it: so whoever is here, its prefix is."""
+        never before those that continue it: the prefix of a block that is here is here too."""
         self.sent = _Load()
-        """Everything that we sent and that has not finished."""
+        """Of all requests that this ingress sent and that have not finished."""
         self.unreported: dict[int, _Load] = {0: _Load()}
-        """The part of it that the report does not count, by the reports heard at its sending."""
+        """The part of it that the report does not count, by the number of reports at its sending.
+        """
 
-    def hear(self, report: EngineReport) -> None:
-        """Take in a load report. One that was heard already says nothing of what came since, nor
-        does one that an engine inside a long step repeats with fresh progress."""
+    def update_report(self, report: EngineReport) -> None:
+        """Apply a load report. A report that is repeated does not count what was sent since, nor
+        does one that an engine inside a long step repeats with new progress."""
         if self.incarnation not in (0, report.incarnation):
             return
         if replace(report, progress_counter=self.report.progress_counter) == self.report:
@@ -114,7 +127,7 @@ class _Engine:
         self._forget()
 
     def cached_blocks(self, block_hashes: Sequence[bytes]) -> int:
-        """How many blocks of this chain it is believed to have."""
+        """How many blocks of this chain the engine probably has."""
         if not block_hashes or block_hashes[0] not in self.blocks:
             return 0
         known, unknown = 1, len(block_hashes) + 1
@@ -127,23 +140,23 @@ class _Engine:
         return known
 
     def record_prefix(self, block_hashes: Sequence[bytes], known: int) -> None:
-        """Take in a chain of which `known` blocks are known."""
+        """Remember a chain of which `known` blocks are remembered already."""
         fresh = block_hashes[known:]
         if fresh:
             self.blocks.update(dict.fromkeys(reversed(fresh), True))
             self.blocks[fresh[-1]] = False
-        for name in reversed(block_hashes[:known]):
-            self.blocks.move_to_end(name)
+        for block_hash in reversed(block_hashes[:known]):
+            self.blocks.move_to_end(block_hash)
         if fresh and known:
             self.blocks[block_hashes[known - 1]] = True
         self._forget()
 
     def diverges(self, block_hashes: Sequence[bytes], known: int) -> bool:
-        """Whether a chain of which `known` blocks are known leaves one that went on here."""
+        """Whether a chain of which `known` blocks are remembered leaves a longer one there."""
         return 0 < known < len(block_hashes) and self.blocks.get(block_hashes[known - 1], False)
 
     def _forget(self) -> None:
-        """Keep what fits into the cache beside the blocks that others' requests hold."""
+        """Keep what fits into the cache beside the blocks that requests of others hold."""
         limit = DEFAULT_TRACKED_BLOCKS
         if self.num_blocks:
             held = int(self.report.kv_usage * self.num_blocks)
@@ -151,17 +164,18 @@ class _Engine:
         while len(self.blocks) > limit:
             self.blocks.popitem(last=False)
 
-    def weigh(
-        self, placed: _RoutedRequest, tokens: int, requests: int, blocks: int, unanswered: int = 0
+    def add_load(
+        self, after_report: int, tokens: int, requests: int, blocks: int, unanswered: int
     ) -> None:
-        """Count a part of a request, or with negative numbers no longer."""
+        """Add to the load of requests that were sent after so many reports; negative numbers take
+        away."""
         self.sent.add(tokens, requests, blocks, unanswered)
-        unreported = self.unreported.get(placed.after_report)
+        unreported = self.unreported.get(after_report)
         if unreported is not None:
             unreported.add(tokens, requests, blocks, unanswered)
 
     def waiting(self, max_rows: int) -> Backlog:
-        """What waits here, of which this ingress has sent what no report tells of yet."""
+        """What waits here: reported, and sent by this ingress and not reported yet."""
         unreported = self.unreported.values()
         return waiting_here(
             self.report,
@@ -171,13 +185,13 @@ class _Engine:
         )
 
     def own_waiting(self, max_rows: int) -> Backlog:
-        """What waits here of what this ingress has sent, by its answers alone."""
+        """What waits here of what this ingress has sent, by the outputs that came back alone."""
         sent = self.sent
         waiting = min(sent.unanswered, max(0, sent.requests - max_rows))
         return Backlog(own_requests=waiting, own_tokens=sent.uncomputed_tokens)
 
     def cost(self, tokens: int, block_tokens: int) -> int:
-        """What a request with so many uncached prompt tokens costs here, in tokens."""
+        """The score of a request with so many uncached prompt tokens here, in tokens."""
         report, sent = self.report, self.sent
         waiting, requests = report.waiting_tokens, report.running + report.waiting
         held = int(report.kv_usage * self.num_blocks)
@@ -195,20 +209,19 @@ class _Engine:
 
 
 class Router:
-    """Chooses a rank for each request and keeps count of what it chose."""
+    """Chooses an engine for each request and counts the load that it adds there."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._engines: dict[int, _Engine] = {}
         self._active: list[int] = []
-        self._placed: dict[str, _RoutedRequest] = {}
 
     @property
     def active_ranks(self) -> list[int]:
         return self._active
 
     def update(self, view: ClusterView) -> None:
-        """Follow the roster and the loads. An engine that was started again, or whose workers
+        """Apply the roster and the load reports. An engine that was started again, or whose workers
         are being replaced, has lost its cache."""
         engines: dict[int, _Engine] = {}
         for member in view.roster.members:
@@ -222,7 +235,7 @@ class Router:
         self._active = [m.rank for m in view.roster.members if m.state is MemberState.ACTIVE]
         for report in view.reports:
             if report.rank in engines:
-                engines[report.rank].hear(report)
+                engines[report.rank].update_report(report)
 
     def choose(
         self,
@@ -231,8 +244,9 @@ class Router:
         *,
         salt: str | None = None,
         rank: int | None = None,
-    ) -> int:
-        """Place a request; `rank` asks for one engine. Raises NoEngine."""
+    ) -> Route:
+        """Choose an engine, and count the request's load there until the route is released. With
+        `rank`, that engine. Raises NoEngine."""
         if rank is not None and rank not in self._active:
             raise NoEngine(f"engine {rank} takes no requests; active: {self._active}")
         if not self._active:
@@ -244,42 +258,18 @@ class Router:
         engine = self._engines[rank]
         known = engine.cached_blocks(block_hashes)
         cached = known * self._block_tokens
-        placed = _RoutedRequest(
-            rank, engine, max(1, len(token_ids) - cached), len(block_hashes), engine.num_reports
-        )
-        self._placed[request_id] = placed
-        engine.weigh(placed, placed.uncomputed_tokens, 1, placed.blocks, 1)
+        tokens, blocks = max(1, len(token_ids) - cached), len(block_hashes)
+        engine.add_load(engine.num_reports, tokens, 1, blocks, 1)
         engine.record_prefix(block_hashes, known)
-        return rank
-
-    def answered(self, request_id: str) -> None:
-        """The prompt of a request was computed."""
-        placed = self._placed.get(request_id)
-        if placed is not None and placed.uncomputed_tokens:
-            placed.engine.weigh(placed, -placed.uncomputed_tokens, 0, 0, -1)
-            placed.uncomputed_tokens = 0
-
-    def done(self, request_id: str) -> None:
-        """A request has left its engine, however it ended."""
-        self.answered(request_id)
-        placed = self._placed.pop(request_id, None)
-        if placed is not None:
-            placed.engine.weigh(placed, 0, -1, -placed.blocks)
+        return Route(rank, tokens, engine, blocks, engine.num_reports)
 
     def backlog(self, max_rows: int) -> Backlog:
-        """What waits at all engines, each of which computes `max_rows` requests at once."""
+        """What waits at all engines, each of which runs `max_rows` requests at once."""
         return _sum(engine.waiting(max_rows) for engine in self._engines.values())
 
     def own_backlog(self, max_rows: int) -> Backlog:
-        """Likewise, where reports are too old to tell: what others have sent is not known."""
+        """The same where reports are too old: what other ingresses have sent is not known."""
         return _sum(engine.own_waiting(max_rows) for engine in self._engines.values())
-
-    def rank_of(self, request_id: str) -> int | None:
-        placed = self._placed.get(request_id)
-        return placed.rank if placed else None
-
-    def placed_on(self, rank: int) -> list[str]:
-        return [request_id for request_id, placed in self._placed.items() if placed.rank == rank]
 
     def _pick(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> int:
         """The best engine for a prompt of so many tokens, whose full blocks are `block_hashes`."""
@@ -290,12 +280,14 @@ class Router:
             blocks == longest and engines[rank].diverges(block_hashes, blocks)
             for rank, blocks in found.items()
         )
-        worth = {
+        credited_blocks = {
             rank: blocks // SHARED_PREFIX_DIVISOR if diverges else blocks
             for rank, blocks in found.items()
         }
         scores = {
-            rank: engine.cost(tokens - worth[rank] * self._block_tokens, self._block_tokens)
+            rank: engine.cost(
+                tokens - credited_blocks[rank] * self._block_tokens, self._block_tokens
+            )
             for rank, engine in engines.items()
         }
         limit = min(scores.values()) + SLACK_TOKENS

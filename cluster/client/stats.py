@@ -68,12 +68,12 @@ class RequestTimes:
         """When the engine got it that gave its first token, or else the last one."""
         self._engine_queue_s = 0.0
 
-    def sent(self, now_s: float) -> None:
-        """An engine gets the request."""
+    def record_sent(self, now_s: float) -> None:
+        """An engine gets the request, for the first time or again."""
         if self.first_token_s is None:
             self._sent_s = now_s
 
-    def tokens(
+    def record_tokens(
         self, output: EngineCoreOutput, num_prompt_tokens: int, now_s: float, stats: IterationStats
     ) -> None:
         """Account for the tokens of one output."""

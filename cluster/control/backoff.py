@@ -8,8 +8,8 @@ in a row, or several starts in a row that failed, somebody has to look, and that
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 
 MAX_FAILURES = 5
 """Starts in a row that may fail before it is called a trouble."""
@@ -25,7 +25,7 @@ _TICK_S = 1e-3
 """Less than a clock tells apart is no wait."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Slot:
     """What happened to the engines of one rank."""
 
@@ -41,10 +41,10 @@ class _Slot:
     def exhausted(self) -> bool:
         return self.failures >= MAX_FAILURES or self.deaths > MAX_DEATHS
 
-    def delay(self, now: float) -> None:
+    def delayed(self, now: float) -> _Slot:
         doublings = min(self.failures + self.deaths - 2, _DOUBLINGS)
         wait_s = min(_FIRST_S * 2.0**doublings, _LONGEST_S) if doublings >= 0 else 0.0
-        self.not_before = now + wait_s
+        return replace(self, not_before=now + wait_s)
 
 
 @dataclass(frozen=True)
@@ -74,61 +74,57 @@ class Trouble:
         return f"{self.reason} (tried {self.times} times; tried again {again})"
 
 
+@dataclass(frozen=True)
 class Backoff:
-    """The troubles of each rank of a cluster."""
+    """The troubles of each rank of a cluster. Each event gives the next value; a new one knows of
+    no trouble."""
 
-    def __init__(self) -> None:
-        self._slots: dict[int, _Slot] = {}
+    slots: Mapping[int, _Slot] = field(default_factory=dict)
 
-    def died(self, rank: int, lived_s: float, now: float, reason: str = "") -> None:
+    def died(self, rank: int, lived_s: float, now: float, reason: str = "") -> Backoff:
         """An engine died after it had served for `lived_s`."""
-        slot = self._slots.setdefault(rank, _Slot())
+        slot = self._slot(rank)
         if lived_s >= YOUNG_S:
-            slot.failures = slot.deaths = 0
+            slot = replace(slot, failures=0, deaths=0, reason=reason)
         else:
-            slot.deaths += 1
-        slot.reason = reason
-        slot.delay(now)
+            slot = replace(slot, deaths=slot.deaths + 1, reason=reason)
+        return self._with(rank, slot.delayed(now))
 
-    def failed(self, rank: int, now: float, reason: str = "", *, permanent: bool = False) -> None:
+    def failed(
+        self, rank: int, now: float, reason: str = "", *, permanent: bool = False
+    ) -> Backoff:
         """A start did not succeed. `permanent`: it would not, if it were tried at once."""
-        slot = self._slots.setdefault(rank, _Slot())
-        slot.failures = max(slot.failures + 1, MAX_FAILURES if permanent else 0)
-        slot.reason = reason
-        slot.delay(now)
+        slot = self._slot(rank)
+        failures = max(slot.failures + 1, MAX_FAILURES if permanent else 0)
+        return self._with(rank, replace(slot, failures=failures, reason=reason).delayed(now))
 
-    def started(self, rank: int) -> None:
+    def started(self, rank: int) -> Backoff:
         """A start succeeded."""
-        if rank in self._slots:
-            self._slots[rank].failures = 0
-
-    def forget(self) -> None:
-        """Somebody has looked."""
-        self._slots.clear()
+        if rank not in self.slots:
+            return self
+        return self._with(rank, replace(self.slots[rank], failures=0))
 
     def wait_s(self, rank: int, now: float) -> float:
         """Seconds until the rank may be tried again."""
-        slot = self._slots.get(rank)
-        left_s = slot.not_before - now if slot else 0.0
+        left_s = self._slot(rank).not_before - now
         return left_s if left_s > _TICK_S else 0.0
 
     def exhausted(self, rank: int) -> bool:
         """Whether the rank was tried so often that somebody has to look."""
-        slot = self._slots.get(rank)
-        return slot is not None and slot.exhausted
+        return self._slot(rank).exhausted
 
     def trouble(self, living: Container[int], now: float) -> Trouble | None:
         """The worst of those ranks that have no living engine. To die once, or a few times, is
         none."""
         absent = [
             rank
-            for rank, slot in self._slots.items()
+            for rank, slot in self.slots.items()
             if rank not in living and (slot.failures or slot.exhausted)
         ]
         if not absent:
             return None
-        rank = max(absent, key=lambda r: (self._slots[r].exhausted, self._slots[r].not_before))
-        slot = self._slots[rank]
+        rank = max(absent, key=lambda r: (self.slots[r].exhausted, self.slots[r].not_before))
+        slot = self.slots[rank]
         return Trouble(
             rank,
             slot.reason,
@@ -137,3 +133,9 @@ class Backoff:
             slot.exhausted,
             dying=not slot.failures,
         )
+
+    def _slot(self, rank: int) -> _Slot:
+        return self.slots.get(rank, _Slot(not_before=float("-inf")))
+
+    def _with(self, rank: int, slot: _Slot) -> Backoff:
+        return Backoff({**self.slots, rank: slot})

@@ -1,7 +1,7 @@
 """What must outlive manager and coordinator together: it is kept in Ray's GCS.
 
-A manager writes down what was asked of it before it says that it has accepted it, so its successor
-goes on with that whatever else has died. The coordinator's keys and port are here for the same
+A manager writes down a request before it says that it has accepted it, so its successor goes on
+with that whatever else has died. The coordinator's keys and port are here for the same
 reason: engines and ingresses know no other. `close` of the application forgets all of it.
 """
 
@@ -28,7 +28,7 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
     """What a manager wants, for its successor. Append-only: another version may read it."""
 
     owner: str = ""
-    """The manager that took over last: it rules."""
+    """The manager that took over last: it leads."""
     identity: str = ""
     """Of the configuration that it manages; the rest is void for another one."""
     target: int = 0
@@ -42,7 +42,7 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
 
 
 class CheckpointStore:
-    """The notes of one application. Raises what Ray raises while its GCS is away."""
+    """The checkpoint of one application. Raises what Ray raises while its GCS is away."""
 
     def __init__(self, namespace: str, identity: str) -> None:
         self.identity = identity
@@ -51,8 +51,8 @@ class CheckpointStore:
     async def read(self) -> ClusterCheckpoint:
         return await self._get(b"note", ClusterCheckpoint) or ClusterCheckpoint()
 
-    async def write(self, note: ClusterCheckpoint) -> None:
-        await self._put(b"note", note)
+    async def write(self, checkpoint: ClusterCheckpoint) -> None:
+        await self._put(b"note", checkpoint)
 
     async def endpoint(self, make: Callable[[], CoordinatorEndpoint]) -> CoordinatorEndpoint:
         """Where the coordinator of this configuration is found; made once."""

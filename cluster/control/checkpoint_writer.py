@@ -1,4 +1,4 @@
-"""One manager's hold on the notes: the one that took over last rules, and writes."""
+"""One manager's checkpoints: the manager that took over last leads, and writes."""
 
 from __future__ import annotations
 
@@ -18,66 +18,70 @@ _PAUSE_S = 1.0
 class CheckpointWriter:
     """All methods run in one event loop."""
 
-    def __init__(self, notes: CheckpointStore, data: int) -> None:
+    def __init__(self, store: CheckpointStore, data: int) -> None:
         """`data`: `parallel.data`."""
         self.owner = secrets.token_hex(8)
-        self._notes = notes
+        self._store = store
         self._data = data
         self._saved = ClusterCheckpoint()
         """What is written down."""
         self._has_taken_over = False
-        self._keeping = False
-        self._writing = asyncio.Lock()
-        self._log = StructuredLogger("cluster.notes")
+        self._is_saving = False
+        """`save_until_written` runs."""
+        self._write_lock = asyncio.Lock()
+        self._log = StructuredLogger("cluster.checkpoints")
 
-    async def before(self) -> ClusterCheckpoint:
+    async def load_previous(self) -> ClusterCheckpoint:
         """What the manager before has left: nothing, if its configuration was another one. Another
-        `parallel.data` is a new target: it was asked for last."""
-        kept = await self._notes.read()
-        if kept.identity != self._notes.identity:
+        `parallel.data` is a new target: it was requested last."""
+        previous = await self._store.read()
+        if previous.identity != self._store.identity:
             return ClusterCheckpoint()
-        same = kept.data in (0, self._data)
-        return kept if same else msgspec.structs.replace(kept, target=self._data)
+        same = previous.data in (0, self._data)
+        return previous if same else msgspec.structs.replace(previous, target=self._data)
 
-    async def rules(self) -> bool:
-        """Whether no other manager has taken over. Without an answer none can have."""
+    async def is_leader(self) -> bool:
+        """Whether no other manager has taken over. Where the store does not answer, none can."""
         try:
-            return (await self._notes.read()).owner in ("", self.owner)
+            return (await self._store.read()).owner in ("", self.owner)
         except Exception as error:
-            self._log.warning("notes cannot be read", error=f"{type(error).__name__}: {error}")
+            self._log.warning("checkpoint cannot be read", error=f"{type(error).__name__}: {error}")
             return True
 
-    def note(self, target: int, pause_requested: bool, served: bool) -> ClusterCheckpoint:
+    def make(self, target: int, pause_requested: bool, served: bool) -> ClusterCheckpoint:
         return ClusterCheckpoint(
-            self.owner, self._notes.identity, target, pause_requested, served, self._data
+            self.owner, self._store.identity, target, pause_requested, served, self._data
         )
 
-    async def save(self, note: ClusterCheckpoint) -> bool:
+    async def save(self, checkpoint: ClusterCheckpoint) -> bool:
         """Returns when this outlives the manager. The first time takes over from another one;
-        afterwards a manager that rules no more writes nothing, and hears False."""
-        async with self._writing:
-            if self._has_taken_over and not await self.rules():
+        afterwards False: another manager leads, and nothing was written."""
+        async with self._write_lock:
+            if self._has_taken_over and not await self.is_leader():
                 return False
-            if note != self._saved:
-                await self._notes.write(note)
-                self._saved, self._has_taken_over = note, True
+            if checkpoint != self._saved:
+                await self._store.write(checkpoint)
+                self._saved, self._has_taken_over = checkpoint, True
             return True
 
-    async def keep(self, wanted: Callable[[], ClusterCheckpoint]) -> None:
-        """Write down what is wanted, as often as it takes."""
-        if self._keeping:
+    async def save_until_written(self, make: Callable[[], ClusterCheckpoint]) -> None:
+        """Write the newest checkpoint, and try again until it is written."""
+        if self._is_saving:
             return
-        self._keeping = True
+        self._is_saving = True
         try:
-            while wanted() != self._saved:
+            while make() != self._saved:
                 try:
-                    if not await self.save(wanted()):
+                    if not await self.save(make()):
                         return
                 except Exception as error:
-                    self._log.warning("not noted", error=f"{type(error).__name__}: {error}")
+                    self._log.warning(
+                        "checkpoint not written", error=f"{type(error).__name__}: {error}"
+                    )
                     await asyncio.sleep(_PAUSE_S)
         finally:
-            self._keeping = False
+            self._is_saving = False
+        """`save_until_written` runs."""
 
     async def clear(self) -> None:
-        await self._notes.clear()
+        await self._store.clear()

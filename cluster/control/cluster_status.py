@@ -1,4 +1,4 @@
-"""What operators are told of a cluster: the body of `GET /admin/cluster`. Pure."""
+"""What operators see of a cluster: the body of `GET /admin/cluster`. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ from swell.cluster.control.backoff import Trouble
 from swell.cluster.control.placement import EngineHandle
 from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import ClusterView, EngineReport
-
-
-class Change(msgspec.Struct, frozen=True):
-    """What became of what an operator asked; `target` is the number of engines wanted now."""
-
-    target: int
-    refusal: str | None = None
-    """None: accepted."""
 
 
 def describe(

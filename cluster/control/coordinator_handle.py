@@ -106,9 +106,8 @@ class CoordinatorHandle:
     async def resume(self) -> None:
         await self._call(self._actor.resume.remote())
 
-    async def take_over(self, owner: str) -> ManagerState:
-        note: ManagerState = await self._call(self._actor.take_over.remote(owner))
-        return note
+    async def take_over(self, owner: str) -> None:
+        await self._call(self._actor.take_over.remote(owner))
 
     def note(self, note: ManagerState) -> None:
         """Send it; whether it was kept is seen in the next `Membership`."""

@@ -1,4 +1,4 @@
-"""The engines of a cluster: how they come, go, die and are missed. What is wanted, others decide.
+"""The engines of a cluster: how they start, join, leave, die and are found missing. No decisions.
 
 Ranks move from `starting` to `engines` when they have joined, and leave through `ending`, where
 they stay until their names and resources are free again.
@@ -7,10 +7,12 @@ they stay until their names and resources are free again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
 from swell.cluster.control.placement import EngineHandle, Placement
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import ClusterConfig
@@ -44,54 +46,43 @@ class Fleet:
         self.ending: dict[int, EngineHandle] = {}
         self.group_change_lock = asyncio.Lock()
         """Held while the engines' group changes: one change at a time."""
-        self.draining = False
-        """Engines are being let go."""
+        self._draining = False
+        """A task drains the engines that leave."""
         self._config = config
         self._coordinator = coordinator
         self._placement = placement
         self._on_death, self._on_change = on_death, on_change
-        self._verdicts_seen = 0
+        self._num_stalled_seen = 0
+        """Entries of `Membership.stalled_engines` that were handled."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = StructuredLogger("cluster.fleet")
-
-    @property
-    def staying(self) -> list[EngineHandle]:
-        """Engines that serve and shall go on, by rank."""
-        return [handle for _, handle in sorted(self.engines.items()) if not handle.leaving]
-
-    @property
-    def leaving(self) -> list[EngineHandle]:
-        """Engines that serve and shall go, by rank."""
-        return [handle for _, handle in sorted(self.engines.items()) if handle.leaving]
-
-    @property
-    def going(self) -> bool:
-        """Engines serve, start or end that shall go."""
-        return any(handle.leaving for handle in self.handles)
-
-    @property
-    def coming(self) -> list[EngineHandle]:
-        """Engines that start and are still wanted, by rank."""
-        return [handle for _, handle in sorted(self.starting.items()) if not handle.leaving]
-
-    @property
-    def present(self) -> int:
-        """Engines that count towards the target. One that has died counts until it can be
-        replaced."""
-        ending = sum(not handle.leaving for handle in self.ending.values())
-        return len(self.staying) + len(self.coming) + ending
 
     @property
     def handles(self) -> list[EngineHandle]:
         """Everything that has to be ended some day."""
         return [*self.engines.values(), *self.starting.values(), *self.ending.values()]
 
-    def free_ranks(self, count: int) -> list[int]:
-        """The lowest ones."""
-        taken = {*self.engines, *self.starting, *self.ending}
-        return [rank for rank in range(count + len(taken)) if rank not in taken][:count]
+    def view(self) -> FleetView:
+        tables = (
+            (Place.STARTING, self.starting),
+            (Place.SERVING, self.engines),
+            (Place.ENDING, self.ending),
+        )
+        found = [
+            EngineStatus(rank, place, handle.intent, handle.in_transition)
+            for place, table in tables
+            for rank, handle in table.items()
+        ]
+        return FleetView(
+            tuple(sorted(found, key=lambda engine: engine.rank)), self.group_change_lock.locked()
+        )
 
-    # ---------------------------------------------------------------- coming
+    @property
+    def _leaving(self) -> list[EngineHandle]:
+        """Engines that serve and shall leave, by rank."""
+        return [handle for _, handle in sorted(self.engines.items()) if handle.leaving]
+
+    # ---------------------------------------------------------------- starting
 
     async def adopt(self) -> list[EngineHandle]:
         """Take over the engines that an earlier manager left. Returns those that still have to
@@ -101,13 +92,19 @@ class Fleet:
             self._add_engine(handle)
             self._watch(handle)
             if handle.leaving:
-                self.leave(handle, self._config.drain_timeout_s)
+                self.leave(handle.rank, self._config.drain_timeout_s)
         self.starting.update({handle.rank: handle for handle in newcomers})
         return newcomers
 
+    def add_starting(self, ranks: Iterable[int]) -> list[EngineHandle]:
+        """New engines, for `grow`."""
+        handles = [self._placement.plan(rank) for rank in ranks]
+        self.starting.update({handle.rank: handle for handle in handles})
+        return handles
+
     async def grow(self, handles: list[EngineHandle]) -> dict[int, BaseException]:
         """Start newcomers, which are in `starting`, beside each other; those that are ready join
-        in one epoch. Returns the others, and why; who was called off is in neither."""
+        in one epoch. Returns why the others failed; those that were cancelled are not in it."""
         results = await asyncio.gather(
             *(self._prepare(handle) for handle in handles), return_exceptions=True
         )
@@ -135,7 +132,7 @@ class Fleet:
         return failures
 
     async def _prepare(self, handle: EngineHandle) -> None:
-        """Returns when the engine is ready or was called off. Raises what kept it from it."""
+        """Returns when the engine is ready or was cancelled. Raises why it is not ready."""
         if handle.leaving:
             return
         handle.starting = asyncio.create_task(self._placement.start(handle))
@@ -145,9 +142,10 @@ class Fleet:
             if not handle.leaving:
                 raise
 
-    def cancel_start(self, handle: EngineHandle) -> None:
+    def cancel_start(self, rank: int) -> None:
         """A newcomer that does not join yet is not wanted any more: it is ended."""
-        handle.leaving = True
+        handle = self.starting[rank]
+        handle.intent = Intent.LEAVE
         if handle.starting is not None:
             handle.starting.cancel()
         self.spawn(self._discard(handle))
@@ -160,23 +158,28 @@ class Fleet:
             self._on_change()
 
     async def _join(self, handles: list[EngineHandle]) -> list[EngineHandle]:
-        """Returns who has joined: all that were not called off before it began. Raises if one of
-        them dies meanwhile: it is lost, and its group does not form."""
+        """Returns those that have joined: all that were not cancelled before it began. Raises if
+        one of them dies meanwhile: it is removed, and its group does not form."""
         for handle in handles:
             self._watch(handle)
         async with self.group_change_lock:
             handles = [handle for handle in handles if not handle.leaving]
-            if not handles:
-                return []
-            for handle in handles:
-                handle.in_transition = True
-            self._on_change()
-            try:
-                await self._coordinator.join([handle.member for handle in handles])
-            finally:
-                for handle in handles:
-                    handle.in_transition = False
+            if handles:
+                with self._transition(handles):
+                    await self._coordinator.join([handle.member for handle in handles])
         return handles
+
+    @contextlib.contextmanager
+    def _transition(self, handles: list[EngineHandle]) -> Iterator[None]:
+        """The place of the engines in the roster changes meanwhile."""
+        for handle in handles:
+            handle.in_transition = True
+        self._on_change()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.in_transition = False
 
     def _add_engine(self, handle: EngineHandle) -> None:
         handle.joined_at = asyncio.get_running_loop().time()
@@ -184,29 +187,31 @@ class Fleet:
         if handle.ended is not None:
             self.spawn(self._on_engine_dead(handle, handle.ended))
 
-    # ---------------------------------------------------------------- going
+    # ---------------------------------------------------------------- leaving
 
-    def leave(self, handle: EngineHandle, timeout_s: float) -> None:
+    def leave(self, rank: int, timeout_s: float, *, is_drain: bool = False) -> None:
         """It may finish what it has, for so long: see `_drain`."""
-        handle.leaving, handle.idle_polls = True, 0
+        handle = self.engines[rank]
+        handle.intent = Intent.DRAIN if is_drain else Intent.LEAVE
+        handle.idle_polls = 0
         handle.leave_deadline_s = asyncio.get_running_loop().time() + timeout_s
 
     def shorten_drain(self, timeout_s: float) -> None:
-        """Whoever is leaving has no longer than this from now on, unless it was named."""
+        """Engines that leave have no longer than this from now on, unless they were named."""
         latest = asyncio.get_running_loop().time() + timeout_s
-        for handle in self.leaving:
-            if not handle.drained:
+        for handle in self._leaving:
+            if handle.intent is Intent.LEAVE:
                 handle.leave_deadline_s = min(handle.leave_deadline_s, latest)
 
-    def keep(self, handle: EngineHandle) -> None:
+    def keep(self, rank: int) -> None:
         """It was leaving, and is wanted again."""
-        handle.leaving = False
-        self.spawn(self._coordinator.cancel_leave([handle.rank]))
+        self.engines[rank].intent = Intent.STAY
+        self.spawn(self._coordinator.cancel_leave([rank]))
 
     def drain(self) -> None:
-        """Begin to let go whoever is leaving, if that is not under way."""
-        if self.leaving and not self.draining:
-            self.draining = True
+        """Begin to drain the engines that leave, if that is not under way."""
+        if self._leaving and not self._draining:
+            self._draining = True
             self.spawn(self._drain_all())
 
     async def _drain_all(self) -> None:
@@ -216,86 +221,78 @@ class Fleet:
             await asyncio.sleep(_PAUSE_S)
             raise
         finally:
-            self.draining = False
+            self._draining = False
             self._on_change()
 
     async def _drain(self) -> None:
-        """Until no engine is leaving: each goes when it has finished what it has, or when its time
-        is over. Who is paused cannot finish, and goes then."""
-        told: set[str] = set()
-        while self.leaving:
-            going = [handle for handle in self.leaving if not handle.in_transition]
-            told &= {handle.name for handle in going}
-            if fresh := [handle for handle in going if handle.name not in told]:
-                told |= {handle.name for handle in fresh}
+        """Until no engine is leaving: each is detached when it has finished what it has, or when
+        its time is over. A paused engine cannot finish, and is detached then."""
+        marked: set[str] = set()
+        while self._leaving:
+            leaving = [handle for handle in self._leaving if not handle.in_transition]
+            marked &= {handle.name for handle in leaving}
+            if fresh := [handle for handle in leaving if handle.name not in marked]:
+                marked |= {handle.name for handle in fresh}
                 await self._coordinator.leave([handle.rank for handle in fresh])
             now = asyncio.get_running_loop().time()
-            due = [h for h in going if h.idle_polls >= _IDLE_POLLS or now >= h.leave_deadline_s]
+            due = [h for h in leaving if h.idle_polls >= _IDLE_POLLS or now >= h.leave_deadline_s]
             if due:
                 await self._detach(due)
-                continue
-            await asyncio.sleep(2 * self._config.load_report_s)
-            view = await self._coordinator.view()
-            busy = {r.rank for r in view.reports if r.running + r.waiting}
-            for handle in going:
-                handle.idle_polls = 0 if handle.rank in busy else handle.idle_polls + 1
+            else:
+                await self._poll_idle(leaving)
 
-    async def _detach(self, going: list[EngineHandle]) -> None:
-        """Take engines out and end them; those that died or are kept meanwhile aside."""
-        async with self.group_change_lock:
-            going = [h for h in going if h.leaving and self.engines.get(h.rank) is h]
-            for handle in going:
-                handle.in_transition = True
-            self._on_change()
-            try:
-                if going:
-                    await self._coordinator.detach([handle.rank for handle in going])
-            finally:
-                for handle in going:
-                    handle.in_transition = False
-        going = [handle for handle in going if self.engines.get(handle.rank) is handle]
-        for handle in going:
-            self.ending[handle.rank] = self.engines.pop(handle.rank)
-        try:
-            await asyncio.gather(*(self._placement.end(handle) for handle in going))
-        finally:
-            for handle in going:
-                del self.ending[handle.rank]
+    async def _poll_idle(self, handles: list[EngineHandle]) -> None:
+        """Count, a report later, how often in a row each was seen without requests."""
+        await asyncio.sleep(2 * self._config.load_report_s)
+        view = await self._coordinator.view()
+        busy = {report.rank for report in view.reports if report.running + report.waiting}
+        for handle in handles:
+            handle.idle_polls = 0 if handle.rank in busy else handle.idle_polls + 1
 
-    async def wait_idle(self, ranks: list[int], timeout_s: float) -> None:
-        """Until the engines have nothing left, or the time is over.
-
-        Two quiet looks in a row, a report apart: a request may be on its way when the first is
-        taken.
-        """
-        quiet = 0
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Until no engine has requests left, or the time is over."""
+        handles = list(self.engines.values())
+        for handle in handles:
+            handle.idle_polls = 0
         try:
             async with asyncio.timeout(timeout_s):
-                while quiet < 2:
-                    await asyncio.sleep(2 * self._config.load_report_s)
-                    view = await self._coordinator.view()
-                    busy = [r for r in view.reports if r.rank in ranks and r.running + r.waiting]
-                    quiet = 0 if busy else quiet + 1
+                while any(handle.idle_polls < _IDLE_POLLS for handle in handles):
+                    await self._poll_idle(handles)
         except TimeoutError:
-            self._log.info("not drained", ranks=ranks, timeout_s=timeout_s)
+            self._log.info("not drained", ranks=list(self.engines), timeout_s=timeout_s)
+
+    async def _detach(self, handles: list[EngineHandle]) -> None:
+        """Take engines out and end them, but for those that died or are kept meanwhile."""
+        async with self.group_change_lock:
+            handles = [h for h in handles if h.leaving and self.engines.get(h.rank) is h]
+            with self._transition(handles):
+                if handles:
+                    await self._coordinator.detach([handle.rank for handle in handles])
+        handles = [handle for handle in handles if self.engines.get(handle.rank) is handle]
+        for handle in handles:
+            self.ending[handle.rank] = self.engines.pop(handle.rank)
+        try:
+            await asyncio.gather(*(self._placement.end(handle) for handle in handles))
+        finally:
+            for handle in handles:
+                del self.ending[handle.rank]
 
     # ---------------------------------------------------------------- the roster
 
     async def compare(self, now: Membership) -> None:
-        """Engines that the roster misses or lists otherwise, and members that are no engines of
-        ours."""
-        seen, self._verdicts_seen = self._verdicts_seen, len(now.stalled_engines)
-        fresh = (
-            now.stalled_engines[seen:] if seen <= len(now.stalled_engines) else now.stalled_engines
-        )
-        reasons = {stalled.rank: stalled.reason for stalled in fresh}
+        """Correct what differs: engines that are not in the roster or have another state there, and
+        members that are no engines of this cluster."""
+        stalled, seen = now.stalled_engines, self._num_stalled_seen
+        self._num_stalled_seen = len(stalled)
+        fresh = stalled[seen:] if seen <= len(stalled) else stalled
+        reasons = {engine.rank: engine.reason for engine in fresh}
         for rank, handle in list(self.engines.items()):
             assert handle.ready is not None
             member = now.view.roster.find(rank, handle.ready.incarnation)
             if handle.in_transition:
                 continue
             if member is None:
-                self.spawn(self.missed(handle, reasons.get(rank)))
+                self.spawn(self._on_missing(handle, reasons.get(rank)))
             elif handle.leaving and member.state is MemberState.ACTIVE:
                 await self._coordinator.leave([rank])
             elif not handle.leaving and member.state is MemberState.LEAVING:
@@ -314,26 +311,24 @@ class Fleet:
 
         handle.exit_watcher = self.spawn(watch())
 
-    async def missed(self, handle: EngineHandle, reason: str | None) -> None:
+    async def _on_missing(self, handle: EngineHandle, reason: str | None) -> None:
         """The roster is without it. `reason`: it was found to have stopped. Else the coordinator
         does not know it, and if it answers, it joins again."""
         if reason is None:
-            handle.in_transition = True
             try:
-                await self._placement.refresh(handle)
-                async with self.group_change_lock:
-                    await self._coordinator.join([handle.member])
+                with self._transition([handle]):
+                    await self._placement.refresh(handle)
+                    async with self.group_change_lock:
+                        await self._coordinator.join([handle.member])
                 return
             except Exception as error:
                 reason = f"it is not in the roster, and cannot be: {type(error).__name__}: {error}"
-            finally:
-                handle.in_transition = False
         await self._on_engine_dead(handle, reason, stopped_s=self._config.stall_timeout_s)
 
     async def _on_engine_dead(
         self, handle: EngineHandle, reason: str, stopped_s: float = 0.0
     ) -> None:
-        """An engine is dead, or as good as dead for `stopped_s`: it leaves the roster, and what
+        """An engine is dead, or has done nothing for `stopped_s`: it leaves the roster, and what
         is left of it is ended."""
         rank = handle.rank
         if self.starting.get(rank) is handle:
@@ -350,12 +345,12 @@ class Fleet:
         finally:
             try:
                 await (self._placement.kill(handle) if stopped_s else self._placement.end(handle))
-            finally:  # what could not be ended must not count for an engine for ever
+            finally:  # an engine that could not be ended must not count for ever
                 del self.ending[rank]
                 self._on_change()
 
     async def refresh(self, reports: list[EngineReport]) -> None:
-        """Ask those who have replaced workers which ones they have."""
+        """Read the workers of engines that have replaced some."""
         for report in reports:
             handle = self.engines.get(report.rank)
             if handle is None or handle.repairs == report.repairs:
@@ -384,7 +379,7 @@ class Fleet:
         task.add_done_callback(lambda _task: work.close())  # cancelled before it began
         return task
 
-    async def rest(self) -> None:
+    async def cancel_tasks(self) -> None:
         """Cancel everything that runs, the caller aside."""
         tasks = self._tasks - {asyncio.current_task()}
         for task in tasks:

@@ -19,6 +19,7 @@ from swell.cluster.control import actor_names as names
 from swell.cluster.control import strays as remains
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.fleet_view import Intent
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.roster import Member, MemberState
@@ -57,12 +58,9 @@ class EngineHandle:
     ready: EngineReady | None = None
     starting: asyncio.Task[None] | None = None
     """Until it is ready."""
-    leaving: bool = False
-    """It takes no new requests, and goes; one that is starting is not wanted any more."""
-    drained: bool = False
-    """It leaves because an operator has named it."""
+    intent: Intent = Intent.STAY
     leave_deadline_s: float = 0.0
-    """When it goes even if it has requests, by the clock of the manager's event loop."""
+    """When it is detached even if it has requests, by the clock of the manager's event loop."""
     idle_polls: int = 0
     """How often in a row it was seen without requests since it is leaving."""
     in_transition: bool = False
@@ -74,6 +72,11 @@ class EngineHandle:
     ended: str | None = None
     """Why it has ended."""
     exit_watcher: asyncio.Task[None] | None = None
+
+    @property
+    def leaving(self) -> bool:
+        """It takes no new requests, and is to end; one that is starting is not wanted any more."""
+        return self.intent is not Intent.STAY
 
     @property
     def member(self) -> Member:
@@ -160,7 +163,8 @@ class Placement:
         for handle in kept:
             start = handle.ready.incarnation if handle.ready else None
             member = None if start is None else roster.find(handle.rank, start)
-            handle.leaving = member is not None and member.state is MemberState.LEAVING
+            if member is not None and member.state is MemberState.LEAVING:
+                handle.intent = Intent.LEAVE
             (newcomers if member is None else serving).append(handle)
         gone = set(roster.ranks) - {handle.rank for handle in serving}
         if gone:

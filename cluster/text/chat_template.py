@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from swell.cluster.text.object_text import read_partial_object
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.sampling_params import BadRequest, Field, shown
 from swell.cluster.text.schema.chat_messages import (
     ROLES,
     ChatMessage,
@@ -121,8 +121,12 @@ class ChatTemplate:
         if leaves_out:
             index = next(i for i, message in enumerate(messages) if message.role == role)
             raise BadRequest(
-                f"messages[{index}].role={shown(role)} is not known to the model's chat template, "
-                f"which leaves such messages out; send one of {', '.join(ROLES)}",
+                [
+                    f"messages[{index}].role={shown(role)} is not known to the model's chat "
+                    "template, which leaves such ",
+                    Field("messages"),
+                    f" out; send one of {', '.join(ROLES)}",
+                ],
                 f"messages[{index}].role",
                 "unsupported_value",
             )
@@ -138,7 +142,7 @@ class ChatTemplate:
             reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
             whose = "this request's" if options.template else "the model's"
             raise BadRequest(
-                f"{whose} chat template refuses these messages: {reason}",
+                [f"{whose} chat template refuses these ", Field("messages"), f": {reason}"],
                 "chat_template" if options.template else "messages",
                 "chat_template_error",
             ) from None

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from swell.cluster.text.field_path import rename_roots
 from swell.cluster.text.prompts import read_json
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams
 from swell.cluster.text.validate_params import check_filters, check_length
@@ -50,9 +51,9 @@ def read_generation_config(model: ModelConfig) -> GenerationDefaults:
         check_filters(params)
         check_length(params)
     except BadRequest as error:
-        said = error.message.replace("max_tokens", "max_new_tokens")
+        reason = error.renamed(rename_roots({"max_tokens": "max_new_tokens"}))
         raise ConfigError(
-            f"{model.path}/{FILE}: {said}; correct the file, or set model.generation_config=none "
+            f"{model.path}/{FILE}: {reason}; correct the file, or set model.generation_config=none "
             "to ignore its defaults"
         ) from None
     return defaults

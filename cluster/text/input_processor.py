@@ -1,221 +1,235 @@
-"""What an answer takes, whatever the API that asked for it: typed bodies in, asks out."""
+"""The one way from a request to what engines get: template, tokens, limits, grammar."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
-from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.api.generation_body import GenerationRequest
-from swell.cluster.api.models import TokenizeRequest
-from swell.cluster.client.parallel_sampling import check_num_children
 from swell.cluster.text.bad_words import bad_words_token_ids
-from swell.cluster.text.chat_template import TemplateOptions
+from swell.cluster.text.child_params import check_num_children, child_sampling_params
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
-from swell.cluster.text.generation_config import GenerationDefaults
+from swell.cluster.text.generation_request import Conversation, GenerationRequest, Prompt
 from swell.cluster.text.model_formats import ModelFormats
 from swell.cluster.text.offload import OffloadPools
 from swell.cluster.text.parsers.base import ContentParser, Parser
 from swell.cluster.text.prompts import PromptProcessor
-from swell.cluster.text.sampling_params import BadRequest, SamplingParams, shown
+from swell.cluster.text.sampling_params import BadRequest, SamplingParams, shown, to_core_request
 from swell.cluster.text.structured_output import compile_grammar
-from swell.cluster.text.truncation import TokenizeOptions, Truncation
+from swell.cluster.text.truncation import TokenizeOptions
 from swell.cluster.text.validate_params import resolve_prompt_logprobs, validate
-from swell.configs.schema import Config
+from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import Grammar
 
 TAIL_TOKENS = 16
 """At the end of a prompt, where a template may have opened the answer's reasoning."""
 
 CompileGrammar = Callable[[], Grammar]
+"""Raises `BadRequest`."""
+
+
+class ProcessedPrompt(NamedTuple):
+    token_ids: list[int]
+    text: str | None
+    """Where it was a text, or `echo` needs its text."""
+    max_tokens: int
+    """The most tokens that an answer may have."""
+
+
+class ChildRequest(msgspec.Struct, frozen=True):
+    """What one answer to one prompt needs."""
+
+    core: EngineCoreRequest
+    params: SamplingParams
+    """This answer's own."""
+    index: int
+    """Among the answers to its prompt."""
+    prompt_text: str | None
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
-    """One request in our own terms."""
+    """A `GenerationRequest` in tokens and numbers, checked."""
 
-    prompts: list[list[int]]
-    prompt_texts: list[str | None]
-    """Of each prompt, its text where an answer may begin with it."""
+    prompts: list[ProcessedPrompt]
     text_start: TextStart
     params: SamplingParams
-    """Checked."""
-    max_tokens_per_prompt: list[int]
-    """Of each prompt, the most tokens that an answer may have."""
+    eos_token_ids: list[int]
     bad_words: list[list[int]]
     grammar: Grammar | None
+    make_parser: Callable[[], Parser]
+    """Makes the parser of one answer."""
     stream: bool
-    priority: int = 0
-    cache_salt: str | None = None
-    data_parallel_rank: int | None = None
-    make_parser: Callable[[], Parser] = ContentParser
-    """Makes what reads one answer."""
+    priority: int
+    cache_salt: str | None
+    data_parallel_rank: int | None
+
+    def children(
+        self,
+        external_req_id: str,
+        prompt: ProcessedPrompt,
+        *,
+        trace_headers: dict[str, str] | None = None,
+    ) -> Iterator[ChildRequest]:
+        """The request of each answer to `prompt`, which is one of `prompts`."""
+        for index, params in enumerate(child_sampling_params(self.params)):
+            core = to_core_request(
+                params,
+                external_req_id=external_req_id,
+                prompt_token_ids=prompt.token_ids,
+                max_tokens=prompt.max_tokens,
+                eos_token_ids=self.eos_token_ids,
+                bad_words=self.bad_words,
+                grammar=self.grammar,
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+                data_parallel_rank=self.data_parallel_rank,
+                trace_headers=trace_headers,
+            )
+            yield ChildRequest(core, params, index, prompt.text)
 
 
 class InputProcessor:
-    """One model's way from a typed body to request parameters. What takes long runs in a thread: it
-    must not hold up everybody else's tokens. `size_bytes` is what the body, and what it refers to,
-    had as JSON: so much work it makes."""
+    """One model's way from a `GenerationRequest` to `RequestParams`, for HTTP and for `LLM`.
+
+    Without `formats` an answer is all content: no reasoning and no tool calls are read from it.
+    Safe to call from several threads.
+    """
 
     def __init__(
         self,
         prompts: PromptProcessor,
-        config: Config,
-        defaults: GenerationDefaults,
-        offloads: OffloadPools | None = None,
-        detokenizer: Detokenizer | None = None,
+        detokenizer: Detokenizer,
+        eos_token_ids: list[int],
+        *,
+        formats: ModelFormats | None = None,
+        default_max_tokens: int | None = None,
+        max_children: int | None = None,
+        policy: str = "priority",
+        allow_chat_template: bool = False,
     ) -> None:
-        """`defaults`: the model's, for requests that do not say."""
+        """`default_max_tokens`: the longest answer of a request that sets no limit. `policy`: the
+        scheduler's. `allow_chat_template`: a request may bring its own."""
         self._prompts = prompts
-        self._detokenizer = detokenizer or Detokenizer(prompts.tokenizer)
-        self._defaults = defaults
-        self._offloads = offloads or OffloadPools()
-        self._max_children = config.serve.max_children
-        self._trust_request_chat_template = config.serve.request_chat_template
-        self._policy = config.scheduler.policy
-        self._formats = ModelFormats(prompts.tokenizer, prompts.template.text, config.serve)
+        self._detokenizer = detokenizer
+        self._eos_token_ids = eos_token_ids
+        self._formats = formats
+        self._default_max_tokens = default_max_tokens
+        self._max_children = max_children
+        self._policy = policy
+        self._allow_chat_template = allow_chat_template
 
-    async def completion(self, body: CompletionRequest, size_bytes: int = 0) -> RequestParams:
-        self._check_priority(body.priority)
-        return await self._compiled(
-            *await self._offloads.bodies.run_sized(size_bytes, self._completion, body)
-        )
+    def process(self, request: GenerationRequest) -> RequestParams:
+        """May take long: the grammar is compiled too. Raises `BadRequest`."""
+        build, compile_grammar = self.prepare(request)
+        return build(grammar=None if compile_grammar is None else compile_grammar())
 
-    async def chat(self, body: ChatCompletionRequest, size_bytes: int = 0) -> RequestParams:
-        self._check_priority(body.priority)
-        return await self._compiled(
-            *await self._offloads.bodies.run_sized(size_bytes, self._chat, body)
-        )
-
-    async def tokens(self, body: TokenizeRequest, size_bytes: int = 0) -> list[int]:
-        """What a prompt or a conversation is to the model."""
-        return await self._offloads.bodies.run_sized(size_bytes, self._tokens, body)
-
-    async def _compiled(
-        self, request_params: RequestParams, grammar: CompileGrammar | None
-    ) -> RequestParams:
-        if grammar is None:
-            return request_params
-        compiled = await self._offloads.grammars.run(grammar)
-        return msgspec.structs.replace(request_params, grammar=compiled)
-
-    def _completion(self, body: CompletionRequest) -> tuple[RequestParams, CompileGrammar | None]:
-        params = self._params(body)
-        count = len(self._prompts.split(body.prompt))
-        check_num_children(count, params, self._max_children)
-        prompts = self._prompts.completion_prompts(
-            body.prompt, _text_options(body, add_special_tokens=True)
-        )
-        grammar = None
+    def prepare(
+        self, request: GenerationRequest
+    ) -> tuple[Callable[..., RequestParams], CompileGrammar | None]:
+        """All but the grammar: what builds the result from the keyword `grammar`, and what compiles
+        this, or None."""
+        self._check_priority(request.priority)
+        if isinstance(request.prompt, Conversation) and self._formats is not None:
+            return self._prepare_chat(request, request.prompt, self._formats)
+        params, compiles = request.params, None
         if params.structured_outputs is not None:
-            grammar = partial(
-                compile_grammar, params.structured_outputs, body.structured_outputs_field
+            compiles = partial(
+                compile_grammar, params.structured_outputs, request.structured_outputs_field
             )
-        request_params = self._build_params(body, params, prompts, "prompt", TextStart.CONTINUATION)
-        if body.echo:
-            request_params = msgspec.structs.replace(
-                request_params, prompt_texts=self._echoed(body, request_params)
-            )
-        return request_params, grammar
+        prompts = self._tokenize(request)
+        return self._build(request, params, prompts, ContentParser), compiles
 
-    def _echoed(self, body: CompletionRequest, request_params: RequestParams) -> list[str | None]:
-        """Texts as they were sent, and else the texts of the tokens that are read."""
-        skip, whole = request_params.params.skip_special_tokens, body.truncate_prompt_tokens is None
-        return [
-            sent
-            if isinstance(sent, str) and whole
-            else self._detokenizer.prompt_text(token_ids, skip)
-            for sent, token_ids in zip(
-                self._prompts.split(body.prompt), request_params.prompts, strict=True
-            )
-        ]
-
-    def _chat(self, body: ChatCompletionRequest) -> tuple[RequestParams, CompileGrammar | None]:
-        form = self._formats.of(body)
-        options = TemplateOptions(
-            tools=form.tools,
-            add_generation_prompt=_add_generation_prompt(body),
-            continue_final_message=bool(body.continue_final_message),
-            template=self._template(body.chat_template),
-            documents=body.documents or (),
-            variables=body.template_variables(),
-        )
-        params = self._params(body)
-        check_num_children(1, params, self._max_children)
-        prompt = self._prompts.chat_prompt(
-            body.messages, options, _text_options(body, add_special_tokens=False)
-        )
-        if form.keeps_special_tokens:
+    def _prepare_chat(
+        self, request: GenerationRequest, conversation: Conversation, formats: ModelFormats
+    ) -> tuple[Callable[..., RequestParams], CompileGrammar | None]:
+        request_format = formats.of(request, conversation)
+        params, prompts = request.params, self._tokenize(request)
+        if request_format.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        continues = options.continue_final_message
-        text_start = TextStart.CONTINUATION if continues else TextStart.NEW_TEXT
-        request_params = self._build_params(body, params, [prompt], "messages", text_start)
-        tail = self._prompts.text(prompt[-TAIL_TOKENS:])
-        answer = form.of(tail)
-        return msgspec.structs.replace(
-            request_params, make_parser=answer.make_parser
-        ), answer.grammar
+        answer = request_format.of(self._prompts.text(prompts[0][-TAIL_TOKENS:]))
+        return self._build(request, params, prompts, answer.make_parser), answer.grammar
 
-    def _tokens(self, body: TokenizeRequest) -> list[int]:
-        if body.messages is None:
-            assert body.prompt is not None, "the body was checked"
-            add = body.add_special_tokens is not False
-            return self._prompts.encode(body.prompt, add_special_tokens=add)
-        options = TemplateOptions(
-            tools=body.tools or [],
-            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            continue_final_message=body.continue_final_message,
-            template=self._template(body.chat_template),
-            variables=body.chat_template_kwargs or {},
-        )
-        own = TokenizeOptions(add_special_tokens=bool(body.add_special_tokens))
-        return self._prompts.chat_prompt(body.messages, options, own)
+    def _tokenize(self, request: GenerationRequest) -> list[list[int]]:
+        count = 1 if isinstance(request.prompt, Conversation) else len(request.prompt)
+        if self._max_children is not None:
+            check_num_children(count, request.params, self._max_children)
+        return self.tokenize(request.prompt, request.tokenize_options, request.prompt_field)
 
-    def _build_params(
+    def tokenize(
+        self, prompt: list[Prompt] | Conversation, options: TokenizeOptions, field: str = "prompt"
+    ) -> list[list[int]]:
+        """The token ids of each prompt; of a conversation, which is one. `field`: as error messages
+        name it."""
+        if not isinstance(prompt, Conversation):
+            return self._prompts.completion_prompts(prompt, options, field)
+        if prompt.template.template is not None and not self._allow_chat_template:
+            raise BadRequest(  # a template is a program
+                "chat_template is not taken from requests here; set "
+                "serve.request_chat_template=true, or serve.chat_template to a file",
+                "chat_template",
+                "unsupported_value",
+            )
+        return [self._prompts.chat_prompt(prompt.messages, prompt.template, options)]
+
+    def _build(
         self,
-        body: GenerationRequest,
+        request: GenerationRequest,
         params: SamplingParams,
         prompts: list[list[int]],
-        field: str,
-        text_start: TextStart,
-    ) -> RequestParams:
-        """The request_params without its grammar."""
-        processor = self._prompts
-        validate(params, vocab_size=processor.vocab_size)
-        params = resolve_prompt_logprobs(params, sum(map(len, prompts)), processor.vocab_size)
-        longest = self._defaults.max_new_tokens if params.max_tokens is None else None
-        max_tokens_per_prompt = [
-            processor.resolve_max_tokens(
-                len(prompt),
-                params.max_tokens,
-                default=longest,
-                min_tokens=params.min_tokens,
-                field=field,
-            )
-            for prompt in prompts
-        ]
-        return RequestParams(
-            prompts=prompts,
-            prompt_texts=[None] * len(prompts),
-            text_start=text_start if params.structured_outputs is None else TextStart.VERBATIM,
+        make_parser: Callable[[], Parser],
+    ) -> Callable[..., RequestParams]:
+        vocab_size = self._prompts.vocab_size
+        validate(params, vocab_size=vocab_size)
+        params = resolve_prompt_logprobs(params, sum(map(len, prompts)), vocab_size)
+        limits = [self._max_tokens(request, len(prompt)) for prompt in prompts]
+        texts = self._texts(request, params, prompts)
+        return partial(
+            RequestParams,
+            prompts=list(map(ProcessedPrompt, prompts, texts, limits)),
+            text_start=_text_start(request),
             params=params,
-            max_tokens_per_prompt=max_tokens_per_prompt,
+            eos_token_ids=self._eos_token_ids,
             bad_words=bad_words_token_ids(
-                processor.tokenizer, params.bad_words, vocab_size=processor.vocab_size
+                self._prompts.tokenizer, params.bad_words, vocab_size=vocab_size
             ),
-            grammar=None,
-            stream=bool(body.stream),
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
-            data_parallel_rank=body.data_parallel_rank,
+            make_parser=make_parser,
+            stream=request.stream,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            data_parallel_rank=request.data_parallel_rank,
         )
 
-    def _params(self, body: GenerationRequest) -> SamplingParams:
-        return body.sampling_params(self._defaults.sampling)
+    def _max_tokens(self, request: GenerationRequest, num_prompt_tokens: int) -> int:
+        params = request.params
+        max_tokens = self._prompts.resolve_max_tokens(
+            num_prompt_tokens,
+            params.max_tokens,
+            default=self._default_max_tokens if params.max_tokens is None else None,
+            min_tokens=params.min_tokens,
+            field=request.prompt_field,
+        )
+        cap = request.max_tokens_in_context
+        return max_tokens if cap is None else min(max_tokens, cap)
 
-    def _check_priority(self, priority: int | None) -> None:
+    def _texts(
+        self, request: GenerationRequest, params: SamplingParams, prompts: list[list[int]]
+    ) -> list[str | None]:
+        """Texts as they were sent; with `echo` else the texts of the tokens that are read."""
+        if isinstance(request.prompt, Conversation):
+            return [None]
+        whole, texts = request.tokenize_options.truncation is None, list[str | None]()
+        for sent, token_ids in zip(request.prompt, prompts, strict=True):
+            if isinstance(sent, str) and whole:
+                texts.append(sent)
+            elif request.echo:
+                texts.append(self._detokenizer.prompt_text(token_ids, params.skip_special_tokens))
+            else:
+                texts.append(None)
+        return texts
+
+    def _check_priority(self, priority: int) -> None:
         if priority and self._policy != "priority":
             raise BadRequest(
                 f"priority={shown(priority)} has no effect here: scheduler.policy="
@@ -225,28 +239,43 @@ class InputProcessor:
                 "unsupported_value",
             )
 
-    def _template(self, template: str | None) -> str | None:
-        """A template is a program: only whom the operator trusts may send one."""
-        if template is not None and not self._trust_request_chat_template:
-            raise BadRequest(
-                "chat_template is not taken from requests here; set "
-                "serve.request_chat_template=true, or serve.chat_template to a file",
-                "chat_template",
-                "unsupported_value",
-            )
-        return template
+
+def _text_start(request: GenerationRequest) -> TextStart:
+    if request.params.structured_outputs is not None:
+        return TextStart.VERBATIM
+    if isinstance(request.prompt, Conversation):
+        continues = request.prompt.template.continue_final_message
+        return TextStart.CONTINUATION if continues else TextStart.NEW_TEXT
+    return TextStart.CONTINUATION
 
 
-def _add_generation_prompt(body: ChatCompletionRequest) -> bool:
-    asked = body.add_generation_prompt
-    return not body.continue_final_message if asked is None else asked
+class AsyncInputProcessor:
+    """`InputProcessor` for an event loop: what takes long runs in a thread, so that it does not
+    delay the tokens of others. `size_bytes`: of the body as JSON, and of what it refers to; the
+    work grows with it."""
 
+    def __init__(self, processor: InputProcessor, offloads: OffloadPools) -> None:
+        self._processor = processor
+        self._offloads = offloads
 
-def _text_options(body: GenerationRequest, *, add_special_tokens: bool) -> TokenizeOptions:
-    """`add_special_tokens`: where the request does not say."""
-    truncation = None
-    if body.truncate_prompt_tokens is not None:
-        answer = max(body.answer_max_tokens() or 1, 1)
-        truncation = Truncation(body.truncate_prompt_tokens, body.truncation_side or "left", answer)
-    given = body.add_special_tokens
-    return TokenizeOptions(add_special_tokens if given is None else given, truncation)
+    async def process(
+        self, convert: Callable[[], GenerationRequest], size_bytes: int = 0
+    ) -> RequestParams:
+        """Of what `convert` makes, which may take long too. Raises `BadRequest`."""
+        build, compile_grammar = await self._offloads.bodies.run_sized(
+            size_bytes, lambda: self._processor.prepare(convert())
+        )
+        if compile_grammar is None:
+            return build(grammar=None)
+        return build(grammar=await self._offloads.grammars.run(compile_grammar))
+
+    async def tokenize(
+        self,
+        convert: Callable[[], tuple[list[Prompt] | Conversation, TokenizeOptions]],
+        size_bytes: int = 0,
+    ) -> list[int]:
+        """The token ids of one prompt, or of a conversation."""
+        (token_ids,) = await self._offloads.bodies.run_sized(
+            size_bytes, lambda: self._processor.tokenize(*convert())
+        )
+        return token_ids

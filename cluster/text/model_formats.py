@@ -8,14 +8,19 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.text.generation_request import Conversation, GenerationRequest
+from swell.cluster.text.lark_compiler import compile_lark
 from swell.cluster.text.parsers import (
-    detect_reasoning,
-    detect_tools,
     make_parser,
     message_format,
     reasoning_format,
     tool_format,
+)
+from swell.cluster.text.parsers.answer_grammar import (
+    MessageGrammar,
+    ReasoningGrammar,
+    answer,
+    unpadded,
 )
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.parsers.constrained import (
@@ -24,10 +29,10 @@ from swell.cluster.text.parsers.constrained import (
     StructuredOrCallsParser,
 )
 from swell.cluster.text.parsers.deltas import Tool
-from swell.cluster.text.parsers.grammar import MessageGrammar, ReasoningGrammar, answer, unpadded
+from swell.cluster.text.parsers.detection import detect_reasoning, detect_tools
 from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
 from swell.cluster.text.schema.chat_messages import CallRules, ToolDefinition, call_rules
-from swell.cluster.text.structured_output import compile_grammar, compile_lark, grammar_fragment
+from swell.cluster.text.structured_output import compile_grammar, grammar_fragment
 from swell.configs.schema import ConfigError, ServeConfig
 from swell.worker.sample.wire import Grammar
 
@@ -43,8 +48,6 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
 class RequestFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Of one request, before its prompt is written."""
 
-    tools: list[ToolDefinition]
-    """Those that the model is shown."""
     keeps_special_tokens: bool
     """A marker is a special token, so these must stay in the text."""
     of: Callable[[str], AnswerFormat]
@@ -70,8 +73,9 @@ class ModelFormats:
         except ValueError as error:
             raise ConfigError(f"serve.tool_parser or serve.reasoning_parser: {error}") from None
 
-    def of(self, body: ChatCompletionRequest) -> RequestFormat:
-        tools = body.tools if body.tools and body.tool_choice != "none" else []
+    def of(self, request: GenerationRequest, conversation: Conversation) -> RequestFormat:
+        """`conversation`: the prompt of `request`."""
+        tools = conversation.template.tools
         if tools and self._tools is None:
             raise BadRequest(
                 "tools: the model's chat template tells no format of tool calls that is known; "
@@ -81,80 +85,96 @@ class ModelFormats:
             )
         parser = make_parser(self._tools if tools else None, self._reasoning)
         return RequestFormat(
-            tools=tools,
             keeps_special_tokens=parser.keeps_special_tokens
             or any(name in marker for marker in parser.markers for name in self._special),
-            of=partial(self._answer, body, tools),
+            of=partial(self._answer, request, conversation),
         )
 
     def _answer(
-        self, body: ChatCompletionRequest, tools: list[ToolDefinition], prompt: str
+        self, request: GenerationRequest, conversation: Conversation, prompt: str
     ) -> AnswerFormat:
-        calls = _call_rules(body, tools)
-        form = None if calls and calls.required else body.form()
-        reasoning = self._reasoning_grammar(body, form, prompt)
-        held = calls is not None or form is not None
+        tools = conversation.template.tools
+        structured_outputs = request.params.structured_outputs
+        calls = _call_rules(conversation, structured=structured_outputs is not None)
+        form = None if calls and calls.required else structured_outputs
+        reasoning = self._reasoning_grammar(conversation, form, prompt)
+        constrained = calls is not None or form is not None
         name = self._tools if tools else None
         kind = self._reasoning
         written = self._message_format
-        if held and reasoning is None and written is None:
+        if constrained and reasoning is None and written is None:
             kind = None
-        within = StructuredOrCallsParser if calls and form else None
-        shown = [_tool(tool) for tool in tools]
+        wrap_calls = StructuredOrCallsParser if calls and form else None
+        request_tools = [_tool(tool) for tool in tools]
         start_markers: tuple[str, ...] = ()
         if name and calls and not (form and form.grammar):
             start_markers = tool_format(name).start_markers
 
         def make() -> Parser:
-            parser = make_parser(name, kind, shown=shown, prompt=prompt, within=within, held=held)
+            parser = make_parser(
+                name,
+                kind,
+                request_tools=request_tools,
+                prompt=prompt,
+                wrap_calls=wrap_calls,
+                constrained=constrained,
+            )
             if calls and calls.required:
                 return RequiredCallsParser(parser)
             return ConstrainedCallsParser(parser, start_markers) if start_markers else parser
 
         limited = reasoning is not None and reasoning.budget is not None
         messages = written.messages(prompt, self._added) if written else None
-        grammar = partial(self._compile, body, shown, calls, form, reasoning, messages)
-        return AnswerFormat(make_parser=make, grammar=grammar if held or limited else None)
+        grammar = partial(
+            self._compile,
+            request.structured_outputs_field,
+            request_tools,
+            calls,
+            form,
+            reasoning,
+            messages,
+        )
+        return AnswerFormat(make_parser=make, grammar=grammar if constrained or limited else None)
 
     def _reasoning_grammar(
-        self, body: ChatCompletionRequest, form: StructuredOutputs | None, prompt: str
+        self, conversation: Conversation, form: StructuredOutputs | None, prompt: str
     ) -> ReasoningGrammar | None:
         """The reasoning that may stand before the answer; None: none is read as such."""
         if self._reasoning is None:
             return None
         kind = reasoning_format(self._reasoning)
         begun = kind.opened_by_prompt(prompt)
-        if not begun and (body.continue_final_message or kind.closed_by_prompt(prompt)):
+        if not begun and (
+            conversation.template.continue_final_message or kind.closed_by_prompt(prompt)
+        ):
             return None
         own = form.grammar if form else None
-        if not begun and own is not None and kind.open in own:
+        if not begun and own is not None and kind.start_token in own:
             return None  # the parser could not tell such a text from reasoning
         return ReasoningGrammar(
-            opening=kind.open,
-            closing=kind.close,
+            opening=kind.start_token,
+            closing=kind.end_token,
             begun=begun,
             padding=kind.padding,
-            budget=_budget(body),
+            budget=_budget(conversation),
         )
 
     def _compile(
         self,
-        body: ChatCompletionRequest,
+        param: str | None,
         tools: list[Tool],
         rules: CallRules | None,
         form: StructuredOutputs | None,
         reasoning: ReasoningGrammar | None,
         messages: MessageGrammar | None,
     ) -> Grammar:
-        """`tools`: those that the model is shown."""
+        """`param`: the field that gives `form`. `tools`: those that the model is shown."""
         if form is not None:
-            alone = compile_grammar(
-                form, body.structured_outputs_field
-            )  # so that an error is about the form
+            alone = compile_grammar(form, param)  # so that an error is about the form
             if rules is None and reasoning is None and messages is None:
                 return alone
             if reasoning is not None:
-                _check_after_reasoning(reasoning, form, body.structured_outputs_field)
+                _check_after_reasoning(reasoning, form, param)
         kind = tool_format(self._tools) if tools and self._tools else None
         calls = None
         if kind is not None and rules is not None:
@@ -172,17 +192,15 @@ class ModelFormats:
                 calls,
                 special=self._added,
                 required=rules is not None and rules.required,
-                form=grammar_fragment(form, body.structured_outputs_field) if form else None,
+                form=grammar_fragment(form, param) if form else None,
                 reasoning=reasoning,
-                start_markers=[opener.strip() for opener in kind.start_markers] if kind else (),
+                start_markers=[one.strip() for one in kind.start_markers] if kind else (),
                 messages=messages,
             )
         except ValueError as error:
-            param = "thinking_token_budget"
-            raise BadRequest(f"{param}: {error}", param, "unsupported_value") from None
-        return compile_lark(
-            lark, "tools" if calls else body.structured_outputs_field or "structured_outputs"
-        )
+            field = "thinking_token_budget"
+            raise BadRequest(f"{field}: {error}", field, "unsupported_value") from None
+        return compile_lark(lark, "tools" if calls else param or "structured_outputs")
 
 
 def _check_after_reasoning(
@@ -194,7 +212,7 @@ def _check_after_reasoning(
         return
     param = param or "structured_outputs"
     try:
-        compile_lark(behind.alone(), param)
+        compile_lark(behind.to_grammar(), param)
     except BadRequest:
         raise BadRequest(
             f"{param} has only texts that begin with {reasoning.padding!r}, which behind reasoning "
@@ -203,24 +221,25 @@ def _check_after_reasoning(
         ) from None
 
 
-def _call_rules(body: ChatCompletionRequest, tools: list[ToolDefinition]) -> CallRules | None:
+def _call_rules(conversation: Conversation, *, structured: bool) -> CallRules | None:
     """Of the calls that the answer may have; None: there are no tools, or the model is free to call
-    as it likes, and its text too."""
+    as it likes, and its text too. `structured`: the request has a structured output."""
+    tools = conversation.template.tools
     if not tools:
         return None
-    rules = call_rules(body.tool_choice)
+    rules = call_rules(conversation.tool_choice)
     strict = any(tool.function and tool.function.strict for tool in tools)
-    single = rules.single or body.parallel_tool_calls is False
-    held = rules.required or rules.names is not None or strict or single or body.form()
-    return msgspec.structs.replace(rules, single=single) if held else None
+    single = rules.single or not conversation.parallel_tool_calls
+    constrained = rules.required or rules.names is not None or strict or single or structured
+    return msgspec.structs.replace(rules, single=single) if constrained else None
 
 
-def _budget(body: ChatCompletionRequest) -> int | None:
+def _budget(conversation: Conversation) -> int | None:
     """The most tokens of reasoning; None: there is no limit."""
-    effort = body.template_variables().get("reasoning_effort")
-    if body.thinking_token_budget is None and effort == "none":
+    budget = conversation.thinking_token_budget
+    if budget is None and conversation.template.variables.get("reasoning_effort") == "none":
         return 0
-    return None if body.thinking_token_budget == -1 else body.thinking_token_budget
+    return None if budget == -1 else budget
 
 
 def special_tokens(tokenizer: Any) -> frozenset[str]:

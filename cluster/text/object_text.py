@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from swell.cluster.text.parsers.json_stream import ScalarValue, StringValue, end_of
+from swell.cluster.text.parsers.calls import end_of
+from swell.cluster.text.parsers.json_values import ScalarValue, StringValue
 
 MAX_DEPTH = 100
 """Readers of JSON have limits of their own, at 200 and more."""

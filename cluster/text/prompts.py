@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from swell.cluster.api.models import TokenizeRequest
 from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
-from swell.cluster.text.sampling_params import BadRequest, shown
-from swell.cluster.text.schema.chat_messages import ChatMessage
+from swell.cluster.text.generation_request import Prompt
+from swell.cluster.text.sampling_params import BadRequest, Field, shown
+from swell.cluster.text.schema.chat_messages import ChatMessage, check_messages
 from swell.cluster.text.schema.decode import decode
+from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.truncation import (
     MAX_TRUNCATED_BYTES,
     PLAIN_TEXT,
@@ -34,8 +35,6 @@ from swell.configs.schema import ConfigError
 
 CHUNK_CHARS = 64 * 1024
 """Of a text that is very probably too long, so much is tokenized at once to find out."""
-MAX_PROMPTS = 1024
-"""Prompts of one completions request."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -47,7 +46,6 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
 )
 
-Prompt = str | list[int]
 PLAIN_CHAT = TemplateOptions()
 
 
@@ -133,6 +131,15 @@ def read_template(path: str | None) -> str | None:
         raise ConfigError(f"serve.chat_template={path!r} cannot be read: {error}") from None
 
 
+class _Messages(RequestBody, kw_only=True):
+    """The conversation of a Python caller."""
+
+    messages: list[ChatMessage]
+
+    def check(self) -> None:
+        check_messages(self.messages)
+
+
 class PromptProcessor:
     """One model's way from text to ids. Safe to call from several threads.
 
@@ -172,49 +179,28 @@ class PromptProcessor:
         self.vocab_size = vocab_size
 
     def completion_prompts(
-        self, prompt: str | Sequence[Any], options: TokenizeOptions = PLAIN_TEXT
+        self,
+        prompts: Sequence[Prompt],
+        options: TokenizeOptions = PLAIN_TEXT,
+        field: str = "prompt",
     ) -> list[list[int]]:
-        """The ids of each prompt: of a text, texts, token ids, or lists of token ids."""
-        prompts = self.split(prompt)
+        """The token ids of each prompt; `field` is what error messages call all of them."""
         ids = []
-        for index, one in enumerate(prompts):
-            field = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
-            if isinstance(one, str):
+        for index, prompt in enumerate(prompts):
+            path = field if len(prompts) == 1 else f"{field}[{index}]"
+            if isinstance(prompt, str):
                 ids.append(
                     self.encode(
-                        one,
+                        prompt,
                         add_special_tokens=options.add_special_tokens,
-                        field=field,
+                        field=path,
                         truncation=options.truncation,
                     )
                 )
             else:
-                ids.append(
-                    self.check_ids(kept(one, options.truncation, self.max_model_len), field=field)
-                )
+                truncated = kept(prompt, options.truncation, self.max_model_len)
+                ids.append(self.check_ids(truncated, field=path))
         return ids
-
-    def split(self, prompt: str | Sequence[Any]) -> list[Prompt]:
-        """The prompts of one request, each a text or a list of ids."""
-        if isinstance(prompt, str):
-            return [prompt]
-        parts = list(prompt)
-        if not parts:
-            raise BadRequest("prompt=[] is empty; a prompt needs at least one token", "prompt")
-        kinds = {type(part) for part in parts}
-        if kinds == {int}:
-            return [parts]
-        if kinds not in ({str}, {list}):
-            raise BadRequest(
-                f"prompt={shown(parts)} mixes its forms: send a text, a list of texts, a list of "
-                "token ids, or a list of lists of token ids",
-                "prompt",
-            )
-        if len(parts) > MAX_PROMPTS:
-            raise BadRequest(
-                f"prompt holds {len(parts)} prompts; at most {MAX_PROMPTS} are allowed", "prompt"
-            )
-        return parts
 
     def check_ids(self, token_ids: list[int], *, field: str = "prompt") -> list[int]:
         if not token_ids:
@@ -285,7 +271,7 @@ class PromptProcessor:
             body = msgspec.json.encode({"messages": messages})
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRequest(f"messages: {error}", "messages") from None
-        return decode(body, TokenizeRequest).messages or []
+        return decode(body, _Messages).messages
 
     def chat_prompt(
         self,
@@ -360,9 +346,13 @@ class PromptProcessor:
             raise BadRequest(f"{field} holds a lone surrogate, which is no text", field) from None
         if num_bytes > limit:
             raise BadRequest(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, "
-                f"{field} has {num_bytes} bytes, and no more than {limit} bytes "
-                "can fit. Please reduce the length of the input.",
+                [
+                    f"This model's maximum context length is {self.max_model_len} tokens. "
+                    "However, ",
+                    Field(field),
+                    f" has {num_bytes} bytes, and no more than {limit} bytes "
+                    "can fit. Please reduce the length of the input.",
+                ],
                 field,
                 "context_length_exceeded",
             )
@@ -372,17 +362,28 @@ class PromptProcessor:
     ) -> BadRequest:
         head = f"This model's maximum context length is {self.max_model_len} tokens. However, "
         if max_tokens is None:
-            what = (
-                f"your {field} has {num_prompt_tokens} tokens, and at least one is needed for the "
-                f"answer. Please reduce the length of the {field}."
-            )
+            what = [
+                "your ",
+                Field(field),
+                f" has {num_prompt_tokens} tokens, and at least one is needed for the "
+                "answer. Please reduce the length of the ",
+                Field(field),
+                ".",
+            ]
         else:
-            what = (
+            what = [
                 f"you requested {shown(num_prompt_tokens + max_tokens)} tokens "
-                f"({num_prompt_tokens} in the {field}, max_tokens={shown(max_tokens)} for the "
-                f"answer). Please reduce the length of the {field} or max_tokens."
-            )
-        return BadRequest(head + what, field, "context_length_exceeded")
+                f"({num_prompt_tokens} in the ",
+                Field(field),
+                ", ",
+                Field("max_tokens"),
+                f"={shown(max_tokens)} for the answer). Please reduce the length of the ",
+                Field(field),
+                " or ",
+                Field("max_tokens"),
+                ".",
+            ]
+        return BadRequest([head, *what], field, "context_length_exceeded")
 
     def _find_max_token_bytes(self) -> int:
         """In a byte-level alphabet each character of a token is one byte."""

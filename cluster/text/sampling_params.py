@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from swell.cluster.text.field_path import PathNames
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import Grammar, SamplerParams
 
@@ -24,25 +24,40 @@ SEED_BITS = 63
 SHOWN_CHARS = 80
 
 
-class BadRequest(ValueError):
-    """A wish that cannot be met: what, its value, the limit. A 400 at the HTTP edge.
+class Field(str):
+    """The path of a field within the message of a `BadRequest`."""
 
-    `param` is the path of the field, `code` a word for programs; both are OpenAI's.
+
+class BadRequest(ValueError):
+    """A request that cannot be served: which field, its value, the limit. HTTP status 400.
+
+    `param` is the path of the field, `code` a name for programs; both are OpenAI's. A message is a
+    text, or its parts: those that are a `Field` name fields of the request, and an API that has
+    other names for them prints these (`renamed`). A message that begins with `param` names it.
     """
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(
+        self, message: str | Sequence[str], param: str | None = None, code: str | None = None
+    ) -> None:
+        parts = [message] if isinstance(message, str) else message
+        head, rest = parts[0], parts[0].removeprefix(param or "")
+        if rest != head and not isinstance(head, Field) and not re.match(r"\w", rest):
+            parts = [Field(param), rest, *parts[1:]]
+        self.message = "".join(parts)
+        super().__init__(self.message)
+        self._parts = parts
         self.param = param
         self.code = code
 
-    def as_sent(self, names: Mapping[str, str]) -> BadRequest:
-        """The same, where a client sent fields of ours under other names: `names`, by ours."""
-        message, param = self.message, self.param
-        for ours, sent in names.items():
-            message = re.sub(rf"\b{ours}\b", sent, message)
-            param = sent if param == ours else param
-        return BadRequest(message, param, self.code)
+    def renamed(self, names: PathNames) -> BadRequest:
+        """The same error, whose fields have other names."""
+        parts = [Field(names(part)) if isinstance(part, Field) else part for part in self._parts]
+        return BadRequest(parts, None if self.param is None else names(self.param), self.code)
+
+    def within(self, path: str) -> BadRequest:
+        """The same error, of a part of the request that is at `path`."""
+        param = path if self.param is None else f"{path}.{self.param}"
+        return BadRequest([Field(path), f": {self.message}"], param, self.code)
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,8 +166,6 @@ def to_core_request(
     priority: int = 0,
     cache_salt: str | None = None,
     data_parallel_rank: int | None = None,
-    client_index: int = 0,
-    arrival_time: float | None = None,
     trace_headers: dict[str, str] | None = None,
 ) -> EngineCoreRequest:
     """The engine's form of a validated wish.
@@ -187,8 +200,6 @@ def to_core_request(
         min_tokens=params.min_tokens,
         eos_token_ids=[] if params.ignore_eos else eos_token_ids,
         stop_token_ids=list(params.stop_token_ids),
-        client_index=client_index,
-        arrival_time=time.time() if arrival_time is None else arrival_time,
         priority=priority,
         cache_salt=cache_salt,
         data_parallel_rank=data_parallel_rank,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from swell.cluster.text.sampling_params import BadRequest, SamplingParams, shown
+from swell.cluster.text.sampling_params import BadRequest, Field, SamplingParams, shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -108,7 +108,12 @@ def check_length(params: SamplingParams) -> None:
     _integer("min_tokens", params.min_tokens, 0, None)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise BadRequest(
-            f"min_tokens={params.min_tokens} is above max_tokens={params.max_tokens}", "min_tokens"
+            [
+                f"min_tokens={params.min_tokens} is above ",
+                Field("max_tokens"),
+                f"={params.max_tokens}",
+            ],
+            "min_tokens",
         )
 
 
@@ -130,7 +135,8 @@ def _number(name: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and low <= value <= high):  # type: ignore[operator]  # false for NaN
         raise BadRequest(
-            f"{name}={shown(value)} is out of range: {low:g} <= {name} <= {high:g}", name
+            [f"{name}={shown(value)} is out of range: {low:g} <= ", Field(name), f" <= {high:g}"],
+            name,
         )
 
 

@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 
 from swell.configs.schema import Config, ConfigError
-from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, SchedulerOutput, WorkerLimits
+from swell.worker.wire import (
+    AsyncModelRunnerOutput,
+    GroupPlan,
+    Regrouped,
+    SchedulerOutput,
+    WorkerLimits,
+)
 
 EXECUTORS = {
     "inline": "swell.engine.executor.inline:InlineExecutor",
@@ -24,7 +30,7 @@ class ExecutorError(RuntimeError):
 
 
 class GroupBroken(ExecutorError):
-    """The workers live, but a group of theirs has failed: `regroup` mends it."""
+    """The workers live, but a group of theirs has failed: `regroup` forms it again."""
 
 
 class WorkerLost(ExecutorError):
@@ -74,8 +80,8 @@ class Executor(ABC):
         """Hand a plan to every worker; `overlaps` says whether this returns at once."""
 
     @abstractmethod
-    def regroup(self, groups: GroupPlan) -> None:
-        """Let every worker leave its groups and form those of the plan.
+    def regroup(self, groups: GroupPlan) -> list[Regrouped]:
+        """Let every worker leave its groups and form those of the plan; what each of them did.
 
         The executor fills in `generation` and `store`; the caller says the rest. Blocks until all
         are there. Results of earlier steps that were not read are dropped. Raises GroupBroken if

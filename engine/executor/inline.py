@@ -24,7 +24,13 @@ from swell.engine.executor import (
     agree_limits,
     loading,
 )
-from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, ModelRunnerOutput, SchedulerOutput
+from swell.worker.wire import (
+    AsyncModelRunnerOutput,
+    GroupPlan,
+    ModelRunnerOutput,
+    Regrouped,
+    SchedulerOutput,
+)
 
 
 class InlineOutput(AsyncModelRunnerOutput):
@@ -96,11 +102,12 @@ class InlineExecutor(Executor):
             raise GroupBroken("the step was planned before its groups had failed")
         return InlineOutput(self, self.guard(self._worker.execute_model, plan))
 
-    def regroup(self, groups: GroupPlan) -> None:
+    def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         self._generation += 1
         plan = msgspec.structs.replace(groups, generation=self._generation)
-        self.guard(self._worker.regroup, plan)
+        regrouped = self.guard(self._worker.regroup, plan)
         self._broken = False
+        return [regrouped]
 
     def guard(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call the worker. A group that fails can be mended, what else fails is the end of it."""

@@ -28,7 +28,13 @@ from swell.engine.executor import (
     agree_limits,
     loading,
 )
-from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, ModelRunnerOutput, SchedulerOutput
+from swell.worker.wire import (
+    AsyncModelRunnerOutput,
+    GroupPlan,
+    ModelRunnerOutput,
+    Regrouped,
+    SchedulerOutput,
+)
 
 _JOIN_S = 10.0
 """How long a worker thread may take to end."""
@@ -213,7 +219,7 @@ class InprocExecutor(Executor):
         futures = [thread.call("execute_model", plan) for thread in self._threads]
         return InprocOutput(futures, self._config.parallel.world - self._config.parallel.tensor)
 
-    def regroup(self, groups: GroupPlan) -> None:
+    def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         self._generation += 1
         plan = msgspec.structs.replace(groups, generation=self._generation)
         futures = [thread.call("regroup", plan, self._rendezvous_store) for thread in self._threads]
@@ -227,6 +233,7 @@ class InprocExecutor(Executor):
         raise_first(futures)
         if any(not future.done() for future in futures):
             raise GroupBroken("the workers did not form their groups in time")
+        return [future.result() for future in futures]
 
     def abort(self) -> None:
         self._aborted = self._generation

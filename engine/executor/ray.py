@@ -259,7 +259,7 @@ class RayExecutor(Executor):
 
     # ---------------------------------------------------------------- groups and repair
 
-    def regroup(self, groups: GroupPlan) -> None:
+    def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         self._generation += 1
         self._results.clear()
         store = self._store if self._config.parallel.world > 1 else None
@@ -267,13 +267,14 @@ class RayExecutor(Executor):
             Regroup(msgspec.structs.replace(groups, generation=self._generation, store=store))
         )
         self._heartbeats.forming(self._generation)
-        absent = set(self._workers)
+        absent, regrouped = set(self._workers), []
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
         while absent:
             messages = self._receive()
             for message in messages:
                 if isinstance(message, Regrouped) and message.generation == self._generation:
                     absent.discard(message.rank)
+                    regrouped.append(message)
                 self._raise_if_failed(message)
             if not messages:
                 self.check()
@@ -282,6 +283,7 @@ class RayExecutor(Executor):
                 raise GroupBroken(f"workers {sorted(absent)} did not form their groups in time")
         self._results.clear()
         self._heartbeats.groups_formed()
+        return regrouped
 
     def abort(self) -> None:
         self._aborted = self._generation

@@ -16,7 +16,7 @@ class Lifetime(NamedTuple):
     size: int
 
 
-def place(buffers: list[Lifetime]) -> tuple[list[int], int]:
+def assign_offsets(buffers: list[Lifetime]) -> tuple[list[int], int]:
     """An offset of each buffer, so that none overlaps another that is in use at the same time, and
     the bytes of all together.
 

@@ -1,15 +1,15 @@
 // Paged attention by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), straight from
 // the cache.
 //
-// A work item is some tokens of one row and one KV head: its query vectors (tokens x group) pass
-// over the keys in tiles, so every K and V loaded serves all of them.
+// A work item is some tokens of one row and one KV head. Its query vectors (tokens x group) go over
+// the keys in tiles, so each K and V that is loaded is used for all of them.
 //
 //     keys   0 ....... tile ....... tile ....... position of the last token
 //                 |  blocks of the cache |
-//     per tile:  scores (q . k)  ->  softmax (new maximum, old sums rescaled)  ->  weigh (p V)
+//     per tile:  scores (q . k)  ->  softmax (new maximum, old sums rescaled)  ->  weighted values (p V)
 //
 // Tiles start at fixed positions, each sum runs in a fixed order, and a masked key adds an exact
-// zero: so the result of a token is the same whatever stands in the batch or chunk around it.
+// zero. So the result of a token does not depend on the batch or chunk that it is computed in.
 #include <type_traits>
 #include <vector>
 
@@ -20,9 +20,9 @@ namespace {
 
 constexpr int64_t kQueryVectors = 32;  // of one item, unless one token has more
 
-// The loops below take all they need by value, each in a function of its own: that leaves the
-// compiler enough registers. DIM is head_dim where it is known when compiling, a multiple of kLanes;
-// 0: any. A vector of q, K and V is read in parts of these lanes:
+// The loops below take their arguments by value, each in a function of its own: that leaves the
+// compiler enough registers. DIM is head_dim where it is known at compile time, a multiple of kLanes;
+// 0: any. A vector of q, K or V is read in parts of this type:
 template <int DIM>
 using Part = std::conditional_t<(DIM > 0), lanes, v8>;
 template <int DIM>
@@ -47,7 +47,7 @@ SWELL_INLINE v8 fold(lanes v) {
 }
 #endif
 
-// score[m][j] = q[m] . k[j] for MQ query vectors and `count` keys side by side; up to 7 scores more
+// score[m][j] = q[m] . k[j] for MQ query vectors and `count` neighbouring keys; up to 7 more scores
 // are overwritten.
 template <typename T, int DIM, int MQ>
 __attribute__((noinline)) void score_keys(const float* q, const T* k, const T* later,
@@ -101,8 +101,8 @@ __attribute__((noinline)) void accumulate_values(const float* weight, int64_t we
       std::memcpy(acc + m * padded + W * (first + i), &o[m][i], sizeof o[m][i]);
 }
 
-// Scores s[0 .. end) become weights; those outside [low, high) are zero. top and sum follow; returns
-// the factor by which older sums fade.
+// Turns the scores s[begin .. end) into weights; those outside [low, high) become zero. Updates `top`
+// and `sum`; returns the factor by which older sums are multiplied.
 SWELL_INLINE float softmax_tile(float* s, int64_t begin, int64_t end, int64_t low, int64_t high,
                           float scale, float softcap, float& top, float& sum) {
   const i8 lanes = {0, 1, 2, 3, 4, 5, 6, 7};
@@ -141,7 +141,7 @@ struct Attention {
   const int64_t group = a.heads / a.kv_heads;
   const int64_t tile = std::max<int64_t>(1, kTileTokens / a.block_tokens) * a.block_tokens;
   const int64_t score_stride = tile + 16;
-  // Of the item:
+  // State of the current item:
   int64_t m_count = 0;  // query vectors, token-major
   KeyRange read;
   BlockIterator<T> ahead;
@@ -159,8 +159,8 @@ struct Attention {
     sum = top + m;
   }
 
-  // work(where keys begin, the block that is read later, the first key, how many) for the blocks
-  // that hold the keys [from, to).
+  // Calls work(start of the keys, block to prefetch, first key, number of keys) for each block that
+  // holds keys of [from, to).
   template <typename Work>
   SWELL_INLINE void each_block(const void* cache, int64_t stride, int64_t from, int64_t to,
                                Work work) {
@@ -266,7 +266,7 @@ struct Attention {
     }
   }
 
-  // `next`: the item that follows on this thread, if any.
+  // `next`: the item that this thread computes after it, if known.
   void attend(const WorkItem& item, const WorkItem* next) {
     start(item);
     ahead.follow(item, next);
@@ -295,11 +295,11 @@ void run(const AttentionArgs& a) {
                          int32_t(head)});
   }
   const int64_t count = items.size();
-  share(count, work * a.heads * a.head_dim, [&](Tasks& tasks) {
+  parallel_for(count, work * a.heads * a.head_dim, [&](Tasks& tasks) {
     Attention<T, DIM> attention(a);
     attention.reserve(step * group);
     int64_t left = count;
-    // The last tiles of a row see the most keys: start with them.
+    // The last tokens of a row attend to the most keys: start with them.
     const auto take = [&]() -> const WorkItem* {
       const int64_t task = tasks.next();
       if (task < 0) return nullptr;
@@ -307,7 +307,8 @@ void run(const AttentionArgs& a) {
       return &items[left];
     };
     for (const WorkItem* item = take(); item;) {
-      // Who knows the next item fetches its keys; of the last ones everyone gets a share.
+      // A thread that has claimed the next item prefetches its keys. Near the end threads claim one
+      // item at a time, so that all of them have work.
       const WorkItem* next = left > 2 * num_threads() ? take() : nullptr;
       attention.attend(*item, next);
       item = next ? next : take();

@@ -1,4 +1,4 @@
-// What attention reads, and in which order.
+// The arguments of attention, and the order in which it reads the cache.
 #pragma once
 #include <algorithm>
 
@@ -18,7 +18,7 @@ struct AttentionArgs {
 };
 
 constexpr int64_t kTileTokens = 64;
-constexpr int64_t kPrefetch = 2;  // blocks between the one that is read and the one that is fetched
+constexpr int64_t kPrefetch = 2;  // blocks between the one that is read and the one that is prefetched
 
 struct WorkItem {
   int32_t row, first, count;  // the row's tokens first .. first + count - 1
@@ -50,8 +50,8 @@ struct KeyRange {
   }
 };
 
-// Vectors of a block that comes later, one for each vector that is read of this one: what the
-// processor's own prefetch does not see, and a burst of which would fill its queues. From null: none.
+// Prefetches a vector of a later block, once for each vector that is read of this one. The processor
+// does not predict the next block, and prefetching it all at once would fill its queues. null: none.
 template <typename T>
 SWELL_INLINE void prefetch(const T* from, int64_t elements) {
   const char* p = reinterpret_cast<const char*>(from);
@@ -59,8 +59,8 @@ SWELL_INLINE void prefetch(const T* from, int64_t elements) {
     for (int64_t i = 0; i < elements * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
-// The blocks of one item after the other in the order in which they are read, of each tile first K
-// and then V; kPrefetch of them before they are.
+// Gives the blocks of one item after the other in the order in which they are read, of each tile first
+// K and then V, but kPrefetch blocks ahead of the reading.
 template <typename T>
 class BlockIterator {
  public:
@@ -74,7 +74,7 @@ class BlockIterator {
     for (int64_t i = 0; i < kPrefetch; i++) prefetch(this->next(), a_.block_tokens * a_.head_dim);
   }
 
-  // Null: nothing more is known.
+  // The next block; null: no further block is known yet.
   const T* next() {
     while (index_ == stop_)
       if (!turn()) return nullptr;
@@ -104,7 +104,7 @@ class BlockIterator {
       tile();
       return true;
     }
-    values_ = true;  // so that the next turn asks for an item again
+    values_ = true;  // so that the next turn enters the next item
     at_.base = at_.end;
     if (!next_) return false;
     enter(*next_);

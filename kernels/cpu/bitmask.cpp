@@ -1,4 +1,4 @@
-// Tokens that may be drawn, one bit each: 32 at a time.
+// Masks of allowed tokens, one bit each: 32 tokens at a time.
 #include "thread_pool.h"
 #include "vec.h"
 
@@ -23,7 +23,7 @@ void mask_row(float* logits, const uint32_t* words, int64_t vocab, float value) 
 
 }  // namespace
 
-// logits: rows `stride` apart; bitmask [n, words], `words` of which hold a vocabulary.
+// logits: rows `stride` apart; bitmask [n, words].
 SWELL_API void swell_bitmask(float* logits, const uint32_t* bitmask, const int64_t* rows, float value,
                              int64_t n, int64_t vocab, int64_t words, int64_t stride) {
   parallel_for_each(n, n * vocab / 2, [=](int64_t i) {

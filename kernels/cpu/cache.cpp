@@ -1,4 +1,4 @@
-// K and V of a step's tokens into the paged cache. Sizes and strides are in bytes: any type.
+// Copies K and V of a step's tokens into the paged cache. Sizes and strides are in bytes: any type.
 #include "thread_pool.h"
 #include "vec.h"
 

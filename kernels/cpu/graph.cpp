@@ -1,11 +1,11 @@
-// Many calls in one.
+// Replays recorded calls.
 #include "vec.h"
 
 struct Call {
   void (*run)(const void* arguments);
   const void* arguments;
   int64_t* rows;  // among the arguments
-  int64_t size;   // which of the sizes it is
+  int64_t size;   // index of the size that `rows` is set to
 };
 
 struct ReplayArgs {

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swell.kernels.cpu.arena import Lifetime, place
+from swell.kernels.cpu.arena import Lifetime, assign_offsets
 from swell.kernels.cpu.build import library
 from swell.kernels.graph import NotCapturableError
 
@@ -106,7 +106,7 @@ class Recording:
                         (recorded_call.arguments, name, buffer, address - begins[buffer])
                     )
         lifetimes = [Lifetime(at[0], at[-1], buffers[buffer][1]) for buffer, at in uses.items()]
-        offsets, total = place(lifetimes)
+        offsets, total = assign_offsets(lifetimes)
         memory = torch.empty(total, dtype=torch.uint8)
         starts = dict(zip(uses, offsets, strict=True))
         for arguments, name, buffer, offset in pointers:
@@ -116,7 +116,7 @@ class Recording:
     def replay(self, *sizes: int) -> None:
         """Make the calls, for the first rows."""
         assert all(map(le, sizes, self._sizes)), sizes
-        self._current_sizes[:] = sizes
+        self._current_sizes[:] = list(sizes)
         _replay(self._address)
 
     @property

@@ -11,24 +11,24 @@ struct GatherArgs {
   int32_t *query_start, *context_tokens, *block_table;  // block_table [room_rows][max_blocks]
   int64_t* samples;  // [3][room_rows]: last token, slot, next position
   int64_t room_tokens, room_rows;
-  int64_t tokens, drawing, max_query, max_context;  // found
+  int64_t tokens, samples_count, max_query, max_context;  // results
 
-  bool holds(int64_t slot, int64_t begin, int64_t end, int64_t drawn) const {
-    return 0 <= slot && slot < slots && 0 <= begin && begin <= end && end + drawn <= width &&
+  bool holds(int64_t slot, int64_t begin, int64_t end, int64_t sampled) const {
+    return 0 <= slot && slot < slots && 0 <= begin && begin <= end && end + sampled <= width &&
            end <= max_blocks * block_tokens;
   }
 };
 
-// The number of rows; less, if the row of that index lies outside of the tables or would be more
-// than there is room for, which `tokens` tells.
+// Returns the number of rows. A smaller result is the index of a row that lies outside of the tables,
+// or that exceeds the room for tokens: then `tokens` does too.
 SWELL_API int64_t swell_gather_inputs(GatherArgs* a, int64_t rows) {
   const int64_t *slots = a->columns, *starts = slots + a->room_rows;
-  const int64_t *counts = starts + a->room_rows, *draws = counts + a->room_rows;
-  a->tokens = a->drawing = a->max_query = a->max_context = 0;
+  const int64_t *counts = starts + a->room_rows, *sampling = counts + a->room_rows;
+  a->tokens = a->samples_count = a->max_query = a->max_context = 0;
   a->query_start[0] = 0;
   for (int64_t row = 0; row < rows; row++) {
     const int64_t first = a->tokens, begin = starts[row], end = begin + counts[row];
-    if (!a->holds(slots[row], begin, end, draws[row])) return row;
+    if (!a->holds(slots[row], begin, end, sampling[row])) return row;
     a->tokens += counts[row];
     if (a->tokens > a->room_tokens) return row;
     const int32_t* ids = a->token_ids + slots[row] * a->width;
@@ -43,10 +43,10 @@ SWELL_API int64_t swell_gather_inputs(GatherArgs* a, int64_t rows) {
     a->context_tokens[row] = int32_t(end);
     const int64_t used = (end + a->block_tokens - 1) / a->block_tokens;
     std::memcpy(a->block_table + row * a->max_blocks, blocks, used * sizeof(int32_t));
-    if (draws[row]) {
-      const int64_t told[] = {a->tokens - 1, slots[row], end};
-      for (int i = 0; i < 3; i++) a->samples[i * a->room_rows + a->drawing] = told[i];
-      a->drawing++;
+    if (sampling[row]) {
+      const int64_t sample[] = {a->tokens - 1, slots[row], end};
+      for (int i = 0; i < 3; i++) a->samples[i * a->room_rows + a->samples_count] = sample[i];
+      a->samples_count++;
     }
     a->max_query = std::max(a->max_query, counts[row]);
     a->max_context = std::max(a->max_context, end);
@@ -58,7 +58,7 @@ struct WriteArgs {
   int32_t* token_ids;  // [slots][width]
   const int64_t *at, *positions, *tokens;
   int64_t slots, width, count;
-  int64_t written;  // less than `count`, if the token of that index has no place
+  int64_t written;  // less than `count`: the token of that index lies outside of the table
 };
 
 SWELL_API void swell_write_tokens(WriteArgs* a) {

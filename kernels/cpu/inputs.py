@@ -23,7 +23,7 @@ class _Arguments(ctypes.Structure):
         *((name, INT) for name in ("slots", "width", "max_blocks", "block_tokens")),
         *((name, POINTER) for name in (*_INPUTS, "samples")),
         *((name, INT) for name in ("room_tokens", "room_rows")),
-        *((name, INT) for name in ("tokens", "drawing", "max_query", "max_context")),
+        *((name, INT) for name in ("tokens", "samples_count", "max_query", "max_context")),
     ]
 
 
@@ -38,7 +38,7 @@ _write = Function(
 
 
 class _Gather:
-    """One call: all addresses are known before."""
+    """Each step is one call into the library: no address changes between steps."""
 
     def __init__(
         self, token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs
@@ -68,7 +68,7 @@ class _Gather:
         check_room(found.tokens, rows, self._references[2])
         if done < rows:
             raise outside(done, slots[done], starts[done], self._references[0])
-        return Sizes(found.tokens, rows, found.drawing, found.max_query, found.max_context)
+        return Sizes(found.tokens, rows, found.samples_count, found.max_query, found.max_context)
 
 
 def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs) -> Gather:
@@ -89,5 +89,5 @@ def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Te
     ).written  # fmt: skip
     if done < count:
         raise IndexError(
-            f"there is no place for a token at slot {slots[done]}, position {positions[done]}"
+            f"slot {slots[done]}, position {positions[done]} lies outside of the table of tokens"
         )

@@ -3,12 +3,12 @@
 //     W packed [panels][in][kPanel]:  one k of a panel is kPanel neighbouring outputs
 //     tile:  up to kRows rows of x times a block of one panel, its sums in registers
 //            for k of the block:  sum[m][0 .. kPanel) += x[m][k] * W[panel][k][0 .. kPanel)
-//            meanwhile a part of the next block is fetched into the cache
+//            meanwhile a part of the next block is prefetched into the cache
 //
-// An output is summed over k in blocks of kBlock, one after the other, whatever the number of rows
-// and threads: a row's result has the same bits whatever stands beside it. With few rows the time
-// is that of reading W once: two panels at a time, since memory gives two streams faster than one.
-// With many, a panel's block stays in the cache meanwhile.
+// An output is summed over k in blocks of kBlock, one after the other, for any number of rows and
+// threads: a row's result has the same bits in every batch. With few rows the time is that of reading
+// W once: two panels at a time, since memory delivers two streams faster than one. With many rows, a
+// panel's block stays in the cache while all of them use it.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -22,11 +22,11 @@
 namespace {
 
 constexpr int kRows = kLanes == 16 ? 12 : 6;  // 24 sums of 32 registers, or 12 of 16
-constexpr int kPairRows = kRows / 2;  // up to so many rows take two panels at a time
+constexpr int kPairRows = kRows / 2;  // with at most so many rows, two panels at a time
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kBlock = 256;
-constexpr int64_t kChunk = 16 * kRows;  // rows that pass over a panel before the next one
-// Elements between what is read and what is fetched, of each of P panels.
+constexpr int64_t kChunk = 16 * kRows;  // rows that use a panel before the next panel is read
+// Elements between the position that is read and the position that is prefetched, in each of P panels.
 template <int P>
 constexpr int64_t kPrefetch = (P == 1 ? 24 : 8) * kPanel;
 
@@ -37,7 +37,7 @@ constexpr lanes_u lane_numbers() {
 }
 const lanes_u kLaneNumbers = lane_numbers();
 
-// What is fetched for later: `step` elements for each k.
+// Where to prefetch: `step` elements for each k.
 template <typename T>
 struct Prefetch {
   const T* from;
@@ -86,8 +86,8 @@ constexpr std::array<Tile<T>, sizeof...(M)> tiles(std::integer_sequence<int, M..
 template <typename T, int P>
 constexpr auto kTiles = tiles<T, P>(std::make_integer_sequence<int, kRows / P>());
 
-// What becomes of a panel's sums: they are the outputs from `n` on, of rows `stride` apart, of which
-// `width` of kPanel exist.
+// Consumer of a panel's sums that stores them: they are the outputs from `n` on, in rows `stride`
+// apart; `width` of the kPanel sums exist.
 template <typename T>
 struct Out {
   const T* bias;
@@ -95,7 +95,7 @@ struct Out {
   int64_t stride, n, width;
 
   void take(const float* sums, int64_t first, int64_t rows) const {
-    // By value: what is stored could be a member of anything else.
+    // By value: the compiler must assume that a store through `y` changes the members.
     put(sums, rows, bias ? bias + n : nullptr, y + first * stride + n, stride, width);
   }
 
@@ -114,8 +114,8 @@ struct Out {
   }
 };
 
-// Or only the largest of them is kept, for each lane of a row by itself until `best` asks, with the
-// panel where it first stood; NaN stays, once it was seen.
+// Consumer of a panel's sums that keeps only the largest, separately for each lane of a row until
+// `best` reduces the lanes, and the first panel that has it. A NaN stays.
 template <typename T>
 struct ArgmaxOutput {
   struct Row {
@@ -152,9 +152,9 @@ struct ArgmaxOutput {
 
 struct Best {
   float value = -INFINITY;
-  int64_t n = -1;  // no number has been seen
+  int64_t n = -1;  // -1: no number yet
 
-  void meet(Best other) {
+  void merge(Best other) {
     if (other.n < 0 || std::isnan(value) || other.value < value) return;
     if (n < 0 || !(other.value <= value) || other.n < n) *this = other;
   }
@@ -178,8 +178,8 @@ Best best(const Row& row) {
   return top > -INFINITY ? Best{top, first} : Best{};
 }
 
-// x [rows][size] times P panels [size][kPanel], `apart`, each for one of `outs`; `cold`: nobody has
-// fetched their beginning. Of two panels there is one tile of rows.
+// x [rows][size] times P panels [size][kPanel], `apart`, each for one of `outs`; `cold`: the beginning
+// of the panels was not prefetched. With two panels there is one tile of rows.
 template <typename T, typename Output, size_t P>
 void multiply(const float* x, int64_t x_stride, const T* panel, int64_t apart, int64_t rows,
               int64_t size, bool cold, std::array<Output, P> outs) {
@@ -191,8 +191,8 @@ void multiply(const float* x, int64_t x_stride, const T* panel, int64_t apart, i
     const T *w = panel + k * kPanel, *next = w + block * kPanel;
     for (int64_t m = 0; m < rows; m += some) {
       const int64_t count = std::min(some, rows - m);
-      // The tiles share the next block. Where there was none before it, or is only one, what is
-      // read itself is fetched a little earlier.
+      // The tiles prefetch the next block, each a part of it. The first tile of a cold panel, and a
+      // tile that is alone, prefetch the block that they read, a little ahead of the reading.
       const bool itself = tiles == 1 || (cold && k + m == 0);
       const Prefetch<T> ahead = itself ? Prefetch<T>{w + kPrefetch<P>, kPanel}
                                     : Prefetch<T>{next + m / some * step * block, step};
@@ -221,7 +221,7 @@ const float* as_float(const bf16* x, int64_t rows, int64_t size, int64_t& stride
   return memory.get();
 }
 
-// How products are shared: a task is one chunk of rows and some panels.
+// How products are divided into tasks: a task is one chunk of rows and some panels.
 struct Split {
   int64_t panels, chunks, some, groups;
 
@@ -229,18 +229,18 @@ struct Split {
       : panels((outs + kPanel - 1) / kPanel), chunks((rows + kChunk - 1) / kChunk) {
     const int64_t wanted = std::max<int64_t>(1, kTasks * num_threads() / std::max<int64_t>(1, chunks));
     some = (panels + wanted - 1) / wanted;
-    // As long as each thread has two pairs to begin with.
+    // An even number, if every thread still gets two pairs of panels.
     if (rows <= kPairRows && panels >= 4 * num_threads()) some = (some + 1) / 2 * 2;
     groups = (panels + some - 1) / some;
   }
 };
 
-// run(m, count, group, each_panel) for each task, which has rows m .. m + count: each_panel(output)
-// multiplies them by the panels of that group.
+// Calls run(m, count, group, each_panel) for each task, which has the rows m .. m + count:
+// each_panel(output) multiplies them by the panels of that group.
 template <typename T, typename Run>
 void products(const T* x, const T* w, int64_t rows, int64_t size, int64_t outs, int64_t x_stride,
               const Split& split, const Run& run) {
-  share(split.chunks * split.groups, rows * size * outs, [&](Tasks& tasks) {
+  parallel_for(split.chunks * split.groups, rows * size * outs, [&](Tasks& tasks) {
     for (int64_t task; (task = tasks.next()) >= 0;) {
       std::unique_ptr<float[]> memory;
       const int64_t group = task % split.groups;
@@ -277,7 +277,7 @@ void linear(const T* x, const T* w, const T* bias, T* y, int64_t rows, int64_t s
 }
 
 template <typename T>
-void largest(const T* x, const T* w, float* values, int64_t* which, int64_t rows, int64_t size,
+void linear_argmax(const T* x, const T* w, float* values, int64_t* which, int64_t rows, int64_t size,
              int64_t outs, int64_t x_stride) {
   using Row = typename ArgmaxOutput<T>::Row;
   const Split split(rows, outs);
@@ -296,13 +296,13 @@ void largest(const T* x, const T* w, float* values, int64_t* which, int64_t rows
   for (int64_t row = 0; row < rows; row++) {
     Best all;
     for (int64_t group = 0; group < split.groups; group++)
-      all.meet(of_row[row * split.groups + group]);
+      all.merge(of_row[row * split.groups + group]);
     values[row] = all.value;
     which[row] = all.n < 0 ? outs - 1 : all.n;
   }
 }
 
-// A row of W has its elements `panel` apart; 1: W is not packed.
+// The elements of a row of W lie `panel` apart; 1: W is not packed.
 template <typename T>
 void embedding(const int64_t* ids, const T* w, T* y, int64_t tokens, int64_t size, int64_t panel) {
   parallel_for_each(tokens, tokens * size * 8, [=](int64_t t) {
@@ -334,7 +334,7 @@ struct EmbeddingArgs {
   int64_t tokens, size, panel, is_bf16;
 };
 
-// Outputs that lie side by side.
+// Outputs of one panel.
 SWELL_API int64_t swell_linear_panel() { return kPanel; }
 
 SWELL_API void swell_linear(const LinearArgs* a) {
@@ -350,7 +350,7 @@ SWELL_API void swell_linear(const LinearArgs* a) {
 SWELL_API void swell_linear_argmax(const LinearArgmaxArgs* a) {
   const auto run = [&](auto type) {
     using T = decltype(type);
-    largest(static_cast<const T*>(a->x), static_cast<const T*>(a->w), a->values, a->which, a->rows,
+    linear_argmax(static_cast<const T*>(a->x), static_cast<const T*>(a->w), a->values, a->which, a->rows,
             a->size, a->outs, a->x_stride);
   };
   a->is_bf16 ? run(bf16{}) : run(float{});

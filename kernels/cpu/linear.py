@@ -18,7 +18,7 @@ _linear = Function(
     **dict.fromkeys(("x", "w", "bias", "y"), POINTER),
     **dict.fromkeys(("rows", "size", "outs", "x_stride", "is_bf16"), INT),
 )
-_largest = Function(
+_linear_argmax = Function(
     "swell_linear_argmax",
     "rows",
     **dict.fromkeys(("x", "w", "values", "which"), POINTER),
@@ -68,17 +68,17 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def largest(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
-    """See `swell.kernels.linear.largest`; the outputs themselves are not written."""
+def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
+    """See `swell.kernels.linear.linear_argmax`; the outputs themselves are not written."""
     if not isinstance(weight, PackedTensor):
-        return reference.largest(x, weight, outs)
+        return reference.linear_argmax(x, weight, outs)
     data, size = weight.data, weight.in_features
     assert 0 < outs <= weight.out_features, (outs, weight.out_features)
     assert x.dim() == 2 and x.shape[1] == size and x.dtype == data.dtype, (x.shape, x.dtype)
     if x.stride(1) != 1:
         x = x.contiguous()
     values, which = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
-    _largest(
+    _linear_argmax(
         x.data_ptr(), data.data_ptr(), values.data_ptr(), which.data_ptr(), len(x), size, outs,
         x.stride(0), x.dtype == torch.bfloat16, used=(x, data, values, which),
     )  # fmt: skip

@@ -9,7 +9,7 @@ struct Scratch {
   std::vector<int64_t> best;
 };
 
-// The `top` most likely tokens, the first of equal ones; 0 where the rest is NaN.
+// The `top` most likely tokens; of equal ones the lower token first. 0 where only NaN is left.
 void find_best(Scratch& scratch, const float* logits, int64_t vocab, int64_t top, int64_t* out) {
   const Threshold cut = scratch.selection.largest(logits, vocab, top);
   std::vector<int64_t>& best = scratch.best;
@@ -26,7 +26,7 @@ void find_best(Scratch& scratch, const float* logits, int64_t vocab, int64_t top
   for (int64_t i = 0; i < top; i++) out[i] = i < found ? best[i] : 0;
 }
 
-// The logarithm of sum(exp(logit - top)); and how many logits are larger than `own`.
+// The logarithm of sum(exp(logit - top)); `larger` becomes the number of logits above `own`.
 double log_sum(const float* logits, int64_t vocab, float top, float own, int64_t& larger) {
   double total = 0;
   larger = 0;
@@ -37,7 +37,7 @@ double log_sum(const float* logits, int64_t vocab, float top, float own, int64_t
     for (int64_t i = begin; i < end; i += 8) {
       const v8 x = load_first(logits + i, end - i, -INFINITY), lower = x - splat(top);
       const v8 e = vexp(lower);
-      sums[i / 8 % 4] += lower < splat(-87.0f) ? v8{} : e;
+      sums[i / 8 % 4] += lower < splat(kExpUnderflow) ? v8{} : e;
       counts -= x > splat(own);
     }
     for (const v8& sum : sums)

@@ -1,4 +1,4 @@
-// Penalties, looking only at the tokens that a slot has seen.
+// Penalties; only the tokens that a slot has seen are computed.
 #include "thread_pool.h"
 #include "vec.h"
 

@@ -39,8 +39,8 @@ def apply_penalties(
 def count_tokens(output_counts: Tensor, seen: Tensor, slots: Tensor, tokens: Tensor) -> None:
     """See `swell.kernels.penalties.count_tokens`."""
     _check(output_counts, seen, slots, tokens)
-    columns = (output_counts, seen, slots, tokens)
-    _count(*(x.data_ptr() for x in columns), len(slots), output_counts.shape[1])
+    params = (output_counts, seen, slots, tokens)
+    _count(*(x.data_ptr() for x in params), len(slots), output_counts.shape[1])
 
 
 def _check(output_counts: Tensor, seen: Tensor, *indices: Tensor) -> None:

@@ -1,15 +1,13 @@
-// Drawing tokens, one row at a time; nothing is sorted.
+// Sampling of tokens, one row at a time, without sorting.
 #include "select.h"
 #include "thread_pool.h"
 
 namespace {
 
-constexpr float kExpUnderflow = -87.0f;  // below it, exp is 0 here
-
 struct Scratch {
   std::vector<float> weights, sums;  // [runs * kRun], [runs]
   Selection selection;
-  // What top_k leaves of a row.
+  // What top_k keeps of a row.
   std::vector<float> logits;
   std::vector<int64_t> tokens;
 
@@ -20,13 +18,13 @@ struct Scratch {
   }
 };
 
-// One row of logits and how it is drawn from. A token's weight is exp((logit - top) / temperature),
-// or 0 where min_p leaves it out. Pointers to the scratch memory are kept, for no store can change
-// them.
+// Samples from one row of logits. A token's weight is exp((logit - top) / temperature), or 0 if min_p
+// or kExpUnderflow excludes it. The members that point to the scratch memory never change, so the
+// compiler need not load them again after each store.
 class WeightedSampler {
  public:
   WeightedSampler(Scratch& scratch, const float* logits, int64_t vocab, float top, float temperature,
-       float min_p)
+                  float min_p)
       : logits_(logits), vocab_(vocab), runs_((vocab + kRun - 1) / kRun),
         top_(splat(top)), temperature_(splat(temperature)) {
     const float least = min_p > 0 ? std::min(0.0f, std::log(min_p)) : kExpUnderflow;
@@ -38,7 +36,7 @@ class WeightedSampler {
 
   const float* weights() const { return weights_; }
 
-  // The sum of all weights, and that of each run; nothing else is kept.
+  // Computes the sum of all weights, which is returned, and of each run; the weights are not stored.
   double sum_runs() {
     double total = 0;
     for (int64_t run = 0; run < runs_; run++) {
@@ -49,7 +47,7 @@ class WeightedSampler {
     return total;
   }
 
-  // The same; the weights are kept.
+  // The same, and stores the weights.
   double weigh_all() {
     double total = 0;
     for (int64_t run = 0; run < runs_; run++) total += sums_[run] = weigh_run(run);
@@ -65,8 +63,8 @@ class WeightedSampler {
     return hsum((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 
-  // The sum of the weights that a cut leaves, and that of each run. Ties that it takes away have
-  // no weight any more; what it takes away beside them is left to `cut_run`.
+  // The sums of the weights that a threshold keeps. Ties that it excludes get weight 0 here; the other
+  // excluded tokens get it in `cut_run`.
   double sum_left(const Threshold& cut) {
     const v8 least = splat(cut.value);
     double total = 0;
@@ -91,10 +89,10 @@ class WeightedSampler {
       store(weights_ + i, logits_at(i) >= splat(cut.value) ? load(weights_ + i) : v8{});
   }
 
-  // The first token, in token order, at which the sum of weights exceeds the target. `bring` sees
-  // to it that the weights of a run are there.
-  template <typename Bring>
-  int64_t invert(double target, Bring bring) {
+  // The first token, in token order, at which the sum of weights exceeds the target. `fill(run)` stores
+  // the final weights of a run.
+  template <typename Fill>
+  int64_t invert(double target, Fill fill) {
     double before = 0, sum = 0;
     int64_t last_run = 0;
     for (int64_t run = 0; run < runs_ && sum <= target; run++) {
@@ -103,7 +101,7 @@ class WeightedSampler {
       before = sum;
       sum += sums_[run];
     }
-    bring(last_run);
+    fill(last_run);
     int64_t last = 0;
     for (int64_t i = last_run * kRun; i < (last_run + 1) * kRun; i++) {
       if (weights_[i] > 0) last = i;
@@ -130,23 +128,23 @@ class WeightedSampler {
   float *weights_, *sums_;
 };
 
-// A token by all but top_k.
+// Samples a token with all filters but top_k.
 int64_t sample_weighted(Scratch& scratch, const float* logits, int64_t vocab, float top,
-                     float temperature, float top_p, float min_p, double u) {
-  WeightedSampler draw(scratch, logits, vocab, top, temperature, min_p);
+                        float temperature, float top_p, float min_p, double u) {
+  WeightedSampler sampler(scratch, logits, vocab, top, temperature, min_p);
   if (!(top_p < 1)) {
-    const double total = draw.sum_runs();
-    if (!(total > 0)) return vocab - 1;  // NaN, or every token is forbidden
-    return draw.invert(u * total, [&](int64_t run) { draw.weigh_run(run); });
+    const double total = sampler.sum_runs();
+    if (!(total > 0)) return vocab - 1;  // NaN, or every logit is -inf
+    return sampler.invert(u * total, [&](int64_t run) { sampler.weigh_run(run); });
   }
-  double total = draw.weigh_all();
+  double total = sampler.weigh_all();
   if (!(total > 0)) return vocab - 1;
-  const Threshold cut = scratch.selection.heaviest(logits, draw.weights(), vocab, total, top_p);
-  if (!cut.keeps_all()) total = draw.sum_left(cut);
-  return draw.invert(u * total, [&](int64_t run) { draw.cut_run(cut, run); });
+  const Threshold cut = scratch.selection.heaviest(logits, sampler.weights(), vocab, total, top_p);
+  if (!cut.keeps_all()) total = sampler.sum_left(cut);
+  return sampler.invert(u * total, [&](int64_t run) { sampler.cut_run(cut, run); });
 }
 
-// The logits and tokens that top_k leaves, in token order.
+// Stores the logits and tokens that top_k keeps, in token order.
 void keep_largest(Scratch& scratch, const float* logits, int64_t vocab, int64_t top_k) {
   const Threshold cut = scratch.selection.largest(logits, vocab, top_k);
   int64_t ties = cut.ties;
@@ -162,8 +160,8 @@ void keep_largest(Scratch& scratch, const float* logits, int64_t vocab, int64_t 
   }
 }
 
-int64_t draw(Scratch& scratch, const float* logits, int64_t vocab, const Top& best,
-             float temperature, int64_t top_k, float top_p, float min_p, double u) {
+int64_t sample_token(Scratch& scratch, const float* logits, int64_t vocab, const Top& best,
+                     float temperature, int64_t top_k, float top_p, float min_p, double u) {
   if (!(temperature > 0)) return best.at;
   const float top = best.value;
   if (top_k > 0 && top_k < vocab) {
@@ -187,7 +185,7 @@ SWELL_API void swell_greedy(const float* logits, int64_t rows, int64_t vocab, in
   });
 }
 
-// The columns of a row's wishes lie anywhere: each has a stride, in elements.
+// Each parameter has a stride, in elements.
 SWELL_API void swell_sample(const float* logits, const float* temperature, const int64_t* top_k,
                             const float* top_p, const float* min_p, const double* u,
                             const int64_t* strides, int64_t rows, int64_t vocab, int64_t* out,
@@ -196,9 +194,9 @@ SWELL_API void swell_sample(const float* logits, const float* temperature, const
     static thread_local Scratch scratch;
     const float* own = logits + row * strides[0];
     const Top best = first_largest(own, vocab);
-    out[row] = draw(scratch, own, vocab, best, temperature[row * strides[1]],
-                    top_k[row * strides[2]], top_p[row * strides[3]], min_p[row * strides[4]],
-                    u[row * strides[5]]);
+    out[row] = sample_token(scratch, own, vocab, best, temperature[row * strides[1]],
+                            top_k[row * strides[2]], top_p[row * strides[3]],
+                            min_p[row * strides[4]], u[row * strides[5]]);
     max_logits[row] = best.value;
   });
 }

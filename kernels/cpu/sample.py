@@ -52,16 +52,15 @@ def sample_tokens(
     min_p: Tensor,
     u: Tensor,
     *,
-    any_min_p: bool = True,
     any_top_k_or_p: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """See `swell.kernels.sample.sample_tokens`; each row decides for itself what it needs."""
+    """See `swell.kernels.sample.sample_tokens`; each row computes only what it needs."""
     assert logits.dtype == temperature.dtype == top_p.dtype == min_p.dtype == torch.float32
     assert top_k.dtype == torch.int64 and u.dtype == torch.float64 and logits.stride(1) == 1
-    columns = (logits, temperature, top_k, top_p, min_p, u)
+    params = (logits, temperature, top_k, top_p, min_p, u)
     out, max_logits = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
     _sample(
-        *(x.data_ptr() for x in columns), _Strides(*(x.stride(0) for x in columns)),
+        *(x.data_ptr() for x in params), _Strides(*(x.stride(0) for x in params)),
         *logits.shape, out.data_ptr(), max_logits.data_ptr(),
     )  # fmt: skip
     return out, max_logits

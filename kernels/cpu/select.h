@@ -25,8 +25,8 @@ SWELL_INLINE v8 load_first(const float* p, int64_t n, float rest) {
   return load(padded);
 }
 
-// Where the first of the largest floats stands, and its value. Is one of them NaN, so is the value,
-// and `at` is any of them.
+// Index and value of the first of the largest floats. If one of the floats is NaN, so is the value,
+// and `at` is the index of any of them.
 struct Top {
   int64_t at;
   float value;
@@ -60,17 +60,17 @@ inline Top first_largest(const float* x, int64_t count) {
   return {found == end ? count - 1 : found - x, sound ? top : NAN};
 }
 
-// What the largest values are: all above `value`, and the first `ties` of those that equal it.
+// A set of largest values: all above `value`, and the first `ties` of those that equal it.
 struct Threshold {
   float value = -INFINITY;
   int64_t ties = INT64_MAX;
   bool keeps_all() const { return value == -INFINITY; }
 };
 
-// Where the smallest set of largest values ends whose measures together reach a target; the measure
-// of a value is 1, or its weight, which is the same for equal values. A quickselect: a sample of
-// the values gives a pivot, the measures on both sides of it are summed, and the side where the set
-// ends is looked at alone. What is found does not depend on the sample, only how soon.
+// Finds the threshold of the smallest set of largest values whose measures together reach a target;
+// the measure of a value is 1, or its weight, which is the same for equal values. A quickselect: a
+// sample of the values gives a pivot, the measures on both sides of it are summed, and only the side
+// where the set ends is searched further. The sample affects the time, not the result.
 class Selection {
  public:
   // The `count` largest of n values.
@@ -142,8 +142,8 @@ class Selection {
               [](const Token& a, const Token& b) { return a.value > b.value; });
   }
 
-  // A value near to where the set seems to end, from there towards the middle of the list: far
-  // enough that the end most probably lies on the smaller side.
+  // A value near the estimated end of the set, moved towards the middle of the list: so far that the
+  // end most probably lies on the smaller side.
   template <bool kWeighted>
   Token choose_pivot(const List& list, double share) {
     const int64_t count = std::clamp<int64_t>(std::sqrt(double(list.n)), 16, 256);
@@ -177,7 +177,7 @@ class Selection {
     }
   }
 
-  // The part of a list whose values pass, in its order; it may lie where the list lies.
+  // The values that pass, in the order of the list; the result may use the memory of the list.
   template <bool kWeighted, typename Passes>
   List gather(const List& list, Passes passes) {
     if (int64_t(values_.size()) < list.n) values_.resize(list.n), weights_.resize(list.n);

@@ -12,13 +12,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// As long as a thread waits awake. A helper: over what lies between two loops of a step, but not
-// over what lies between two steps, when other processes have work. The caller: a task's end.
+// How long a thread spins before it sleeps. A helper spins from one loop of a step to the next, but
+// not from one step to the next, when other processes have work. The caller spins until the last task
+// ends.
 constexpr auto kHelperWait = std::chrono::microseconds(50);
 constexpr auto kCallerWait = std::chrono::microseconds(20);
 
 template <typename Ready>
-bool wait_awake(Clock::duration longest, const Ready& ready) {
+bool spin(Clock::duration longest, const Ready& ready) {
   if (ready()) return true;
   const auto end = Clock::now() + longest;
   do {
@@ -44,15 +45,15 @@ class ThreadPool {
   }
   ~ThreadPool() { state_->end(); }
 
-  void share(int64_t count, void (*run)(const void*, Tasks&), const void* body) {
-    state_->share(count, run, body);
+  void run_tasks(int64_t count, void (*run)(const void*, Tasks&), const void* body) {
+    state_->run_tasks(count, run, body);
   }
 
   const int64_t size;
 
  private:
-  // Outlives the team until its helpers have left: nothing here waits for a thread that may no
-  // longer exist, as in a forked process.
+  // Shared with the helpers, so it lives until the last of them has ended. The pool does not join
+  // them: in a forked process they do not exist.
   struct State {
     alignas(64) std::atomic<uint64_t> word{0};
     alignas(64) std::atomic<int64_t> done{0};  // tasks of this loop, by helpers
@@ -65,7 +66,7 @@ class ThreadPool {
 
     bool has_work() const { return word.load() & Tasks::kLeft; }
 
-    void share(int64_t count, void (*what)(const void*, Tasks&), const void* of) {
+    void run_tasks(int64_t count, void (*what)(const void*, Tasks&), const void* of) {
       run = what, body = of;
       done.store(0, std::memory_order_relaxed);
       word.store(uint64_t(count));
@@ -76,7 +77,7 @@ class ThreadPool {
       Tasks tasks(&word, false);
       run(body, tasks);
       const auto all_done = [&] { return done.load() == count - tasks.taken_; };
-      if (wait_awake(kCallerWait, all_done)) return;
+      if (spin(kCallerWait, all_done)) return;
       std::unique_lock<std::mutex> lock(mutex);
       caller_asleep.store(true);
       finished.wait(lock, all_done);
@@ -87,7 +88,7 @@ class ThreadPool {
       while (wait_for_work()) {
         Tasks tasks(&word, true);
         if (!tasks.claim()) continue;
-        tasks.ahead_ = true;  // from here on run and body are this loop's: the caller waits
+        tasks.claimed_ = true;  // run and body stay valid from here on: the caller waits
         run(body, tasks);
         done.fetch_add(tasks.taken_);
         if (caller_asleep.load()) {
@@ -99,7 +100,7 @@ class ThreadPool {
 
     bool wait_for_work() {
       const auto ready = [&] { return has_work() || ended.load(); };
-      if (!wait_awake(kHelperWait, ready)) {
+      if (!spin(kHelperWait, ready)) {
         std::unique_lock<std::mutex> lock(mutex);
         asleep.fetch_add(1);
         begun.wait(lock, ready);
@@ -123,7 +124,7 @@ class ThreadPool {
 int64_t num_threads() { return omp_get_max_threads(); }
 
 void run_on_threads(int64_t count, void (*run)(const void*, Tasks&), const void* body) {
-  static thread_local std::unique_ptr<ThreadPool> team;
-  if (!team || team->size != num_threads()) team = std::make_unique<ThreadPool>(num_threads());
-  team->share(count, run, body);
+  static thread_local std::unique_ptr<ThreadPool> pool;
+  if (!pool || pool->size != num_threads()) pool = std::make_unique<ThreadPool>(num_threads());
+  pool->run_tasks(count, run, body);
 }

@@ -1,21 +1,22 @@
-// Loops shared by a thread and its helpers.
+// Parallel loops over a thread and its helper threads.
 //
-// A loop's tasks are taken one by one by whoever is awake. The caller waits for tasks that a helper
-// has begun, never for a helper that has not come: where other processes want the cores, it goes on
-// alone meanwhile. Between loops helpers stay awake for a moment, then sleep.
+// Threads that are awake claim a loop's tasks one by one. The caller waits for tasks that a helper
+// has begun, never for a helper that has not started: where other processes use the cores, the caller
+// does all tasks itself. Between loops helpers spin for a moment, then sleep.
 #pragma once
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 
-// Below this many multiply-adds a second thread costs more than it brings.
+// Below this many multiply-adds a second thread costs more than it saves.
 constexpr int64_t kParallelWork = 1 << 17;
 
-// Tasks of a thread: a helper that loses its core keeps one of them.
+// Tasks for each thread: a helper that loses its core delays only one of them.
 constexpr int64_t kTasks = 16;
 
-// What one thread takes of a loop: the caller from the first on, helpers from the last back, so that
-// each stays among neighbours, and what it fetches beyond a task is its own next one.
+// The tasks that one thread takes of a loop: the caller from the first task forwards, helpers from the
+// last backwards. So each thread works on neighbouring tasks, and what the processor prefetches beyond
+// one task belongs to the thread's next task.
 class Tasks {
  public:
   explicit Tasks(int64_t count) : left_(count), count_(count) {}
@@ -23,8 +24,8 @@ class Tasks {
 
   // The next task; negative: there is none left.
   int64_t next() {
-    if (ahead_) {
-      ahead_ = false;
+    if (claimed_) {
+      claimed_ = false;
       return task_;
     }
     if (!shared_) return left_ > 0 ? count_ - left_-- : -1;
@@ -32,10 +33,10 @@ class Tasks {
   }
 
  private:
-  friend class Team;
+  friend class ThreadPool;
 
-  // The word is first << 32 | left: the tasks that nobody has begun. A loop ends when all that were
-  // begun are done, so whoever has claimed one is of this loop.
+  // The word is first << 32 | left: the tasks that no thread has begun. A loop ends when all tasks that
+  // were begun are done, so a thread that has claimed a task belongs to this loop.
   bool claim() {
     uint64_t word = shared_->load(std::memory_order_relaxed);
     do {
@@ -51,19 +52,20 @@ class Tasks {
   static constexpr uint64_t kFirst = uint64_t(1) << 32, kLeft = kFirst - 1;
   std::atomic<uint64_t>* shared_ = nullptr;
   bool helps_ = false;
-  bool ahead_ = false;  // task_ is claimed, but not begun
+  bool claimed_ = false;  // task_ is claimed, but not begun
   int64_t left_ = 0, count_ = 0, task_ = 0, taken_ = 0;
 };
 
-// Of the calling thread: torch.get_num_threads().
+// The setting of the calling thread: torch.get_num_threads().
 int64_t num_threads();
 
-// Calls run(body, tasks) on this thread and on helpers that come; returns when all tasks are done.
+// Calls run(body, tasks) on this thread and on its helpers; returns when all tasks are done.
 void run_on_threads(int64_t count, void (*run)(const void*, Tasks&), const void* body);
 
-// body(tasks) on each thread that takes part: it has to take tasks until there are none left.
+// Calls body(tasks) on each thread that takes part; the body takes tasks until none is left.
+// `work`: multiply-adds of the whole loop.
 template <typename Body>
-void share(int64_t count, int64_t work, const Body& body) {
+void parallel_for(int64_t count, int64_t work, const Body& body) {
   if (work <= kParallelWork || count < 2 || num_threads() < 2) {
     Tasks tasks(count);
     body(tasks);
@@ -73,11 +75,11 @@ void share(int64_t count, int64_t work, const Body& body) {
       count, [](const void* b, Tasks& tasks) { (*static_cast<const Body*>(b))(tasks); }, &body);
 }
 
-// f(i) for each i of [0, count), neighbours together.
+// Calls f(i) for each i of [0, count), neighbours in one task.
 template <typename F>
 void parallel_for_each(int64_t count, int64_t work, const F& f) {
   const int64_t run = std::max<int64_t>(1, count / (kTasks * num_threads()));
-  share((count + run - 1) / run, work, [&](Tasks& tasks) {
+  parallel_for((count + run - 1) / run, work, [&](Tasks& tasks) {
     for (int64_t task; (task = tasks.next()) >= 0;)
       for (int64_t i = task * run; i < std::min(count, task * run + run); i++) f(i);
   });

@@ -1,6 +1,6 @@
-// Eight floats at a time through the compiler's vector extensions, or as many as the widest registers
-// hold: one source for AVX2, AVX-512 and NEON. Sums run in a fixed order, so that a result never
-// depends on how work was tiled.
+// Vectors of eight floats, or of as many as the widest registers hold, through the compiler's vector
+// extensions: one source for AVX2, AVX-512 and NEON. Sums run in a fixed order, so that a result does
+// not depend on how work was tiled.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -62,7 +62,7 @@ typedef uint16_t lanes_h __attribute__((vector_size(kLanes * 2)));
 SWELL_INLINE lanes wide(const float* p) { return load_as<lanes>(p); }
 SWELL_INLINE lanes wide(const bf16* p) { return widen<lanes, lanes_u, lanes_h>(p); }
 
-// The first n < 8 elements; the rest is zero, or left alone.
+// The first n < 8 elements; the rest is zero (load), or is not written (store).
 template <typename T>
 SWELL_INLINE v8 load_part(const T* p, int64_t n) {
   T padded[8] = {};
@@ -76,7 +76,7 @@ SWELL_INLINE void store_part(T* p, v8 v, int64_t n) {
   std::memcpy(p, padded, n * sizeof(T));
 }
 
-// Round to T and back, where a sequence of tensor operations would.
+// Round to T and back, as a sequence of tensor operations would.
 template <typename T>
 SWELL_INLINE v8 round_to(v8 v) {
   T t[8];
@@ -124,6 +124,9 @@ SWELL_INLINE v8 hsum8(const v8* a) {
   return __builtin_shufflevector(c0, c1, 0, 1, 2, 3, 8, 9, 10, 11) +
          __builtin_shufflevector(c0, c1, 4, 5, 6, 7, 12, 13, 14, 15);
 }
+
+// Below it exp(x) counts as 0: the smallest normal float is exp(-87.34).
+constexpr float kExpUnderflow = -87.0f;
 
 // exp(x) for x in [-87.3, 88.3], clamped there: Cephes' expf (Moshier), error below 2 ulp.
 SWELL_INLINE v8 vexp(v8 x) {

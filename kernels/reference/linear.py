@@ -16,8 +16,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def largest(x: Tensor, weight: Tensor, outs: int) -> tuple[Tensor, Tensor]:
-    """See `swell.kernels.linear.largest`."""
+def linear_argmax(x: Tensor, weight: Tensor, outs: int) -> tuple[Tensor, Tensor]:
+    """See `swell.kernels.linear.linear_argmax`."""
     y = F.linear(x, weight[:outs])
     first = y.argmax(dim=-1)
     return y.gather(-1, first.unsqueeze(-1)).squeeze(-1).float(), first

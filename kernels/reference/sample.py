@@ -1,4 +1,4 @@
-"""Noise and sampling in plain torch, without a look at the device."""
+"""Noise and sampling in plain torch; the host never waits for the device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
+
+EXP_UNDERFLOW = -87.0
+"""(logit - max) / temperature below which a token is never sampled."""
 
 
 def _signed(value: int) -> int:
@@ -50,7 +53,6 @@ def sample_tokens(
     min_p: Tensor,
     u: Tensor,
     *,
-    any_min_p: bool = True,
     any_top_k_or_p: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.sample.sample_tokens`."""
@@ -59,20 +61,20 @@ def sample_tokens(
     # The largest is 0 before the division, so that no temperature, however small, overflows.
     scaled = logits - max_logits[:, None]
     scaled /= torch.where(greedy, 1.0, temperature)[:, None]
-    if any_min_p:
-        # p >= min_p * p_max in logarithms; log(0) = -inf keeps all.
-        scaled = scaled.masked_fill(scaled < min_p.log().clamp(max=0)[:, None], float("-inf"))
+    # p >= min_p * p_max in logarithms; log(0) = -inf keeps all that does not underflow.
+    least = min_p.log().clamp(EXP_UNDERFLOW, 0)
+    scaled.masked_fill_(scaled < least[:, None], float("-inf"))
     if any_top_k_or_p:
         scaled = scaled.masked_fill(~_top(logits, scaled, top_k, top_p), float("-inf"))
     # float64: in a large vocabulary the float32 sum would swallow rare tokens.
     cumulative = torch.softmax(scaled, dim=-1).double().cumsum(dim=-1)
     total = cumulative[:, -1]
-    # Strictly below the total, so that the first sum above it ends with a token that has a share.
+    # Strictly below the total, so that the first sum above it ends at a token with probability > 0.
     target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+    sampled = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
     # Only NaN logits lead past the end; an index out of range would be worse than a wrong token.
-    drawn = drawn.clamp(max=logits.shape[-1] - 1)
-    return torch.where(greedy, best, drawn), max_logits
+    sampled = sampled.clamp(max=logits.shape[-1] - 1)
+    return torch.where(greedy, best, sampled), max_logits
 
 
 def _top(logits: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -83,8 +85,8 @@ def _top(logits: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor
     ranked = scaled.gather(1, token)
     limit = torch.where(top_k > 0, top_k, vocab)[:, None]
     keep = torch.arange(vocab, device=scaled.device) < limit
-    share = torch.softmax(ranked.masked_fill(~keep, float("-inf")), dim=-1).double()
-    before = share.cumsum(dim=-1) - share
+    probability = torch.softmax(ranked.masked_fill(~keep, float("-inf")), dim=-1).double()
+    before = probability.cumsum(dim=-1) - probability
     keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
     keep[:, 0] = True
     return torch.zeros_like(keep).scatter_(1, token, keep)

@@ -18,7 +18,7 @@ from typing import Any
 
 import uvloop
 
-from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import (
     EngineId,
@@ -55,7 +55,7 @@ class BareEngine:
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
-        counted: MetricsExchange,
+        metrics: MetricsExchange,
     ) -> None:
         self._core = core
         self._on_outputs = on_outputs
@@ -89,7 +89,7 @@ class BareEngine:
                 self._take(self._messages.get())
             self._intake()
             for outputs in self._core.step(self._intake).values():
-                message = EngineCoreOutputs(0, outputs)
+                message = EngineCoreOutputs(outputs)
                 self._loop.call_soon_threadsafe(self._on_outputs, message)
 
     def _intake(self) -> None:
@@ -102,10 +102,10 @@ class BareEngine:
             case EngineCoreRequest():
                 refused = self._core.add_request(message, _CLIENT)
                 if refused is not None:
-                    answer = EngineCoreOutputs(0, [refused])
+                    answer = EngineCoreOutputs([refused])
                     self._loop.call_soon_threadsafe(self._on_outputs, answer)
             case AbortRequests():
-                self._core.abort_requests(message.request_ids)
+                self._core.abort_requests(message.request_ids, message.attempts)
 
 
 async def serve(model: str, overrides: dict[str, Any]) -> None:
@@ -113,8 +113,7 @@ async def serve(model: str, overrides: dict[str, Any]) -> None:
     config = claim_port(load(model, {"parallel.executor": "inproc", **overrides}))
     executor = build_executor(config)
     core = EngineCore(config, executor, executor.start())
-    ingress = Ingress(config, partial(BareEngine, core), manager=None)
-    await ingress.start()
+    ingress = await build_ingress(config, partial(BareEngine, core), manager=None)
     edge = EdgeServer(ingress.app, config.serve.host, config.serve.port, _DRAIN_S)
     await edge.start()
     ended = asyncio.Event()

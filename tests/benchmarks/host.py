@@ -148,7 +148,7 @@ def _to_worker_and_back(wire: Wire, step: ScheduledStep, output: ModelRunnerOutp
 
 def _to_ingress(wire: Wire, outputs: dict[bytes, Any]) -> None:
     for client, told in outputs.items():
-        wire.ingresses.send(client, EngineCoreOutputs(0, told, time.monotonic(), seq=1))
+        wire.ingresses.send(client, EngineCoreOutputs(told, seq=1))
 
 
 class ZeroModel:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.sse import ChatStream
 from swell.cluster.client.engine_core_client import (
     EngineId,
@@ -58,7 +58,7 @@ class StubEngine:
         on_view: OnView,
         on_outputs: OnOutputs,
         on_gap: OnGap,
-        counted: MetricsExchange,
+        metrics: MetricsExchange,
     ) -> None:
         self.requests: list[str] = []
         self._token_ids = token_ids
@@ -80,7 +80,7 @@ class StubEngine:
         ids = self._rng.choices(self._token_ids, k=len(self.requests))
         pairs = zip(self.requests, ids, strict=True)
         outputs = [EngineCoreOutput(request, [token]) for request, token in pairs]
-        return msgspec.msgpack.encode(EngineCoreOutputs(0, outputs))
+        return msgspec.msgpack.encode(EngineCoreOutputs(outputs))
 
     def deliver(self, message: bytes) -> None:
         self._on_outputs(self._decoder.decode(message))
@@ -124,8 +124,7 @@ async def _step_us(path: str, streams: int) -> AsyncIterator[float]:
         engines.append(StubEngine(ids, client_index, **callbacks))
         return engines[0]
 
-    ingress = Ingress(load(str(NANO)), connect, manager=None)
-    await ingress.start()
+    ingress = await build_ingress(load(str(NANO)), connect, manager=None)
     body = {"max_tokens": 1 << 19, **_BODIES[path]}
     requests = [Stream(ingress.app, path, body) for _ in range(streams)]
     while len(engines[0].requests) < streams:

@@ -22,11 +22,11 @@ from typing import Any
 import httpx
 import msgspec
 
-from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.admin.protocol import ChangeResult
+from swell.cluster.api.ingress import Ingress, build_ingress
 from swell.cluster.api.server.connection import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
-from swell.cluster.control.cluster_status import Change
 from swell.configs.schema import Config, load
 from swell.coordinator import roster as rosters
 from swell.coordinator.channel import Inbox, make_keys
@@ -162,8 +162,8 @@ class FakeEngine(_Threaded):
         """A step begins with all that is here, and does not end."""
 
         def tell() -> None:
-            for request_id, (peer, _request, _tokens) in self.requests.items():
-                self._send(peer, [], started=[request_id])
+            for request_id, (peer, request, _tokens) in self.requests.items():
+                self._send(peer, [], started=[request_id], started_attempts=[request.attempt])
 
         self.call(tell)
 
@@ -172,8 +172,10 @@ class FakeEngine(_Threaded):
 
         def end() -> None:
             held, self.requests = self.requests, {}
-            for request_id, (peer, _request, _tokens) in held.items():
-                answer = EngineCoreOutput(request_id, [], FinishReason.ERROR, message)
+            for request_id, (peer, request, _tokens) in held.items():
+                answer = EngineCoreOutput(
+                    request_id, [], FinishReason.ERROR, message, attempt=request.attempt
+                )
                 self._send(peer, [answer])
 
         self.call(end)
@@ -185,8 +187,11 @@ class FakeEngine(_Threaded):
             held, self.requests = self.requests, {}
             if recount:
                 self.counts.clear()
-            for request_id, (peer, _request, _tokens) in held.items():
-                self._send(peer, [EngineCoreOutput(request_id, [], FinishReason.ABORT)])
+            for request_id, (peer, request, _tokens) in held.items():
+                answer = EngineCoreOutput(
+                    request_id, [], FinishReason.ABORT, attempt=request.attempt
+                )
+                self._send(peer, [answer])
 
         self.call(drop)
 
@@ -194,7 +199,8 @@ class FakeEngine(_Threaded):
         for peer, message in self.inbox.receive(LOOK_S):
             match message:
                 case EngineCoreRequest():
-                    assert message.request_id not in self.requests
+                    before = self.requests.get(message.request_id)
+                    assert before is None or before[1].attempt < message.attempt
                     self.arrived.append(message)
                     self.requests[message.request_id] = (
                         peer,
@@ -202,9 +208,7 @@ class FakeEngine(_Threaded):
                         list(message.output_token_ids),
                     )
                 case AbortRequests():
-                    self.aborted += message.request_ids
-                    for request_id in message.request_ids:
-                        self.requests.pop(request_id, None)
+                    self._abort(message)
                 case KeepAlive():
                     self.keep_alives += 1
         if self.credit_steps and self.requests:
@@ -215,6 +219,12 @@ class FakeEngine(_Threaded):
         if self._thread.is_alive():
             super().close()
             self.inbox.close()
+
+    def _abort(self, message: AbortRequests) -> None:
+        for request_id, attempt in zip(message.request_ids, message.attempts, strict=True):
+            self.aborted.append(request_id)
+            if request_id in self.requests and self.requests[request_id][1].attempt <= attempt:
+                del self.requests[request_id]
 
     def _step(self) -> None:
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
@@ -229,7 +239,9 @@ class FakeEngine(_Threaded):
             if reason is not None:
                 del self.requests[request_id]
             told = _logprobs(request, tokens)
-            answer = EngineCoreOutput(request_id, tokens[-1:], reason, extras=told)
+            answer = EngineCoreOutput(
+                request_id, tokens[-1:], reason, extras=told, attempt=request.attempt
+            )
             outputs.setdefault(peer, []).append(answer)
         for peer, answers in outputs.items():
             self._send(peer, answers)
@@ -246,7 +258,7 @@ class FakeEngine(_Threaded):
             self.messages_to_drop -= 1
             return
         seq = self.counts[peer]
-        self.inbox.send(peer, EngineCoreOutputs(self.member.rank, outputs, seq=seq, **fields))
+        self.inbox.send(peer, EngineCoreOutputs(outputs, seq=seq, **fields))
 
 
 def _logprobs(request: EngineCoreRequest, tokens: list[int]) -> list[Extra]:
@@ -274,7 +286,7 @@ class FakeManager:
         async def remote(*_: Any) -> Any:
             self.asked.append(name)
             waits = name == "not_ready_reason"
-            return ("engine 0: reads weights", False) if waits else Change(2, self.refusal)
+            return ("engine 0: reads weights", False) if waits else ChangeResult(2, self.refusal)
 
         return type("Method", (), {"remote": staticmethod(remote)})
 
@@ -294,6 +306,7 @@ class FakeCluster:
         self.config: Config = load(source, settings)
         self.coordinator = FakeCoordinator()
         self.manager = FakeManager()
+        self.store: Any = None
         self.engines: list[FakeEngine] = []
         self.ingress: Ingress
         self.edge: EdgeServer
@@ -304,8 +317,7 @@ class FakeCluster:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeCluster]:
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
-        self.ingress = Ingress(self.config, connect, self.manager)
-        await self.ingress.start()
+        self.ingress = await build_ingress(self.config, connect, self.manager, self.store)
         limits = ConnectionLimits.of(self.config.serve)
         self.edge = edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5, limits)
         await edge.start()
@@ -320,11 +332,10 @@ class FakeCluster:
             await self.ingress.stop()
 
     @contextlib.asynccontextmanager
-    async def another_ingress(self, manager: Any) -> AsyncIterator[tuple[Ingress, str]]:
-        """A second one beside the first, with its own way to the manager; its URL."""
+    async def another_ingress(self, store: Any) -> AsyncIterator[tuple[Ingress, str]]:
+        """A second one beside the first, with its own way to the store; its URL."""
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
-        ingress = Ingress(self.config, connect, manager)
-        await ingress.start()
+        ingress = await build_ingress(self.config, connect, self.manager, store)
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
         await edge.start()
         try:

@@ -79,7 +79,7 @@ def test_a_view_that_cannot_be_followed_is_followed_when_it_comes_again(folder: 
             stream = Stream(cluster, body([1], 20))
             await stream.has(3)
             second = cluster.start(1)
-            links = cluster.ingress.llm._links
+            links = cluster.ingress.llm._client
             links._on_view = first_times(1, links._on_view)  # type: ignore[attr-defined]
             await asyncio.to_thread(first.close)
             roster = rosters.join(cluster.coordinator.view.roster, [second.member])
@@ -96,7 +96,7 @@ def test_an_ingress_that_can_follow_no_view_ends(folder: Path, deaths: Deaths) -
     async def story() -> None:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
-            links = cluster.ingress.llm._links
+            links = cluster.ingress.llm._client
             follow, links._on_view = links._on_view, planted  # type: ignore[attr-defined]
             while not deaths:
                 cluster.coordinator.tell()
@@ -110,7 +110,7 @@ def test_an_ingress_that_can_follow_no_view_ends(folder: Path, deaths: Deaths) -
 def test_an_ingress_whose_heartbeat_has_ended_ends(folder: Path, deaths: Deaths) -> None:
     async def story() -> None:
         async with FakeCluster(folder).serving() as cluster:
-            cluster.ingress.llm._links._counted = None  # type: ignore[attr-defined]
+            cluster.ingress.llm._client._metrics = None  # type: ignore[attr-defined]
             await until(lambda: deaths)
             [(loop, error)] = deaths
             assert loop == "ingress: heartbeat" and isinstance(error, AttributeError)

@@ -19,16 +19,16 @@ import httpx
 import requests
 
 from swell.cluster.api.admin.protocol import (
+    ChangeResult,
     ClusterState,
     CoordinatorState,
     EngineState,
     RescaleState,
 )
-from swell.cluster.api.ingress import Ingress
-from swell.cluster.api.responses.response_store import ResponseStore
+from swell.cluster.api.ingress import build_ingress
+from swell.cluster.api.responses.response_store import ResponseStore, StoreReply, StoreRequest
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
-from swell.cluster.control.cluster_status import Change
 from swell.configs.schema import Config, load
 from swell.coordinator.channel import make_keys
 from swell.coordinator.ports import free_port
@@ -53,17 +53,13 @@ SETTINGS = {
 
 
 class Manager:
-    """Keeps responses as the real one does, and agrees to every change without making it."""
-
-    def __init__(self) -> None:
-        self._store = ResponseStore(1000, 10**7, 1000.0)
+    """Agrees to every change without making it."""
 
     def __getattr__(self, name: str) -> Any:
         answer = {
-            "stored": lambda wish: self._store.handle(wish, 0.0),
             "not_ready_reason": lambda: ("engine 0: starts", False),
             "describe": self._describe,
-        }.get(name, lambda *_: Change(1))
+        }.get(name, lambda *_: ChangeResult(1))
 
         async def remote(*args: Any) -> Any:
             return answer(*args)
@@ -80,6 +76,17 @@ class Manager:
             coordinator=CoordinatorState(),
             rescale=RescaleState(phase="idle"),
         )
+
+
+class StoreHandle:
+    """Keeps responses as `ResponseStoreService` does, of which it is a handle."""
+
+    def __init__(self) -> None:
+        self.handle = self
+        self._store = ResponseStore(1000, 10**7, 1000.0)
+
+    async def remote(self, request: StoreRequest) -> StoreReply:
+        return self._store.handle(request, 0.0)
 
 
 class InProcessServer:
@@ -154,8 +161,7 @@ async def _serve(
 ) -> None:
     """Tells its port, and what to call from any thread to end it."""
     connect = partial(AsyncEngineCoreClient, coordinator.address, coordinator.keys)
-    ingress = Ingress(config, connect, Manager())
-    await ingress.start()
+    ingress = await build_ingress(config, connect, Manager(), StoreHandle())
     edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
     await edge.start()
     while not ingress.llm.active_ranks:

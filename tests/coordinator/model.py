@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any
 
-from swell.coordinator.waves import Phase, WaveCoordinator, WaveMember
+from swell.coordinator.wave_interface import Phase
+from swell.coordinator.waves import WaveCoordinator, WaveMember
 from swell.coordinator.wire import Pause, ReconfigureDistributedRequest, Resume, StartDPWave
 from tests.coordinator.model_state import (
     Bounds,
@@ -160,7 +161,7 @@ class Model:
             engine = engine._replace(outbox=(*engine.outbox, *said))
         return state._replace(engines=put(state.engines, rank, engine))
 
-    def tell(self, state: State, rank: int, call: str, *args: Any) -> tuple[State, Any]:
+    def call_engine(self, state: State, rank: int, call: str, *args: Any) -> tuple[State, Any]:
         """Call an engine's half; what it says goes out."""
         engine = state.engines[rank]
         fields, result = self._call_member(rank, engine.fields, call, *args)
@@ -168,7 +169,7 @@ class Model:
         return self.with_engine(state, rank, engine._replace(fields=fields), said), result
 
     def fall_out(self, state: State, rank: int, place: EngineState) -> State:
-        state, _ = self.tell(
+        state, _ = self.call_engine(
             self.leave(state, rank), rank, "broken", "", place is EngineState.REPAIRING
         )
         return self.with_engine(state, rank, state.engines[rank]._replace(place=place))
@@ -202,13 +203,13 @@ class Model:
         message, inbox = engine.inbox[0], engine.inbox[1:]
         state = self.with_engine(state, rank, engine._replace(inbox=inbox))
         if message[0] is not ReconfigureDistributedRequest:
-            return self.tell(state, rank, _HEARD[message[0]], message)[0]
-        after, newer = self.tell(state, rank, "reconfigure", message)
+            return self.call_engine(state, rank, _HANDLERS[message[0]], message)[0]
+        after, newer = self.call_engine(state, rank, "reconfigure", message)
         if not newer:
             return after
         if engine.fields.in_flight and self._unharmed(state.left):
             raise Violation(f"engine {rank} loses a step although nobody was lost")
-        state, _ = self.tell(self.leave(state, rank), rank, "reconfigure", message)
+        state, _ = self.call_engine(self.leave(state, rank), rank, "reconfigure", message)
         engine = state.engines[rank]
         place = EngineState.FORMING if rank in message[2] else EngineState.OUTSIDE
         return self.with_engine(state, rank, engine._replace(place=place))
@@ -250,7 +251,7 @@ class Model:
         state = self.with_engine(state, rank, engine._replace(jobs=jobs, quiet=quiet))
         works = any(job.works for job in jobs)
         sums = sum(step.works for step in steps), sum(step.votes for step in steps)
-        after, _ = self.tell(state, rank, "on_all_reduce", *sums, works)
+        after, _ = self.call_engine(state, rank, "on_all_reduce", *sums, works)
         self._check_end(engine, after.engines[rank], steps, works, rank)
         if after.engines[rank].fields.in_flight == 0 and (
             after.engines[rank].fields.wave != engine.fields.wave
@@ -275,4 +276,4 @@ class Model:
             raise Violation(f"engine {rank} stops with work")
 
 
-_HEARD: dict[type, str] = {StartDPWave: "start", Pause: "pause", Resume: "resume"}
+_HANDLERS: dict[type, str] = {StartDPWave: "start", Pause: "pause", Resume: "resume"}

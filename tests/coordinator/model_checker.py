@@ -13,7 +13,8 @@ import time
 from array import array
 from dataclasses import dataclass
 
-from swell.coordinator.waves import Phase, WaveCoordinator, WaveMember
+from swell.coordinator.wave_interface import Phase
+from swell.coordinator.waves import WaveCoordinator, WaveMember
 from tests.coordinator.model import Model
 from tests.coordinator.model_state import Bounds, State, Transition, Violation
 from tests.coordinator.model_transitions import check, is_quiescent, moves
@@ -97,7 +98,8 @@ def explore(
     non_quiescent = graph.non_quiescent(bounds)
     if non_quiescent is not None:
         raise Violation(
-            f"no way to rest, after\n  {graph.trace(non_quiescent)}\nin {graph.states[non_quiescent]}"
+            f"no way to rest, after\n  {graph.trace(non_quiescent)}\n"
+            f"in {graph.states[non_quiescent]}"
         )
     return Explored(len(graph.states), taken, model.most_quiet)
 
@@ -108,21 +110,21 @@ class Scenario:
     def __init__(self, bounds: Bounds) -> None:
         self.model = Model(bounds)
         self.state = self.model.first()
-        self.told: list[str] = []
+        self.taken: list[str] = []
 
     def moves(self) -> list[Transition]:
         return list(moves(self.model, self.state))
 
     def take(self, move: Transition) -> None:
         name, _, self.state = move
-        self.told.append(name)
+        self.taken.append(name)
         check(self.state)
 
-    def tell(self, *names: str) -> Scenario:
+    def perform(self, *names: str) -> Scenario:
         """These moves, in order."""
         for name in names:
             possible = {move[0]: move for move in self.moves()}
-            assert name in possible, f"after {self.told}: no {name!r} in {sorted(possible)}"
+            assert name in possible, f"after {self.taken}: no {name!r} in {sorted(possible)}"
             self.take(possible[name])
         return self
 
@@ -134,7 +136,7 @@ class Scenario:
                 break
             self.take(owed[0])
         assert is_quiescent(self.state, self.model.bounds), (
-            f"no rest after {self.told}: {self.state}"
+            f"no rest after {self.taken}: {self.state}"
         )
         return self.state
 

@@ -72,17 +72,19 @@ RULES = {
         _M, "start", "message.wave > self.wave", "True", "depth 1"
     ),
     "a remembered start begins the wave": Rule(
-        _M, "_complete", "elif self.again", "elif False", "three requests"
+        _M, "_complete", "elif self.start_pending", "elif False", "three requests"
     ),
     "a remembered start counts once": Rule(
-        _M, "_complete", "self.again = False", "pass", "three requests"
+        _M, "_complete", "self.start_pending = False", "pass", "three requests"
     ),
     # 4. How a wave ends.
     "while the tide ebbs no step is submitted": Rule(
         _M, "may_submit", " and not self.finishing", "", "depth 2"
     ),
     "work keeps the wave alive": Rule(_M, "on_all_reduce", "not working", "True", "depth 1"),
-    "steps in flight are read first": Rule(_M, "on_all_reduce", " or self.in_flight", "", "depth 2"),
+    "steps in flight are read first": Rule(
+        _M, "on_all_reduce", " or self.in_flight", "", "depth 2"
+    ),
     "the next wave does not begin finishing": Rule(
         _M, "on_all_reduce", "self.finishing = False", "pass", "depth 1"
     ),
@@ -134,18 +136,23 @@ RULES = {
     "nobody is no group to pause": Rule(
         _C, "_request_pause", " or not self.ranks", "", "first two, pause"
     ),
-    "a pause is held until release": Rule(_C, "_on_acknowledged", "if self.pause_requested", "if False", "pause"),
-    "release resumes": Rule(
-        _C, "resume", "self._resume() if self.group_state is GroupState.PAUSED else []", "[]", "pause"
+    "a pause is kept until resume": Rule(
+        _C, "_on_acknowledged", "if self.pause_requested", "if False", "pause"
+    ),
+    "resume lets all run": Rule(
+        _C, "resume", "self._resume() if self.group_state is GroupState.PAUSED else []", "[]",
+        "pause",
     ),
     "a pause is not taken back": Rule(
-        _C, "resume", "self.group_state is GroupState.PAUSED", "self.group_state is not GroupState.SERVING", "pause"
+        _C, "resume", "self.group_state is GroupState.PAUSED",
+        "self.group_state is not GroupState.SERVING", "pause",
     ),
     "all must answer": Rule(
-        _C, "_on_acknowledged", "self.heard != set(self.ranks)", "False", "pause"
+        _C, "_on_acknowledged", "self.acknowledged != set(self.ranks)", "False", "pause"
     ),
     "answers count for one pause": Rule(
-        _C, "_request_pause", "GroupState.PAUSING, frozenset()", "GroupState.PAUSING, self.heard", "two pauses"
+        _C, "_request_pause", "GroupState.PAUSING, frozenset()",
+        "GroupState.PAUSING, self.acknowledged", "two pauses",
     ),
     "a pause of another epoch is dropped": Rule(
         _C, "paused", "epoch == self.epoch", "True", "death, two pauses"
@@ -173,7 +180,7 @@ RULES = {
     ),
     "a group is a new epoch": Rule(_C, "_form", "self.epoch + 1", "self.epoch", "newcomer"),
     "all must join": Rule(
-        _C, "_form", "self.ranks, self.heard,", "self.ranks, _,", "newcomer"
+        _C, "_form", "self.ranks, self.acknowledged,", "self.ranks, _,", "newcomer"
     ),
     "nobody is no group to wait for": Rule(
         _C, "_form", " if self.ranks else GroupState.SERVING", "", "two deaths"
@@ -192,7 +199,7 @@ RULES = {
         _M, "_leave", "self.finishing = ", "", "death, depth 2"
     ),
     "who leaves does not remember a start": Rule(
-        _M, "_leave", " = self.again", "", "repair, two requests"
+        _M, "_leave", " = self.start_pending", "", "repair, two requests"
     ),
     # 8. Another coordinator.
     "a group that was taken over forms again": Rule(

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from swell.coordinator.waves import Phase
+from swell.coordinator.wave_interface import Phase
 
 Packed = tuple[Any, ...]
 """A message: its class and its fields, hashable."""
@@ -78,8 +78,8 @@ class Fields(NamedTuple):
     phase: Phase = Phase.OUT
     ranks: tuple[int, ...] = ()
     voting: bool = False
-    again: bool = False
     in_flight: int = 0
+    start_pending: bool = False
     finishing: bool = False
 
 

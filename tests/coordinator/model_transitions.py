@@ -7,7 +7,8 @@ from dataclasses import fields
 
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member
-from swell.coordinator.waves import GroupState, Phase, WaveCoordinator
+from swell.coordinator.wave_interface import GroupState, Phase
+from swell.coordinator.waves import WaveCoordinator
 from swell.coordinator.wire import (
     Broken,
     EngineHello,
@@ -44,7 +45,7 @@ def moves(model: Model, state: State) -> Iterator[Transition]:
     """All that can happen next."""
     for rank, engine in enumerate(state.engines):
         if engine.outbox:
-            yield f"{rank} is heard", True, _hear(model, state, rank)
+            yield f"{rank} is heard", True, _deliver(model, state, rank)
         if engine.place is EngineState.DEAD:
             if rank in state.unnoticed and state.coordinator is not None:
                 yield f"{rank} is noticed", True, _lose(model, state, rank)
@@ -144,7 +145,7 @@ def _arrived(engine: Engine, epoch: int) -> bool:
 
 
 def _join(model: Model, state: State, rank: int) -> State:
-    state, _ = model.tell(state, rank, "joined")
+    state, _ = model.call_engine(state, rank, "joined")
     engine = state.engines[rank]._replace(place=EngineState.INSIDE)
     state = model.with_engine(state, rank, engine)
     epoch, ranks = engine.fields.epoch, engine.fields.ranks
@@ -161,7 +162,7 @@ def _request(model: Model, state: State, rank: int) -> State:
     jobs = (*engine.jobs, Job(arrived, kind, steps, steps))
     state = model.with_engine(state, rank, engine._replace(jobs=jobs))
     if engine.place is EngineState.INSIDE:
-        state, _ = model.tell(state, rank, "work_arrived")
+        state, _ = model.call_engine(state, rank, "work_arrived")
     return spend(state, "requests")
 
 
@@ -180,12 +181,12 @@ def _die(model: Model, state: State, rank: int) -> State:
 # -------------------------------------------------------------------- the coordinator
 
 
-def _hear(model: Model, state: State, rank: int) -> State:
+def _deliver(model: Model, state: State, rank: int) -> State:
     engine = state.engines[rank]
     message = engine.outbox[0]
     state = model.with_engine(state, rank, engine._replace(outbox=engine.outbox[1:]))
     if state.coordinator is not None:
-        return _HEARD[message[0]](model, state, message)
+        return _HANDLERS[message[0]](model, state, message)
     if message[0] is not EngineHello:
         return state
     return state._replace(hellos=tuple(sorted((*state.hellos, message), key=lambda m: m[1].rank)))
@@ -225,7 +226,7 @@ def _late_hello(model: Model, state: State, message: Packed) -> State:
     return state
 
 
-_HEARD: dict[type, Callable[[Model, State, Packed], State]] = {
+_HANDLERS: dict[type, Callable[[Model, State, Packed], State]] = {
     StartWave: _start_wave,
     WaveComplete: _wave_complete,
     Paused: _paused,

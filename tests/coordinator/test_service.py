@@ -11,7 +11,8 @@ import pytest
 
 from swell.configs.schema import load
 from swell.coordinator.channel import Outlet
-from swell.coordinator.service import CoordinatorService
+from swell.coordinator.service import CoordinatorService, ManagerState
+from swell.coordinator.state_machine import CoordinatorStateMachine
 from swell.coordinator.wire import (
     ClusterView,
     EngineCommand,
@@ -72,6 +73,45 @@ def test_a_subscriber_receives_the_current_view_at_once(service, connect) -> Non
     assert view.roster.ranks == [0, 1] and view == service.view()
 
 
+class OwnedByLoop:
+    """A state machine that no other thread than the coordinator's may read or write."""
+
+    def __init__(self, state_machine: CoordinatorStateMachine) -> None:
+        vars(self)["inner"] = state_machine
+        vars(self)["strangers"] = []
+
+    def __getattr__(self, name: str) -> object:
+        if threading.current_thread().name != "swell-coordinator":
+            self.strangers.append(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        getattr(self, name)
+        setattr(self.inner, name, value)
+
+
+def test_the_state_is_touched_by_its_own_thread_alone(service) -> None:
+    owned = service._state_machine = OwnedByLoop(service._state_machine)
+    service.join([member(0), member(1)], SOON_S)
+    service.leave([1])
+    service.cancel_leave([1])
+    service.pause()
+    service.resume()
+    assert service.take_over("manager") == ManagerState()
+    service.note(ManagerState("manager", 2, phase="commit"))
+    service.note(ManagerState("another", 5))
+    assert service.membership().note.target == 2 and service.view().phase == "commit"
+    assert service.detach([1], SOON_S).ranks == service.remove_failed([7]).ranks == [0]
+    assert service.wait(0, SOON_S).view == service.view()
+    epoch = service.view().roster.epoch
+    waiting = threading.Thread(target=service.wait, args=(epoch, SOON_S))
+    waiting.start()
+    service.remove_failed([0])
+    waiting.join(SOON_S / 2)
+    assert not waiting.is_alive(), "a change of the roster ends the wait"
+    assert owned.strangers == []
+
+
 @pytest.mark.parametrize("part", ["tick", "view"])
 def test_a_loop_that_fails_ends_the_coordinator(monkeypatch, deaths, part) -> None:
     """A failure outside of any message is the end of the loop: Ray starts another process."""
@@ -106,7 +146,7 @@ def test_a_failing_handler_does_not_stop_the_loop(service, connect, monkeypatch)
             raise ZeroDivisionError("planted")
         return hear_word(word, now)
 
-    monkeypatch.setattr(service._state_machine, "hear", once)
+    monkeypatch.setattr(service._state_machine, "on_message", once)
     engine.send(msgspec.Raw(b"\xc1"))
     for steps in (1, 2):
         engine.send(EngineReport(0, steps=steps))
@@ -285,7 +325,7 @@ def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
         if incarnation == 1:
             outlet.send(EngineHello(engine))
         joins[-1].start()
-        while 0 not in service._state_machine.coming:
+        while 0 not in service._state_machine.joining:
             time.sleep(0.001)
         outlet.send(EngineHello(engine))
         command = outlet.receive(SOON_S)

@@ -9,7 +9,8 @@ from swell.configs.schema import load
 from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.roster import Member, MemberState
 from swell.coordinator.state_machine import CoordinatorStateMachine
-from swell.coordinator.waves import Phase, WaveCoordinator
+from swell.coordinator.wave_interface import Phase
+from swell.coordinator.waves import WaveCoordinator
 from swell.coordinator.wire import (
     Broken,
     EngineHello,
@@ -43,7 +44,7 @@ def lockstep() -> CoordinatorStateMachine:
 def form(state_machine: CoordinatorStateMachine, now: float = 0.0) -> None:
     """Let every engine of the group that forms join it."""
     for rank in state_machine.waves.ranks:
-        found = state_machine.newest(rank)
+        found = state_machine.current_member(rank)
         assert found is not None
         state_machine.on_message(Joined(rank, found.incarnation, state_machine.waves.epoch), now)
 
@@ -83,9 +84,9 @@ def test_the_dead_are_not_heard(dense) -> None:
 def test_an_engine_is_in_the_roster_once_its_group_has_formed(lockstep) -> None:
     [(rank, command)] = lockstep.join([member(0)], 0.0)
     assert (rank, command.ranks, command.store) == (0, [0], None)
-    assert lockstep.roster.ranks == [] and not lockstep.settled
+    assert lockstep.roster.ranks == [] and not lockstep.is_stable
     form(lockstep)
-    assert lockstep.roster.ranks == [0] and lockstep.settled
+    assert lockstep.roster.ranks == [0] and lockstep.is_stable
     assert lockstep.join([member(1)], 1.0) == [(0, Pause(1))]
     assert lockstep.roster.ranks == [0], "requests would reach it too early"
     sends = lockstep.on_message(Paused(0, 7, 1), 1.0)
@@ -125,7 +126,7 @@ def test_a_newcomer_that_dies_while_forming_leaves_the_group_as_it_was(lockstep)
     lockstep.on_message(Paused(0, 7, 1), 0.0)
     lockstep.remove_failed([1], 0.0)
     form(lockstep)
-    assert lockstep.roster.ranks == [0] and lockstep.settled
+    assert lockstep.roster.ranks == [0] and lockstep.is_stable
 
 
 @pytest.mark.parametrize("kind", ["dense", "lockstep"])
@@ -142,7 +143,7 @@ def test_a_repairing_engine_stays_and_is_active_again(kind, request) -> None:
     state_machine.on_message(Paused(0, 7, state_machine.waves.epoch), 0.0)
     form(state_machine)
     assert states(state_machine) == {0: MemberState.ACTIVE, 1: MemberState.ACTIVE}
-    found = state_machine.newest(1)
+    found = state_machine.current_member(1)
     assert found is not None and found.store == ("other", 5)
 
 
@@ -192,7 +193,7 @@ def test_a_successor_takes_over_what_it_hears_of(kind, request) -> None:
     for rank in (0, 2):
         state_machine.on_message(Paused(rank, 7, 4), 0.0)
     form(state_machine)
-    assert state_machine.roster.ranks == [0, 2] and state_machine.settled
+    assert state_machine.roster.ranks == [0, 2] and state_machine.is_stable
 
 
 def test_the_epoch_advances_past_one_that_was_seen(dense) -> None:

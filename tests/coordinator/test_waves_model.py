@@ -59,10 +59,10 @@ def test_any_walk_comes_to_rest(
     accidents: dict[str, int],
     choices: list[int],
 ) -> None:
-    story = Scenario(Bounds(engines, depth, tuple(jobs), reports=True, **accidents))
+    scenario = Scenario(Bounds(engines, depth, tuple(jobs), reports=True, **accidents))
     for choice in choices:
-        possible = story.moves()
+        possible = scenario.moves()
         if not possible:
             break
-        story.take(possible[choice % len(possible)])
-    story.rest()
+        scenario.take(possible[choice % len(possible)])
+    scenario.rest()

@@ -26,9 +26,12 @@ from swell.cluster.client.outputs import (
     RequestOutputKind,
 )
 from swell.cluster.client.parallel_sampling import ParentRequest
-from swell.cluster.local import LLM, TokenizedPrompt
-from swell.cluster.text.detokenizer import Detokenizer, TextStart
+from swell.cluster.client.request_state import MigrationReason
+from swell.cluster.local import LLM
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.generation_request import Conversation, GenerationRequest
 from swell.cluster.text.prompts import load_tokenizer
+from swell.cluster.text.truncation import TEMPLATE_TEXT
 from swell.worker.sample import logprobs, sampler
 from tests.engine.features import RequestSpec
 
@@ -204,13 +207,22 @@ class EngineHarness:
         outputs have been heard as `cuts` says."""
         number, llm = len(self._asked), self._engines[0]
         talk = llm._prompts.chat_messages([{"role": "user", "content": request_spec.prompt}])
-        prompt = llm._prompts.chat_prompt(talk)
         self._asked.append((ParentRequest(request_spec.params, kind), kind, Answer()))
-        asked = TokenizedPrompt(prompt, None, TextStart.NEW_TEXT)
-        for request, child, index, _ in llm._requests(str(number), asked, request_spec.params):
-            place = (at + index) % len(self._engines)
+        params = llm._input_processor.process(
+            GenerationRequest(
+                prompt=Conversation(messages=talk),
+                params=request_spec.params,
+                tokenize_options=TEMPLATE_TEXT,
+            )
+        )
+        (prompt,) = params.prompts
+        for child in params.children(str(number), prompt):
+            request = child.core
+            place = (at + child.index) % len(self._engines)
             collector = RequestOutputCollector(kind, request.request_id)
-            self._processor.add_request(request, child, kind=kind, queue=collector, index=index)
+            self._processor.add_request(
+                request, child.params, kind=kind, queue=collector, index=child.index
+            )
             self._children[request.request_id] = _Child(number, place, collector, sorted(cuts))
             assert self._engines[place]._core.add_request(request, CLIENT) is None
 
@@ -218,7 +230,7 @@ class EngineHarness:
         """Step all engines in turn until everything is answered, in the order of asking."""
         steps = 0
         try:
-            while self._processor.has_unfinished_requests():
+            while self._processor.request_states:
                 for place, llm in enumerate(self._engines):
                     if llm._core.has_work:
                         self._hear(llm)
@@ -249,7 +261,8 @@ class EngineHarness:
                 child = self._children[output.request_id]
                 child.heard += 1
                 child.preemptions = max(child.preemptions, output.num_preemptions)
-            llm._core.abort_requests(self._processor.process_outputs(outputs).reqs_to_abort)
+            ended = self._processor.process_outputs(outputs).reqs_to_abort
+            llm._core.abort_requests([state.request_id for state in ended])
 
     def _move_from(self, place: int) -> None:
         """The engine is lost to those whose time has come; another gets what they have heard."""
@@ -261,7 +274,8 @@ class EngineHarness:
             self.num_moves += 1
             self._engines[place]._core.abort_requests([request_id])
             child.engine = (place + 1) % len(self._engines)
-            refused = self._engines[child.engine]._core.add_request(state.resubmission(), CLIENT)
+            state.unassign(MigrationReason.LEFT)
+            refused = self._engines[child.engine]._core.add_request(state.engine_request(), CLIENT)
             assert refused is None, refused
 
     def _read(self) -> None:

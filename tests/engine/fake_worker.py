@@ -15,7 +15,13 @@ from swell.configs.schema import Config, load
 from swell.engine.core import EngineCore
 from swell.engine.executor import Executor, ExecutorLimits, Progress, WorkerInfo
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
-from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, ModelRunnerOutput, SchedulerOutput
+from swell.worker.wire import (
+    AsyncModelRunnerOutput,
+    GroupPlan,
+    ModelRunnerOutput,
+    Regrouped,
+    SchedulerOutput,
+)
 
 VOCAB = 50
 
@@ -108,12 +114,13 @@ class FakeExecutor(Executor):
             if output.step == step:
                 return output
 
-    def regroup(self, groups: GroupPlan) -> None:
+    def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         """The worst case: a worker that was replaced knows no slot and no token."""
         self.groups.append(groups)
         if not groups.keep_states:
             self._queue.clear()
             self.worker = FakeWorker(len(self.worker.cache), self.worker.block_tokens)
+        return [Regrouped(0, groups.generation)]
 
     def abort(self) -> None:
         raise NotImplementedError
@@ -158,6 +165,6 @@ def token_ids(outputs: list[EngineCoreOutput]) -> list[int]:
 
 def regroup(core: EngineCore) -> None:
     """Lose all steps in flight and form the groups again, as `EngineServer` does."""
-    core.member.broken("a test")
+    core.wave_member.broken("a test")
     core.regroup(GroupPlan(generation=0))
-    core.member.joined()
+    core.wave_member.joined()

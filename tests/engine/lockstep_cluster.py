@@ -21,6 +21,7 @@ from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,
     ModelRunnerOutput,
+    Regrouped,
     SchedulerOutput,
 )
 from tests.engine.fake_worker import VOCAB, FakeExecutor, FakeWorker
@@ -63,7 +64,7 @@ class LockstepExecutor(FakeExecutor):
         self.dead = False
         self.step_s = 0.0005
 
-    def regroup(self, groups: GroupPlan) -> None:
+    def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         self.abort()
         self.hold_forming.wait(SOON_S)
         with self._world.changed:
@@ -81,6 +82,7 @@ class LockstepExecutor(FakeExecutor):
             )
             if group.broken or not done:
                 raise GroupBroken(f"epoch {groups.epoch} did not form")
+        return [Regrouped(0, groups.generation)]
 
     def abort(self) -> None:
         with self._world.changed:
@@ -221,7 +223,7 @@ class Cluster:
     def abort(self, rank: int, request_id: str) -> None:
         self.outlets[rank].send(AbortRequests([request_id]))
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take in what is there."""
         if time.monotonic() > self._alive_at + 1.0:
             self._alive_at = time.monotonic()
@@ -243,7 +245,7 @@ class Cluster:
         deadline = time.monotonic() + SOON_S
         while not done():  # type: ignore[operator]
             assert time.monotonic() < deadline, self.describe()
-            self.hear()
+            self.receive()
 
     def finish(self) -> None:
         self.until(lambda: self.ended == set(self.tokens))
@@ -264,5 +266,5 @@ class Cluster:
     def describe(self) -> str:
         lines = [str(self.service.view()), f"open: {set(self.tokens) - self.ended}"]
         for rank, engine in self.engines.items():
-            lines.append(f"{rank}: {engine.server.core.member} {engine.failure}")
+            lines.append(f"{rank}: {engine.server.core.wave_member} {engine.failure}")
         return "\n".join(lines)

@@ -15,16 +15,20 @@ import swell.worker.worker
 from swell.configs.schema import load
 from swell.coordinator.channel import Inbox, Outlet, make_keys
 from swell.coordinator.roster import Member
+from swell.coordinator.wave_interface import Phase
+from swell.coordinator.waves import WaveMember
 from swell.coordinator.wire import (
     CoordinatorMessage,
     EngineCommand,
     EngineHello,
+    EngineReport,
     Introduce,
-    Pause,
+    Joined,
+    ReconfigureDistributedRequest,
     StartDPWave,
 )
 from swell.engine import actor
-from swell.engine.coordinator_client import CoordinatorClient
+from swell.engine.coordinator_client import CoordinatorClient, EngineSnapshot
 from swell.engine.executor import ExecutorError, GroupBroken
 from swell.engine.executor.heartbeat_listener import HeartbeatListener
 from swell.engine.executor.inproc import WorkerThread
@@ -60,40 +64,86 @@ def check(deaths: Deaths, loop: str) -> None:
 
 
 class Line:
-    """An engine's beacon, and the coordinator's end of it."""
+    """An engine's coordinator client, and the coordinator's end of its channel."""
 
     def __init__(self, **broken: Any) -> None:
         keys = make_keys()
         self.inbox: Inbox[CoordinatorMessage] = Inbox(CoordinatorMessage, keys)
-        self.commands: list[EngineCommand] = []
-        member = Member(0, self.inbox.address)
-        parts: dict[str, Any] = {
-            "hello": lambda: EngineHello(member),
+        snapshot = EngineSnapshot.of(Member(0, self.inbox.address), WaveMember(0, 0, 1))
+        callbacks: dict[str, Any] = {
             "progress_counter": lambda: 0,
-            "on_command": self.commands.append,
-            "on_heartbeat": lambda: None,
+            "abort_collectives": lambda: None,
+            "on_command": lambda: None,
             **broken,
         }
-        self.beacon = CoordinatorClient(CONFIG.cluster, self.inbox.address, keys, **parts)
-        self.beacon.start()
+        self.client = CoordinatorClient(
+            CONFIG.cluster, self.inbox.address, keys, snapshot, **callbacks
+        )
+        self.client.start()
+
+    def commands(self) -> list[EngineCommand]:
+        """Taken, as by the engine's loop."""
+        return [self.client.commands.get() for _ in range(self.client.commands.qsize())]
 
     def peer(self) -> bytes:
         heard: list[bytes] = []
         until(lambda: heard.extend(peer for peer, _ in self.inbox.receive(0.05)) or heard)
         return heard[0]
 
+    def receive(self, kind: type) -> Any:
+        """The next message of this kind."""
+        received: list[Any] = []
+        until(
+            lambda: (
+                received.extend(m for _, m in self.inbox.receive(0.05) if isinstance(m, kind))
+                or received
+            )
+        )
+        return received[0]
+
     def close(self) -> None:
-        self.beacon.stop()
+        self.client.stop()
         self.inbox.close()
 
 
-@pytest.mark.parametrize("part", ["hello", "on_heartbeat", "on_command"])
-def test_the_coordinator_client(deaths: Deaths, part: str) -> None:
-    line = Line(**{part: planted})
+@pytest.mark.parametrize("callback", ["progress_counter", "abort_collectives", "on_command"])
+def test_the_coordinator_client(deaths: Deaths, callback: str) -> None:
+    line = Line(**{callback: planted})
     try:
-        if part == "on_command":
-            line.inbox.send(line.peer(), Pause(0))
-        check(deaths, "engine beacon")
+        if callback == "progress_counter":
+            line.client.send([EngineReport(0)])
+        else:
+            line.inbox.send(line.peer(), ReconfigureDistributedRequest(1, [0]))
+        check(deaths, "coordinator client")
+    finally:
+        line.close()
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.PAUSED])
+def test_collectives_are_aborted_until_the_loop_has_taken_the_newest_command(phase: Phase) -> None:
+    """By what the loop has published: a paused engine is inside no collective."""
+    aborts: list[int] = []
+    line = Line(abort_collectives=lambda: aborts.append(1))
+    try:
+        peer, waves = line.peer(), WaveMember(0, 0, 1, epoch=1, phase=phase, ranks=(0, 1))
+        member = Member(0, line.inbox.address)
+        assert line.client.publish(EngineSnapshot.of(member, waves))
+        assert not line.client.publish(EngineSnapshot.of(member, waves)), "nothing has changed"
+        line.inbox.send(peer, ReconfigureDistributedRequest(2, [0]))
+        line.inbox.send(peer, Introduce())
+        hello = line.receive(EngineHello)
+        assert (hello.epoch, hello.phase, hello.ranks) == (2, int(Phase.OUT), [0, 1])
+        if phase is Phase.PAUSED:
+            assert not aborts
+            return
+        until(lambda: len(aborts) >= 3)
+        assert waves.reconfigure(ReconfigureDistributedRequest(2, [0]))
+        line.client.publish(EngineSnapshot.of(member, waves))
+        line.client.send([Joined(0, 0, 2)])
+        line.receive(Joined)
+        count = len(aborts)
+        time.sleep(5 * CONFIG.cluster.heartbeat_s)
+        assert len(aborts) == count
     finally:
         line.close()
 
@@ -107,9 +157,9 @@ def test_a_malformed_command_is_dropped_and_counted() -> None:
             line.inbox.send(peer, msgspec.Raw(rubbish))
         line.inbox.send(peer, Introduce())
         line.inbox.send(peer, StartDPWave(0, 1))
-        until(lambda: line.commands)
-        assert line.commands == [StartDPWave(0, 1)]
-        assert line.beacon._outlet.malformed == 3
+        until(lambda: not line.client.commands.empty())
+        assert line.commands() == [StartDPWave(0, 1)]
+        assert line.client._outlet.malformed == 3
     finally:
         line.close()
 
@@ -118,7 +168,7 @@ def test_the_listener_to_the_workers(deaths: Deaths, monkeypatch: pytest.MonkeyP
     keys = make_keys()
     beats = HeartbeatListener(keys, "127.0.0.1", 1.0)
     try:
-        monkeypatch.setattr(beats._watch, "beat", planted)
+        monkeypatch.setattr(beats._monitor, "on_heartbeat", planted)
         worker: Outlet[WorkerCommand] = Outlet(beats.address, WorkerCommand, keys)
         worker.send(WorkerHeartbeat(0, 1, 0))
         check(deaths, "workers' beats")

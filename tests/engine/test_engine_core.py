@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from swell.engine.wire import EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import SamplerParams
 from swell.worker.wire import GroupPlan
+from tests.engine.conservation import check_blocks
 from tests.engine.fake_worker import expected, make_core, regroup, run, token_ids
 
 CLIENT = b"ingress"
@@ -87,7 +88,7 @@ def test_answers_do_not_depend_on_the_schedule_nor_on_lost_steps(
         clock += 1
         assert clock < 5000, "no progress"
     core.check_idle()
-    core.scheduler.kv.pool.check()
+    check_blocks(core.scheduler.kv.pool)
     for i, (r, _) in enumerate(wanted):
         got = outputs.get(f"r{i}", [])
         tokens = list(r.output_token_ids) + token_ids(got)

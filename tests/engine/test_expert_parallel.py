@@ -39,7 +39,7 @@ class Engine:
         sampler = SamplerParams(temperature=0.9 if seed % 2 else 0.0, seed=seed)
         self.outlet.send(EngineCoreRequest(name, prompt, sampler, max_tokens=40))
 
-    def hear(self, count: int) -> list[list[int]]:
+    def receive(self, count: int) -> list[list[int]]:
         """The next `count` answers, by name."""
         tokens: dict[str, list[int]] = {}
         ended: set[str] = set()
@@ -84,7 +84,7 @@ def answers(run: str, *engines: Engine) -> list[list[int]]:
     for index, prompt in enumerate(PROMPTS):
         engines[index % len(engines)].ask(f"{run}{index}", prompt, index)
     count = len(PROMPTS) // len(engines)
-    heard = [engine.hear(count) for engine in engines]
+    heard = [engine.receive(count) for engine in engines]
     return [heard[index % len(engines)][index // len(engines)] for index in range(len(PROMPTS))]
 
 
@@ -98,6 +98,6 @@ def test_an_answer_does_not_depend_on_the_number_of_engines(config, service) -> 
     for index, prompt in enumerate(PROMPTS):
         second.ask(f"c{index}", prompt, index)
     first.stop()
-    service.lose([0])
-    assert second.hear(len(PROMPTS)) == alone, "its experts went on with the one that is left"
+    service.remove_failed([0])
+    assert second.receive(len(PROMPTS)) == alone, "its experts went on with the one that is left"
     second.stop()

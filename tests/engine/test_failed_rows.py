@@ -20,6 +20,7 @@ from swell.worker.sample import grammar
 from swell.worker.sample.logit_bias import LogitBias
 from swell.worker.sample.wire import Grammar, SamplerParams
 from swell.worker.wire import ModelRunnerOutput, SchedulerOutput
+from tests.engine.conservation import check_blocks
 from tests.engine.fake_worker import VOCAB, FakeWorker, expected, make_core, run, token_ids
 from tests.engine.test_token_exact import Engine
 from tests.worker import tiny_models
@@ -95,7 +96,7 @@ def test_whoever_falls_ends_alone(prompts, falls, depth, num_blocks, budget, sha
             assert got == true[: max(0, at - len(one.prompt_token_ids))], "what came before it"
             assert not any(o.finish_reason for o in outputs[name][:-1])
     core.check_idle()
-    core.scheduler.kv.pool.check()
+    check_blocks(core.scheduler.kv.pool)
 
 
 def test_what_a_fallen_request_computed_is_found_by_nobody() -> None:
@@ -118,14 +119,14 @@ def test_what_it_computed_before_a_preemption_is_found_by_nobody_either() -> Non
     step = scheduler.schedule()
     assert step is not None
     [request] = step.rows
-    assert len(scheduler.kv.pool.find(request.block_hashes)) == 2
+    assert len(scheduler.kv.pool.get_cached_blocks(request.block_hashes)) == 2
     scheduler._preempt(request)
     failed = ModelRunnerOutput(step.plan.step, [0], rows_with_nans=[0])
     [answer] = scheduler.update(step, failed)[CLIENT]
     assert answer.finish_reason is FinishReason.ERROR
-    assert scheduler.kv.pool.find(request.block_hashes) == []
+    assert scheduler.kv.pool.get_cached_blocks(request.block_hashes) == []
     core.check_idle()
-    scheduler.kv.pool.check()
+    check_blocks(scheduler.kv.pool)
 
 
 # ---------------------------------------------------------------- the worker's half

@@ -134,7 +134,7 @@ def test_an_interrupted_prompt_is_not_found_as_a_prefix(core, execute_model):
             raise KeyboardInterrupt
         return real()
 
-    core.scheduler.kv.forget()
+    core.scheduler.kv.reset_prefix_cache()
     execute_model(interrupted)
     core.add_request(WANTED[0], b"test")
     with pytest.raises(KeyboardInterrupt):

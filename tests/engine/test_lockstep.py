@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from swell.coordinator.waves import Phase
+from swell.coordinator.wave_interface import Phase
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
 from tests.engine.fake_worker import expected
@@ -86,7 +86,7 @@ def test_many_waves_begin_and_end_with_requests_everywhere(cluster) -> None:
     for index in range(60):
         tracker.ask(index % 2, max_tokens=1 + index % 5)
         if index % 3 == 0:
-            cluster.hear()
+            cluster.receive()
         if index % 10 == 0:
             tracker.check()
     tracker.check()
@@ -101,7 +101,7 @@ def test_engines_come_and_go_while_answers_stream(cluster) -> None:
     cluster.join(1, 2)
     tracker.ask(1, 200)
     tracker.ask(2, 30)
-    cluster.hear()
+    cluster.receive()
     cluster.join(3)
     tracker.ask(3, 100)
     tracker.check()
@@ -170,15 +170,15 @@ def test_a_pause_stops_all_and_loses_nothing(cluster) -> None:
     cluster.until(lambda: cluster.tokens["r0"])
     cluster.service.pause()
     cluster.until(lambda: cluster.service.view().state == "paused")
-    cluster.hear()
+    cluster.receive()
     tracker.ask(1)
     before = steps(cluster)
     assert len(before) == 1
     time.sleep(0.1)
-    cluster.hear()
+    cluster.receive()
     assert steps(cluster) == before and not cluster.tokens["r1"]
     cluster.join(2)
-    assert all(e.server.core.member.phase is Phase.PAUSED for e in cluster.engines.values())
+    assert all(e.server.core.wave_member.phase is Phase.PAUSED for e in cluster.engines.values())
     tracker.ask(2)
     cluster.service.resume()
     tracker.check()

@@ -149,7 +149,7 @@ def test_what_is_no_number_stays_in_no_cache(folders):
             assert outputs[-1].finish_reason is FinishReason.ERROR
         names = engine.core.scheduler.kv.pool._cached
         assert len(names) == 2, "the two full blocks of the good ones"
-        engine.core.scheduler.kv.forget()
+        engine.core.scheduler.kv.reset_prefix_cache()
         again = engine.answer(requests(GOOD, SamplerParams()))
         assert {n: summary(o) for n, o in again.items()} == {
             n: summary(o) for n, o in alone.items()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from swell.coordinator.channel import Inbox, make_keys
-from swell.coordinator.waves import Phase
+from swell.coordinator.wave_interface import Phase
 from swell.coordinator.wire import (
     Broken,
     CoordinatorMessage,
@@ -22,7 +22,13 @@ from swell.coordinator.wire import (
 )
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
 from swell.engine.wire import FinishReason, KeepAlive
-from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+from swell.worker.wire import (
+    AsyncModelRunnerOutput,
+    GroupPlan,
+    ModelRunnerOutput,
+    Regrouped,
+    SchedulerOutput,
+)
 from tests.engine.fake_worker import expected
 from tests.engine.test_server import LONG, SOON_S, Engine, StepExecutor, request
 
@@ -49,9 +55,10 @@ class FragileExecutor(StepExecutor):
         if self.repair_fails:
             raise ExecutorError("no room for a worker")
 
-    def regroup(self, groups: object) -> None:
-        super().regroup(groups)  # type: ignore[arg-type]
+    def regroup(self, groups: GroupPlan) -> list[Regrouped]:
+        regrouped = super().regroup(groups)
         self.mended += ("regroup",)
+        return regrouped
 
     def abort(self) -> None:
         self.mended += ("abort",)
@@ -192,8 +199,8 @@ def test_what_a_silent_client_asked_for_is_dropped(harness_with_short_timeouts) 
     while "silent" not in silent.ended:
         assert time.monotonic() < deadline
         alive.send(KeepAlive())
-        alive.hear(0.05)
-        silent.hear(0.0)
+        alive.receive(0.05)
+        silent.receive(0.0)
     assert silent.ended["silent"][0] == FinishReason.ABORT
     assert "alive" not in alive.ended
     assert list(engine.server.core.scheduler.requests) == ["alive"]
@@ -211,7 +218,7 @@ def test_a_repair_longer_than_the_limit_drops_no_client_that_lives(
     engine.executor.breaks_by = WorkerLost("worker 1 died")
     while "r" not in client.ended:
         client.send(KeepAlive())
-        client.hear(0.05)
+        client.receive(0.05)
     assert client.tokens["r"] == expected(wanted)
 
 
@@ -234,7 +241,7 @@ def test_a_paused_engine_keeps_requests_and_goes_on(harness) -> None:
     ear.until(Paused)
     steps = engine.server.core.num_steps
     client.send(request("late", [2]))
-    while client.hear(0.2):
+    while client.receive(0.2):
         pass
     assert engine.server.core.num_steps == steps and not client.ended
     ear.inbox.send(ear.peer, Resume(0))

@@ -34,7 +34,7 @@ OF_REQUEST: list[tuple[str, Any]] = [
     ("min_tokens", 2**63),
     ("priority", 2**63),
     ("failed_attempts", -1),
-    ("arrival_time", NAN),
+    ("attempt", 0),
     ("request_id", "r" * 5000),
     ("cache_salt", "s" * 5000),
     ("external_req_id", "e" * 5000),
@@ -92,7 +92,7 @@ def test_what_no_worker_could_take_is_answered_at_once(name, value, of_sampler) 
 
 def test_every_field_has_a_case() -> None:
     """Whoever adds a field says what it may hold."""
-    free = {"sampler", "client_index", "data_parallel_rank", "skip_prefix_cache"}
+    free = {"sampler", "data_parallel_rank", "skip_prefix_cache"}
     assert {name for name, _ in OF_REQUEST} | free == set(EngineCoreRequest.__struct_fields__)
     assert {name for name, _ in OF_SAMPLER} == set(SamplerParams.__struct_fields__)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from swell.engine.core import EngineCore
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
+from tests.engine.conservation import check_blocks
 from tests.engine.fake_worker import expected, make_core, regroup, run, token_ids
 
 CLIENT = b"ingress"
@@ -185,7 +186,7 @@ def test_whoever_follows_gets_there(
             core.scheduler.kv.check_idle()
         for answer in core.step().get(CLIENT, []):
             outputs[answer.request_id].append(answer)
-        core.scheduler.kv.pool.check()
+        check_blocks(core.scheduler.kv.pool)
         clock += 1
         assert clock < 3000, "no progress"
     core.check_idle()
@@ -301,9 +302,11 @@ def test_waiting_costs_one_lookup_a_step(monkeypatch):
     """A prefix is searched when something came of it, not at every step."""
     core = make_core(num_blocks=64, max_model_len=200, max_chunk_tokens=1, steps_in_flight=1)
     searches = []
-    find = core.scheduler.kv.pool.find
+    find = core.scheduler.kv.pool.get_cached_blocks
     monkeypatch.setattr(
-        core.scheduler.kv.pool, "find", lambda names: searches.append(1) or find(names)
+        core.scheduler.kv.pool,
+        "get_cached_blocks",
+        lambda hashes: searches.append(1) or find(hashes),
     )
     add(core, siblings(8, [1] * 100))
     run(core)

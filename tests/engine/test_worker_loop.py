@@ -86,9 +86,9 @@ class Engine:
         self.outlet = outlet
         self.said: list[WorkerMessage] = []
         self.peer = b""
-        assert self.hear() == WorkerHello(RANK)
+        assert self.receive() == WorkerHello(RANK)
 
-    def hear(self) -> WorkerMessage:
+    def receive(self) -> WorkerMessage:
         deadline = time.monotonic() + LONG_S
         while not self.said:
             assert time.monotonic() < deadline, "the worker says nothing"
@@ -131,7 +131,7 @@ def plan(step: int) -> SchedulerOutput:
 
 def test_results_come_in_order_and_every_plan_is_started(engine):
     engine.send(*(plan(step) for step in range(1, 9)))
-    assert [engine.hear() for _ in range(8)] == [ModelRunnerOutput(step) for step in range(1, 9)]
+    assert [engine.receive() for _ in range(8)] == [ModelRunnerOutput(step) for step in range(1, 9)]
 
 
 @pytest.mark.parametrize("error", [GroupError("a peer has gone"), IndexError("slot 99")])
@@ -141,15 +141,15 @@ def test_after_a_failure_nothing_is_computed_until_the_groups_stand_again(engine
 
     engine.worker.steps[2] = fail
     engine.send(Regroup(GroupPlan(generation=4)))
-    assert engine.hear() == Regrouped(RANK, 4)
+    assert engine.receive() == Regrouped(RANK, 4)
     engine.send(plan(1))
-    assert engine.hear() == ModelRunnerOutput(1)
+    assert engine.receive() == ModelRunnerOutput(1)
     engine.send(plan(2), plan(3), plan(4))
     text, group = f"{type(error).__name__}: {error}", isinstance(error, GroupError)
-    assert engine.hear() == WorkerFailure(2, RANK, text, group, generation=4)
+    assert engine.receive() == WorkerFailure(2, RANK, text, group, generation=4)
     assert engine.worker.aborts.get(timeout=LONG_S) is None, "it leaves its groups itself"
     engine.send(Regroup(GroupPlan(generation=5)), plan(5))
-    assert [engine.hear(), engine.hear()] == [Regrouped(RANK, 5), ModelRunnerOutput(5)]
+    assert [engine.receive(), engine.receive()] == [Regrouped(RANK, 5), ModelRunnerOutput(5)]
     assert engine.worker.executed == [1, 2, 5]
 
 
@@ -159,21 +159,21 @@ def test_results_that_are_due_when_groups_change_are_never_told(engine):
     sent: list[bool] = []
     engine.send(plan(1), Regroup(GroupPlan(generation=1)), plan(2))
     sent.append(True)
-    heard = [engine.hear()]
+    heard = [engine.receive()]
     while heard[-1] != ModelRunnerOutput(2):
-        heard.append(engine.hear())
+        heard.append(engine.receive())
     assert heard[-2:] == [Regrouped(RANK, 1), ModelRunnerOutput(2)]
 
 
 def test_an_abort_ends_a_step_and_older_ones_are_nothing(engine):
     engine.send(Regroup(GroupPlan(generation=2)))
-    engine.hear()
+    engine.receive()
     engine.worker.steps[1] = engine.worker.wait_for_abort
     until(lambda: RANK in engine.beats.ranks)
     engine.beats.abort(1)
     engine.send(plan(1))
     engine.beats.abort(2)
-    failure = engine.hear()
+    failure = engine.receive()
     assert isinstance(failure, WorkerFailure) and failure.group
     seen = {engine.worker.aborts.get() for _ in range(engine.worker.aborts.qsize())}
     assert 1 not in seen, "those groups had been left before"
@@ -190,11 +190,11 @@ def test_an_abort_that_comes_before_the_groups_are_formed_is_not_missed(engine):
     until(lambda: RANK in engine.beats.ranks)
     engine.worker.forming = form
     engine.send(Regroup(GroupPlan(generation=1)))
-    failure = engine.hear()
+    failure = engine.receive()
     assert isinstance(failure, WorkerFailure) and failure.group and failure.generation == 1
     engine.worker.forming = lambda: None
     engine.send(Regroup(GroupPlan(generation=2)))
-    while engine.hear() != Regrouped(RANK, 2):
+    while engine.receive() != Regrouped(RANK, 2):
         """Failures of generation 1."""
 
 
@@ -212,7 +212,7 @@ def test_beats_go_on_while_a_step_computes_and_their_end_is_noticed(engine):
     until(lambda: engine.beats.progress_counter == 41)
     assert engine.beats.stopped() == {}
     done.set()
-    assert engine.hear() == ModelRunnerOutput(1)
+    assert engine.receive() == ModelRunnerOutput(1)
     until(lambda: engine.beats.progress_counter == 42)
     engine.beacon._ending = True
     until(lambda: set(engine.beats.stopped()) == {RANK})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 pytestmark = pytest.mark.slow
 

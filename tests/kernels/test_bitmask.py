@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 BACKENDS = [name for name in ("reference", "cpu") if backends.load(name, "bitmask") is not None]
 

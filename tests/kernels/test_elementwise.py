@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 pytestmark = pytest.mark.slow
 

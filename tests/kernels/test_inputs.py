@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 from swell.kernels.inputs import Inputs
 
 pytestmark = pytest.mark.slow

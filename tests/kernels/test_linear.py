@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 pytestmark = pytest.mark.slow
 
@@ -104,29 +104,29 @@ def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size
     packed = module.pack(weight)
     y = module.linear(x, packed)
     first = [row.index(max(row)) for row in y.tolist()]
-    values, found = module.largest(x, packed, outs)
+    values, found = module.linear_argmax(x, packed, outs)
     assert found.dtype == torch.int64 and found.tolist() == first
     assert values.dtype == torch.float32 and values.tolist() == [max(row) for row in y.tolist()]
     spread = torch.randn(rows, 2 * size).to(dtype)[:, ::2]
     spread.copy_(x)
-    assert torch.equal(module.largest(spread, packed, outs)[1], found)
+    assert torch.equal(module.linear_argmax(spread, packed, outs)[1], found)
     some = (outs + 1) // 2
-    for row, value, which in zip(y.tolist(), *module.largest(x, packed, some), strict=True):
+    for row, value, which in zip(y.tolist(), *module.linear_argmax(x, packed, some), strict=True):
         assert (value, which) == (max(row[:some]), row.index(max(row[:some])))
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_no_output_that_is_none_is_the_largest(dtype, sign):
+def test_no_output_that_is_none_is_the_linear_argmax(dtype, sign):
     """A packed weight ends in zeros; and what is no number is told."""
     module = backend("cpu")
     weight = -sign * torch.arange(1.0, 34.0)[:, None].to(dtype)
     x = torch.full((2, 1), float(sign)).to(dtype)
 
-    assert module.largest(x, module.pack(weight), 33)[1].tolist() == [0, 0]
+    assert module.linear_argmax(x, module.pack(weight), 33)[1].tolist() == [0, 0]
     for first in (32, 5, 0):
         weight[first:] = float("nan")
-        values, which = module.largest(x, module.pack(weight), 33)
+        values, which = module.linear_argmax(x, module.pack(weight), 33)
         assert values.isnan().all() and which.min() >= 0 and which.max() < 33
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 BACKENDS = [name for name in ("reference", "cpu") if backends.load(name, "logprobs") is not None]
 

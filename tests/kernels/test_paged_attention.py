@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 from swell.kernels.attention import AttentionMetadata
 
 pytestmark = pytest.mark.slow

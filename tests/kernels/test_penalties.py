@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 
 BACKENDS = [name for name in ("reference", "cpu") if backends.load(name, "penalties") is not None]
 ROWS, MAX_ROWS, VOCAB = 6, 9, 23

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 from swell.kernels.reference import sample as reference
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ def reference_filter(
 ) -> dict[int, float]:
     """Token -> probability of those that may be drawn, by the definition."""
     weight = {i: math.exp((x - max(logits)) / t) for i, x in enumerate(logits)}
-    weight = {i: w for i, w in weight.items() if w >= min_p and w > 0}
+    weight = {i: w for i, w in weight.items() if w >= max(min_p, math.exp(-87))}
     ranked = sorted(weight, key=lambda i: (-weight[i], i))
     if k > 0:
         ranked = ranked[:k]
@@ -154,7 +154,6 @@ def test_rows_do_not_depend_on_each_other(backend):
             logits[i : i + 1],
             *tensors([row]),
             u[i : i + 1],
-            any_min_p=row[3] > 0,
             any_top_k_or_p=row[1] > 0 or row[2] < 1,
         )
         assert alone.item() == together[i].item()
@@ -245,9 +244,21 @@ def test_logits_that_are_not_numbers_give_some_token(backend):
 VALUES = [-math.inf, -1e30, -3.0, 0.0, 1.0, math.nextafter(1.0, 2.0), 4.0]
 
 
+@pytest.mark.parametrize("row", [(0.01, 2, 1.0, 0.0), (0.01, 0, 1.0, 0.0)])
+@pytest.mark.parametrize("underflow", [-88.0, -95.0, -103.0])
+def test_a_weight_that_underflows_is_never_sampled(backend, row, underflow):
+    """The first token has the smallest weight: at u = 0, any weight above 0 would be sampled."""
+    logits = torch.tensor([[underflow * 0.01, -torch.inf, 0.0]])
+    u = torch.zeros(1, dtype=torch.float64)
+    assert tokens_of(backend, logits, *tensors([row]), u).tolist() == [2]
+    logits[0, 0] = -86.0 * 0.01
+    assert tokens_of(backend, logits, *tensors([(*row[:2], 1.0, 0.0)]), u).tolist() == [0]
+
+
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+@example(5, "peaked", 2, 1.0, 0.0, 0.01, 1)  # the second most likely token underflows
 @given(
     st.integers(1, 700),
     st.sampled_from(["few values", "flat", "peaked", "one"]),
@@ -258,8 +269,8 @@ VALUES = [-math.inf, -1e30, -3.0, 0.0, 1.0, math.nextafter(1.0, 2.0), 4.0]
     st.integers(0, 10_000),
 )
 def test_what_the_filters_keep(backend, vocab, shape, top_k, top_p, min_p, temperature, seed):
-    """What many noises draw are the tokens of the definition, ties included. Where the edge of
-    top_p falls within rounding of a sum, nobody is owed either side of it."""
+    """Over many values of u, the tokens sampled are those of the definition, ties included. Where
+    the edge of top_p lies within rounding of a sum, the test expects nothing."""
     torch.manual_seed(seed)
     logits = {
         "few values": torch.tensor(VALUES)[torch.randint(len(VALUES), (vocab,))],

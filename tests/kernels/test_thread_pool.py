@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swell.kernels import backends as backends
+from swell.kernels import backends
 from tests.worker.test_mesh import in_threads
 
 pytestmark = pytest.mark.slow

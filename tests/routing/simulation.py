@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count
 from statistics import fmean, quantiles
 
-from swell.cluster.client.router import Router
+from swell.cluster.client.router import Route, Router
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineReport
@@ -47,10 +47,9 @@ class SimulationConfig:
 class _Request:
     """One turn on its way."""
 
-    id: str
     conversation: Conversation
     index: int
-    policy: Router
+    route: Route
     sent_s: float
     uncomputed: int = 0
     hit_tokens: int = 0
@@ -272,10 +271,11 @@ class Simulation:
 
     def _send_turn(self, conversation: Conversation, index: int) -> None:
         policy = self._rng.choice(self._ingresses)
-        request = _Request(
-            f"{conversation.number}-{index}", conversation, index, policy, self.now_s
+        route = policy.choose(
+            f"{conversation.number}-{index}",
+            conversation.token_ids[: conversation.turns[index].prompt_tokens],
         )
-        rank = policy.choose(request.id, conversation.token_ids[: request.turn.prompt_tokens])
+        request, rank = _Request(conversation, index, route, self.now_s), route.rank
         last_rank = self._last_ranks.get(conversation.number)
         if last_rank in policy.active_ranks:
             self._outcome.followups += 1
@@ -299,12 +299,12 @@ class Simulation:
         finished = engine.end_step(completed)
         outcome = self._outcome
         for request in completed:
-            request.policy.answered(request.id)
+            request.route.on_first_token()
             outcome.ttft_s.append(self.now_s - request.sent_s)
             outcome.prompt_tokens += request.turn.prompt_tokens
             outcome.hit_tokens += request.hit_tokens
         for request in finished:
-            request.policy.done(request.id)
+            request.route.release()
             self._open -= 1
             following = request.index + 1
             if following < len(request.conversation.turns):

@@ -69,9 +69,9 @@ class Engine:
     def workers(self) -> list[Worker]:
         return [member.worker for member in self.members]
 
-    def held(self) -> list[set[int]]:
+    def local_experts(self) -> list[set[int]]:
         """The experts that each worker holds."""
-        return [set(worker.model.moe_layers()[0].held) for worker in self.workers]
+        return [set(worker.model.moe_layers()[0].local_experts) for worker in self.workers]
 
     def regroup(self, plan: GroupPlan) -> list[Future[Regrouped]]:
         self.generation += 1

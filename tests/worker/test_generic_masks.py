@@ -15,7 +15,7 @@ from swell.worker.loader import load_config
 from swell.worker.mesh import Mesh
 from swell.worker.models import build_model, generic_probe
 from swell.worker.models.generic_masks import UnsupportedMaskError, sliding_window_of
-from swell.worker.models.generic_probe import flat, mixes_tokens
+from swell.worker.models.generic_probe import constant_weights, mixes_tokens
 from tests.worker import tiny_models
 from tests.worker.test_models import MAX_TOKENS, check, refusal
 
@@ -130,7 +130,7 @@ def test_tokens_that_mix_outside_of_attention() -> None:
 
     own = {name: parameter.clone() for name, parameter in model.named_parameters()}
     two = torch.tensor([1, 2]), torch.arange(2)
-    with torch.no_grad(), flat(list(model.modules())):
+    with torch.no_grad(), constant_weights(list(model.modules())):
         assert mixes_tokens(model, run, *two, None)
         assert mixes_tokens(model, run, *two, torch.zeros(2, 32))
         for layer in model.layers:
@@ -145,7 +145,7 @@ def test_tracing_allocates_no_tables_or_experts() -> None:
     model = torch.nn.Module()
     model.table, model.linear = torch.nn.Embedding(5000, 16), torch.nn.Linear(16, 32)
     model.experts = torch.nn.Parameter(torch.zeros(64, 16, 16))
-    with generic_probe.flat(list(model.modules())):
+    with generic_probe.constant_weights(list(model.modules())):
         parts = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
         assert sum(part.nbytes() for part in parts.values()) == 4 * 16 * 32
         assert all((p == generic_probe.WEIGHT).all() for p in model.parameters())

@@ -10,7 +10,7 @@ import torch
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from swell.configs.schema import ParallelConfig
-from swell.kernels import backends as backends
+from swell.kernels import backends
 from swell.worker.mesh import Mesh
 from swell.worker.sample import allowed_token_ids as allowed
 from swell.worker.sample.logits_processor import BANNED_BIAS

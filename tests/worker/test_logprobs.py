@@ -176,7 +176,7 @@ def test_sampled_logprobs_use_unmodified_logits(step) -> None:
     own, tokens = logits.clone(), torch.randint(VOCAB, (batch.num_samples,))
     kept = of_drawn.keep(logits, batch, will_change=True)
     logits.fill_(-1e30)  # as stages do
-    given_out = extras(SamplerOutput(batch, tokens, tokens, [some.note(tokens) for some in kept]))
+    given_out = extras(SamplerOutput(batch, tokens, tokens, [some.rank(tokens) for some in kept]))
     asking = 0
     for sample, place in enumerate(batch.sample_rows_np.tolist()):
         top = rows[place].sampler.logprobs
@@ -227,7 +227,7 @@ def test_both_kinds_of_one_row_leave_together() -> None:
     hidden = torch.randn(7, VOCAB)
     kept = of_drawn.keep(hidden[batch.logits_indices], batch, will_change=False)
     tokens = torch.tensor([7])
-    pending_extras = [*reader(hidden, batch, plan), *(some.note(tokens) for some in kept)]
+    pending_extras = [*reader(hidden, batch, plan), *(some.rank(tokens) for some in kept)]
     drawn = SamplerOutput(batch, tokens, tokens, pending_extras)
     output = drawn.fill(ModelRunnerOutput(0), drawn.tensors())
     assert output.sampled_token_ids == [7]

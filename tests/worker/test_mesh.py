@@ -157,7 +157,7 @@ def test_a_peer_that_takes_its_time_is_waited_for(slow: int) -> None:
         mesh = Mesh.build(ParallelConfig(pipeline=2), rank, store, timeout_s=30)
         group, got = mesh.pipeline, torch.empty(1)
         if rank == slow:
-            time.sleep(3 * transport._SLICE.total_seconds())
+            time.sleep(3 * transport._POLL_TIMEOUT.total_seconds())
         if rank == 0:
             group.send(torch.ones(1), 1).wait()
             group.recv(got, 1)

@@ -70,18 +70,18 @@ def test_a_row_brings_its_tokens_and_columns():
     assert states.token_ids[2, :3].tolist() == [5, 6, 7]
     assert states.float_params[2].tolist() == [0.5, 0.25, 0.125]
     assert states.int_params[2].tolist() == [7, -2, 2]
-    asking = (states.drawing, states.with_top_k_or_p, states.with_min_p)
-    assert all(askers.among(np.array([1, 2])).tolist() == [1] for askers in asking)
+    slot_sets = (states.random_sampling, states.with_top_k_or_p)
+    assert all(slots.among(np.array([1, 2])).tolist() == [1] for slots in slot_sets)
     states.stage(greedy_row(2, [1]))
     states.apply()
     assert states.token_ids[2, :1].tolist() == [1]
-    assert not any(askers.any for askers in asking)
+    assert not any(slots.any for slots in slot_sets)
 
 
 def test_what_limits_chance_is_nothing_to_a_greedy_row():
     states = RequestStates(ROWS, LENGTH, CPU)
     states.stage(NewRow(1, [5], 1, [], SamplerParams(temperature=0, top_k=7, min_p=0.5)))
-    assert not (states.drawing.any or states.with_top_k_or_p.any or states.with_min_p.any)
+    assert not (states.random_sampling.any or states.with_top_k_or_p.any)
 
 
 def test_a_row_that_is_too_long_is_refused():

@@ -68,7 +68,7 @@ def batch_of(prompts: Sequence[Sequence[int]], parts: Sequence[Part]) -> Any:
         input_ids=torch.tensor(ids, dtype=torch.int64),
         positions=torch.tensor(positions, dtype=torch.int64),
         attention=meta,
-        wanted=None,
+        hidden_indices=None,
     )
 
 
@@ -409,7 +409,7 @@ def test_hidden_indices_select_unchanged_states(tiny: Any, family: str, wanted: 
         for layer in model.attention_layers():
             shape = (32, layer.kv_heads, BLOCK_TOKENS, layer.head_dim)
             layer.bind_cache(*(torch.zeros(shape) for _ in range(2)))
-        first.wanted = rows
+        first.hidden_indices = rows
         with torch.no_grad():
             return [model(first, None), model(second, None)]
 

@@ -68,16 +68,16 @@ def test_the_bits_do_not_depend_on_the_engines(tiny_moe: Any, family: str, tenso
         alone = hidden_states(engine_group, [[0, 1, 3]])
         assert len(alone) == NEW_TOKENS
         engine_group.regroup(first, second, third)
-        spread = first.held()
+        spread = first.local_experts()
         beside = [
             hidden_states(engine_group, [[0, 1, 3], [2, 4, 5], [1]]),
             hidden_states(engine_group, [[0, 1, 3], [], []]),
         ]
         for worker in first.workers:
             for layer in worker.model.moe_layers():
-                layer.held.clear()
+                layer.local_experts.clear()
         engine_group.regroup(third, first)
-        assert first.held() != spread
+        assert first.local_experts() != spread
         engine_group.members.reverse()
         beside.append(hidden_states(engine_group, [[0, 1, 3], [5]]))
         for states in beside:
@@ -129,7 +129,7 @@ def test_choices_travel_whole_beside_small_types() -> None:
         layer = MoE(8, traits, mesh)
         materialize(layer, torch.device("cpu"), torch.bfloat16)
         layer.router.copy_(router)
-        layer.held = {expert: weights[expert] for expert in held}
+        layer.local_experts = {expert: weights[expert] for expert in held}
         return layer(inputs[rank])
 
     def work(rank: int) -> torch.Tensor:

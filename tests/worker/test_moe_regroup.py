@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swell.worker import experts, kv_cache
-from swell.worker.experts import place
+from swell.worker.experts import place_experts
 from swell.worker.mesh import GroupError
 from swell.worker.wire import GroupPlan
 from tests.worker import tiny_models
@@ -50,8 +50,8 @@ def most_kept(have: list[set[int]], count: int) -> int:
 @example(([{0, 3}, {1, 2}, {2}], 4))  # the second rank must leave the extra place to the first
 def test_placements_are_balanced_and_move_the_least(case: tuple[list[set[int]], int]) -> None:
     have, count = case
-    owners = place(have, count)
-    assert owners == place([set(held) for held in have], count)
+    owners = place_experts(have, count)
+    assert owners == place_experts([set(held) for held in have], count)
     loads = [owners.count(rank) for rank in range(len(have))]
     assert len(owners) == count
     assert max(loads) - min(loads) <= 1
@@ -60,19 +60,20 @@ def test_placements_are_balanced_and_move_the_least(case: tuple[list[set[int]], 
 
 
 def test_live_states_survive_regrouping(tiny_moe: Any) -> None:
-    """1 -> 3 -> 2 -> 1 engines between the steps of one answer; experts go where `place` says."""
+    """1 -> 3 -> 2 -> 1 engines between the steps of one answer; experts go where `place_experts`
+    says."""
     folder, truth = tiny_moe("mixtral")
     with EngineGroup(folder) as engine_group:
         first, second, third = (engine_group.add() for _ in range(3))
         rows = [0, 1, 3]
         memberships = [[first], [first, second, third], [first, third], [first]]
         for number, members in enumerate(memberships):
-            before = [engine.held()[0] for engine in members]
+            before = [engine.local_experts()[0] for engine in members]
             done = engine_group.regroup(*members, keep_states=number > 0)
-            owners = place(before, 4)
+            owners = place_experts(before, 4)
             for rank, (engine, (regrouped,)) in enumerate(zip(members, done, strict=True)):
                 share = {e for e, owner in enumerate(owners) if owner == rank}
-                assert engine.held() == [share]
+                assert engine.local_experts() == [share]
                 came = share - before[rank]
                 had = set().union(*before)
                 assert regrouped.experts_moved == len(came & had)
@@ -106,7 +107,7 @@ def test_survivors_go_on_after_a_death(tiny_moe: Any) -> None:
         engines = [engine_group.add() for _ in range(3)]
         engine_group.regroup(*engines)
         assert answers(engine_group, [[0], [1], [2]]) == truth[:3]
-        lost = engines[2].held()[0]
+        lost = engines[2].local_experts()[0]
         engines[2].shutdown()
         engine_group.engines.remove(engines[2])
         for engine in engines[:2]:
@@ -117,7 +118,7 @@ def test_survivors_go_on_after_a_death(tiny_moe: Any) -> None:
             assert type(error).__name__ == "GroupError", error
         done = engine_group.regroup(*engines[:2])
         assert sum(answer.experts_loaded for (answer,) in done) == len(lost) > 0
-        assert set().union(*(engine.held()[0] for engine in engines[:2])) == set(range(4))
+        assert set().union(*(engine.local_experts()[0] for engine in engines[:2])) == set(range(4))
         assert answers(engine_group, [[3], [4, 5]]) == truth[3:]
 
 
@@ -172,7 +173,7 @@ def test_a_worker_that_cannot_read_its_experts(
         first.start([PROMPTS[0]])
         broken(first.submit(1))
         engine_group.regroup(first, second)
-        assert first.held()[0] | second.held()[0] == set(range(4))
+        assert first.local_experts()[0] | second.local_experts()[0] == set(range(4))
         assert answers(engine_group, [[0], [1]]) == truth[:2]
 
 
@@ -184,7 +185,7 @@ def test_dummy_experts_are_the_same_wherever_they_lie(tmp_path: Path) -> None:
         return {
             (layer, expert): torch.cat([part.flatten() for part in parts])
             for layer, module in enumerate(engine.workers[0].model.moe_layers())
-            for expert, parts in module.held.items()
+            for expert, parts in module.local_experts.items()
         }
 
     with EngineGroup(tmp_path, model__load_format="dummy") as engine_group:

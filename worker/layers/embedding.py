@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from swell.kernels.linear import embedding, largest, linear
+from swell.kernels.linear import embedding, linear, linear_argmax
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter
 from swell.worker.mesh import Group
@@ -77,10 +77,10 @@ class ParallelLMHead(_VocabRows):
         Of each rank two numbers a row go around, not all its logits.
         """
         if self.group.size == 1:
-            values, which = largest(hidden, self.weight, self.words)
+            values, which = linear_argmax(hidden, self.weight, self.words)
             return which, values
         if self.words:
-            values, which = largest(hidden, self.weight, self.words)
+            values, which = linear_argmax(hidden, self.weight, self.words)
         else:
             values = hidden.new_full((len(hidden),), -torch.inf)
             which = torch.zeros_like(values)

@@ -17,7 +17,13 @@ from torch import nn
 
 from swell.kernels.linear import linear
 from swell.worker.layers.packed_weight import PackedWeight
-from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter, share, whole
+from swell.worker.layers.weight_shard import (
+    ALL,
+    WeightShard,
+    divide,
+    empty_parameter,
+    replicated_shard,
+)
 from swell.worker.mesh import Group
 
 
@@ -31,7 +37,7 @@ class Rows:
 
     @classmethod
     def of(cls, what: str, total: int, group: Group) -> Rows:
-        count = share(what, total, group)
+        count = divide(what, total, group)
         return cls(group.rank * count, count, total)
 
 
@@ -118,19 +124,19 @@ class QKVParallelLinear(_FusedColumns):
         group: Group,
         bias: bool = False,
     ) -> None:
-        self.heads = share("num_attention_heads", heads, group)
+        self.heads = divide("num_attention_heads", heads, group)
         if group.size > kv_heads and group.size % kv_heads == 0:
             self.kv_heads = 1
             first = group.rank * kv_heads // group.size
         else:
-            self.kv_heads = share("num_key_value_heads", kv_heads, group)
+            self.kv_heads = divide("num_key_value_heads", kv_heads, group)
             first = group.rank * self.kv_heads
         q = Rows(group.rank * self.heads * head_dim, self.heads * head_dim, heads * head_dim)
         kv = Rows(first * head_dim, self.kv_heads * head_dim, kv_heads * head_dim)
         super().__init__(hidden, (q, kv, kv), bias)
         self.sizes = [q.count, kv.count, kv.count]
 
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # three outputs, where the base has one
         self, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [T, hidden] -> q [T, H*D], k [T, KVH*D], v [T, KVH*D] of this rank (views)"""
@@ -177,4 +183,4 @@ class RowParallelLinear(PackedWeight):
         shape = (self.out_features, self.in_features)
         yield WeightShard(f"{name}.weight", self.weight, (ALL, columns), shape)
         if self.bias is not None:
-            yield whole(f"{name}.bias", self.bias)
+            yield replicated_shard(f"{name}.bias", self.bias)

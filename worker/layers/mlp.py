@@ -1,7 +1,8 @@
-"""The gated feed-forward layer: `down(silu(gate(x)) * up(x))`."""
+"""The feed-forward block of a layer."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -13,8 +14,17 @@ from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.mesh import Group
 
 
-class GatedMLP(nn.Module):
-    """Gate and up are one column-parallel product, down is row-parallel."""
+class FeedForward(nn.Module, ABC):
+    """The feed-forward block of a layer: maps [T, hidden] to [T, hidden], each token by itself."""
+
+    @abstractmethod
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+        """What it reads from a checkpoint in which the block is called `name`."""
+
+
+class GatedMLP(FeedForward):
+    """`down(silu(gate(x)) * up(x))`: gate and up are one column-parallel product, down is
+    row-parallel."""
 
     def __init__(self, hidden: int, intermediate: int, group: Group, bias: bool = False) -> None:
         super().__init__()

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from swell.kernels.moe import combine_experts, expert_outputs, route
-from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter, whole
+from swell.worker.layers.mlp import FeedForward
+from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter, replicated_shard
 from swell.worker.mesh import Mesh
 
 Expert = tuple[torch.Tensor, torch.Tensor]
@@ -50,14 +50,14 @@ class ExpertTraits:
     """Of gate, up and down in a checkpoint."""
 
 
-class MoE(nn.Module):
+class MoE(FeedForward):
     """The router is on every rank, an expert on one rank of `mesh.expert`."""
 
     def __init__(self, hidden: int, traits: ExpertTraits, mesh: Mesh) -> None:
         super().__init__()
         self.hidden, self.traits, self.mesh = hidden, traits, mesh
         self.router = empty_parameter(traits.count, hidden)
-        self.held: dict[int, Expert] = {}
+        self.local_experts: dict[int, Expert] = {}
         """The experts that this rank has."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,8 +81,8 @@ class MoE(nn.Module):
         return 3 * self.traits.size * self.hidden * self.router.element_size()
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
-        yield whole(f"{name}.gate.weight", self.router)
-        for expert, weights in self.held.items():
+        yield replicated_shard(f"{name}.gate.weight", self.router)
+        for expert, weights in self.local_experts.items():
             yield from self.expert_weight_shards(name, expert, weights)
 
     def expert_weight_shards(
@@ -99,7 +99,7 @@ class MoE(nn.Module):
         """[T, hidden], [T, k] -> [T, k, hidden]: what each choice of each token gives."""
         if self.mesh.data.size == 1:
             outputs = x.new_zeros(*choices.shape, self.hidden)
-            expert_outputs(x, choices, self.held, outputs)
+            expert_outputs(x, choices, self.local_experts, outputs)
         else:
             outputs = self._outputs_of_engines(x, choices)[: len(x)]
         return self.mesh.tensor.all_reduce(outputs)
@@ -118,7 +118,7 @@ class MoE(nn.Module):
         outputs = x.new_zeros(len(tokens), padded, top_k, self.hidden)
         for part, out, count in zip(gathered, outputs, tokens, strict=True):
             theirs = part[:count, self.hidden :].contiguous().view(integer).long()
-            expert_outputs(part[:count, : self.hidden], theirs, self.held, out[:count])
+            expert_outputs(part[:count, : self.hidden], theirs, self.local_experts, out[:count])
         return self.mesh.data.reduce_scatter(outputs.flatten(0, 1))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from swell.kernels.norm import add_rms_norm, rms_norm
-from swell.worker.layers.weight_shard import WeightShard, empty_parameter, whole
+from swell.worker.layers.weight_shard import WeightShard, empty_parameter, replicated_shard
 
 
 class RMSNorm(nn.Module):
@@ -28,4 +28,4 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
-        yield whole(f"{name}.weight", self.weight)
+        yield replicated_shard(f"{name}.weight", self.weight)

@@ -20,7 +20,11 @@ Frequencies = tuple[torch.Tensor, float]
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of cos and sin for every position below `max_positions`, both [P, head_dim / 2]."""
+    """Tables of cos and sin for every position below `max_positions`."""
+
+    # [max_positions, head_dim / 2] float32 each
+    cos: torch.Tensor
+    sin: torch.Tensor
 
     def __init__(self, head_dim: int, max_positions: int, rope: Mapping[str, Any]) -> None:
         """`rope` is the model's `rope_parameters`: `rope_type`, `rope_theta` and the type's own.

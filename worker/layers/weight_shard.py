@@ -30,12 +30,12 @@ class WeightShard:
     """Of the whole tensor in the checkpoint."""
 
 
-def whole(name: str, parameter: torch.Tensor) -> WeightShard:
+def replicated_shard(name: str, parameter: torch.Tensor) -> WeightShard:
     """A parameter that every rank keeps in full."""
     return WeightShard(name, parameter, (ALL,) * parameter.dim(), tuple(parameter.shape))
 
 
-def share(what: str, total: int, group: Group) -> int:
+def divide(what: str, total: int, group: Group) -> int:
     """This rank's part of `total` equal things. Raises `ValueError` if they do not divide."""
     if total % group.size:
         fits = [str(n) for n in range(1, group.size) if total % n == 0]

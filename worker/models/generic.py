@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from swell.configs.log import first_line
 from swell.kernels.sample import greedy_sample
 from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from swell.worker.layers.weight_shard import WeightShard, whole
+from swell.worker.layers.weight_shard import WeightShard, replicated_shard
 from swell.worker.mesh import Mesh
 from swell.worker.models import generic_attention, generic_masks, generic_probe
 from swell.worker.models.generic_attention import Mode, PagedAttentionHook, UnsupportedModelError
@@ -35,6 +36,9 @@ SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that differ in their masks alone."""
+
+INITIALIZED = "_is_hf_initialized"
+"""The attribute by which transformers marks tensors that `initialize_weights` must not change."""
 
 _CONSTRUCTION = threading.Lock()
 """While transformers builds or initializes a model it patches functions of torch."""
@@ -86,7 +90,7 @@ class GenericForCausalLM(nn.Module):
         """The stage's layers over a flat batch of T tokens.
 
         The first stage reads `batch.input_ids`, the others `intermediate`. The last returns the
-        normed hidden states of `batch.wanted`, [W, hidden], or of all.
+        normed hidden states of `batch.hidden_indices`, [W, hidden], or of all.
         """
         if not len(batch.positions):  # the dummy batch: transformers does not take empty rows
             nothing = self.make_empty_intermediate(0)
@@ -98,7 +102,9 @@ class GenericForCausalLM(nn.Module):
         hidden = self._run(batch.input_ids, batch.positions, incoming)
         if not self.mesh.is_last_stage:
             return IntermediateTensors(hidden)
-        return hidden if batch.wanted is None else hidden.index_select(0, batch.wanted)
+        return (
+            hidden if batch.hidden_indices is None else hidden.index_select(0, batch.hidden_indices)
+        )
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
@@ -151,7 +157,7 @@ class GenericForCausalLM(nn.Module):
             for name, tensor in [*module._parameters.items(), *persistent]:
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield whole(f"{path}.{name}".lstrip("."), tensor)
+                    yield replicated_shard(f"{path}.{name}".lstrip("."), tensor)
 
     def _run(
         self, ids: torch.Tensor, positions: torch.Tensor | None, incoming: torch.Tensor | None
@@ -171,6 +177,7 @@ class GenericForCausalLM(nn.Module):
         out = self.base(use_cache=False, **inputs)
         hidden = out.last_hidden_state if self.mesh.is_last_stage else self._stage_boundary.outgoing
         self._stage_boundary.incoming = self._stage_boundary.outgoing = None
+        assert hidden is not None, "the stage's last layer did not hand its output on"
         return hidden[0]
 
     @torch.no_grad()
@@ -190,12 +197,14 @@ class GenericForCausalLM(nn.Module):
         calls = self._calls
         try:
             modules = [module for _, module in self._parts]
-            with self.mesh.tensor.dry_run(), generic_probe.flat(modules):
+            with self.mesh.tensor.dry_run(), generic_probe.constant_weights(modules):
                 with generic_masks.recording(self.base):
                     calls.mode = Mode.TRACE
-                    given = generic_probe.integers(self.base, self._run, ids, positions, incoming)
+                    given = generic_probe.trace_integers(
+                        self.base, self._run, ids, positions, incoming
+                    )
                     calls.mode = Mode.REHEARSE
-                    found = generic_probe.integers(self.base, self._run, ids, None, incoming)
+                    found = generic_probe.trace_integers(self.base, self._run, ids, None, incoming)
                 mixed = generic_probe.mixes_tokens(self.base, self._run, ids, positions, incoming)
                 hidden = self._run(ids, positions, incoming)
                 if not self.mesh.is_last_stage and hidden.shape != (2, self.hidden):
@@ -213,7 +222,7 @@ class GenericForCausalLM(nn.Module):
         except Exception as error:
             raise ValueError(
                 f"architecture {calls.architecture!r} cannot be served: its forward fails on two "
-                f"tokens: {type(error).__name__}: {_first_line(error)}{_unsplit_hint(self.mesh)}"
+                f"tokens: {type(error).__name__}: {first_line(error)}{_unsplit_hint(self.mesh)}"
             ) from error
         calls.mode = Mode.COMPUTE
         silent = [i for i in self.range if i not in calls.layers]
@@ -281,7 +290,7 @@ def _on_meta(config: Any) -> tuple[Any, Any]:
     except Exception as error:
         raise ValueError(
             f"architecture {name!r} is no causal LM that transformers can build: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from None
     name, base = type(causal).__name__, causal.base_model
     text = base.config.get_text_config()
@@ -362,7 +371,7 @@ def _materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
             if old is not None:
                 data = real(old, f"{path}.{name}")
                 made[id(old)] = new = nn.Parameter(data, requires_grad=False)
-                new._is_hf_initialized = True  # type: ignore[attr-defined]
+                setattr(new, INITIALIZED, True)
                 module._parameters[name] = new
         for name, old in module._buffers.items():
             if old is None:
@@ -371,7 +380,7 @@ def _materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
                 module._buffers[name] = torch.empty(old.shape, dtype=old.dtype, device=device)
             else:
                 module._buffers[name] = real(old, f"{path}.{name}")
-                module._buffers[name]._is_hf_initialized = True  # type: ignore[union-attr]
+                setattr(module._buffers[name], INITIALIZED, True)
     with _CONSTRUCTION:
         causal.initialize_weights()
 
@@ -381,7 +390,3 @@ def _unsplit_hint(mesh: Mesh) -> str:
     split = {"pipeline": mesh.pipeline.size, "tensor": mesh.tensor.size}
     ways = [f"parallel.{key}=1" for key, size in split.items() if size > 1]
     return f"; set {' and '.join(ways)}" if ways else ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

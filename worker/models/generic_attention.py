@@ -16,7 +16,7 @@ place.
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from swell.worker.models.generic_masks import (
     MaskFunction,
     UnsupportedMaskError,
     difference_from_eager,
-    sees,
+    mask_function_of,
     sliding_window_of,
 )
 
@@ -98,11 +98,12 @@ class PagedAttentionHook:
         scaling: float | None,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        index = getattr(module, "layer_idx", None)
+        index: int | None = getattr(module, "layer_idx", None)
         if self.mode is not Mode.COMPUTE:
             if self.mode is Mode.TRACE:
                 self._trace(module, index, q, k, v, mask, scaling, kwargs)
             return v.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+        assert index is not None, "layers without an index were refused"
         layer = self.layers[index]
         tokens, width = q.shape[2], v.shape[3]
         if width < layer.head_dim:  # values narrower than keys lie padded in the cache
@@ -134,7 +135,7 @@ class PagedAttentionHook:
         elif v.shape[3] > q.shape[3]:
             self.refuse(f"its values ({v.shape[3]}) are wider than its keys ({q.shape[3]})")
         try:
-            window = self._window(sees(mask), q.device)
+            window = self._window(mask_function_of(mask), q.device)
         except UnsupportedMaskError as unfit:
             self.refuse(f"in its layer {index}, {unfit}")
         layer = Attention(
@@ -148,7 +149,7 @@ class PagedAttentionHook:
         difference = difference_from_eager(module, layer, v.shape[3], q.device, scaling, kwargs)
         if difference:
             self.refuse(f"its layer {index} computes another attention: {difference}")
-        self.layers[index or 0] = layer
+        self.layers[index] = layer
 
     def _window(self, function: MaskFunction, device: torch.device) -> int:
         """Layers share their few masks."""
@@ -156,8 +157,8 @@ class PagedAttentionHook:
             self._windows[function] = sliding_window_of(function, self.positions, device)
         return self._windows[function]
 
-    def refuse(self, why: str) -> None:
-        """Say that the architecture does not fit, and why."""
+    def refuse(self, why: str) -> NoReturn:
+        """Raise `UnsupportedModelError` for the architecture."""
         raise UnsupportedModelError(
             f"architecture {self.architecture!r} cannot be served: {why}, and that does not fit "
             "the paged KV cache; choose a decoder with ordinary causal attention"

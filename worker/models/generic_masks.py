@@ -56,7 +56,7 @@ def register(attention: Any) -> None:
 
 @contextmanager
 def recording(model: Any) -> Iterator[None]:
-    """Let `model` make its masks, for `sees` to explain, in this thread."""
+    """Let `model` make its masks, for `mask_function_of` to explain, in this thread."""
     configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
     own = [(c, c._attn_implementation) for c in configs.values() if c is not None]
     for config, _ in own:
@@ -95,7 +95,7 @@ def _grid(queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torc
     return queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1)
 
 
-def sees(mask: torch.Tensor | None) -> MaskFunction:
+def mask_function_of(mask: torch.Tensor | None) -> MaskFunction:
     """The function behind a mask that reached a layer. Raises `UnsupportedMaskError` for one that
     was altered."""
     if mask is None:

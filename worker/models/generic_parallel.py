@@ -151,15 +151,13 @@ class PPMissingLayer(nn.Module):
         return x
 
 
-def split_stages(
-    model: nn.Module, base: nn.Module, mesh: Mesh, stage_boundary: StageBoundary
-) -> range:
+def split_stages(model: nn.Module, base: Any, mesh: Mesh, stage_boundary: StageBoundary) -> range:
     """Keep this stage's part of `base`; returns its layers.
 
     Raises `ValueError` where the model has no plan and more than one stage is wanted.
     """
     name, config = type(model).__name__, base.config
-    total = int(config.num_hidden_layers)  # type: ignore[arg-type]
+    total = int(config.num_hidden_layers)
     mine = stage_layers(total, mesh.pipeline.size, mesh.stage)
     if mesh.pipeline.size == 1:
         return mine

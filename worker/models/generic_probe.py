@@ -18,7 +18,7 @@ WEIGHT = 0.01
 """Of every parameter, while a model is learned."""
 
 
-def integers(base: nn.Module, run: Callable[..., Any], *arguments: Any) -> Seen:
+def trace_integers(base: nn.Module, run: Callable[..., Any], *arguments: Any) -> Seen:
     """The integers that reach the modules of `base` in `run(*arguments)`, and the rows that its
     embeddings look up.
 
@@ -78,7 +78,7 @@ def _numbered(tables: list[nn.Embedding]) -> Iterator[None]:
 
 
 def mixes_tokens(
-    base: nn.Module,
+    base: Any,
     run: Callable[..., torch.Tensor],
     ids: torch.Tensor,
     positions: torch.Tensor,
@@ -86,8 +86,8 @@ def mixes_tokens(
 ) -> bool:
     """Whether the second of two tokens sees the first, although attention gives it nothing.
 
-    Under `flat`: the first is made not a number, and what then becomes of the second shows it.
-    False where the numbers of such a model are of no use.
+    Under `constant_weights`: the first is made not a number, and what then becomes of the second
+    shows it. False where the numbers of such a model are of no use.
     """
     if not run(ids, positions, incoming)[1].isfinite().all():
         return False
@@ -95,7 +95,7 @@ def mixes_tokens(
         incoming = incoming.clone()
         incoming[0] = torch.nan
         return not bool(run(ids, positions, incoming)[1].isfinite().all())
-    table = base.get_input_embeddings()  # type: ignore[operator]
+    table = base.get_input_embeddings()
 
     def poison(_: nn.Module, args: Any, answer: torch.Tensor) -> torch.Tensor:
         answer = answer.clone()
@@ -110,7 +110,7 @@ def mixes_tokens(
 
 
 @contextmanager
-def flat(modules: Sequence[nn.Module]) -> Iterator[None]:
+def constant_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Every parameter is WEIGHT everywhere, in memory for the largest matrix: the rows of a table
     are one row, and matrices that are stacked, as experts are, are one matrix. So a model that has
     no weights yet has numbers, and little memory is touched."""

@@ -11,9 +11,9 @@ follows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from swell.kernels.rope import apply_rope
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from swell.worker.layers.linear import QKVParallelLinear, RowParallelLinear
-from swell.worker.layers.mlp import GatedMLP
+from swell.worker.layers.mlp import FeedForward, GatedMLP
 from swell.worker.layers.norm import RMSNorm
 from swell.worker.layers.rotary import RotaryEmbedding
 from swell.worker.layers.weight_shard import WeightShard, materialize
@@ -121,7 +121,7 @@ class LlamaAttention(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         meta: AttentionMetadata,
-        wanted: torch.Tensor | None,
+        hidden_indices: torch.Tensor | None,
     ) -> torch.Tensor:
         q, k, v = self.qkv(x)
         q = q.unflatten(1, (self.qkv.heads, self.head_dim))
@@ -129,7 +129,7 @@ class LlamaAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, k, cos, sin)
-        return self.out(_of(self.attention(q.flatten(1), k.flatten(1), v, meta), wanted))
+        return self.out(_of(self.attention(q.flatten(1), k.flatten(1), v, meta), hidden_indices))
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         yield from self.qkv.weight_shards(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
@@ -141,9 +141,8 @@ class LlamaAttention(nn.Module):
 
 class LlamaLayer(nn.Module):
     def __init__(
-        self, config: Any, traits: Traits, layer: int, group: Group, mlp: nn.Module
+        self, config: Any, traits: Traits, layer: int, group: Group, mlp: FeedForward
     ) -> None:
-        """`mlp` maps [T, hidden] to [T, hidden], whatever the tokens."""
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.attention_norm = RMSNorm(hidden, eps)
@@ -159,7 +158,7 @@ class LlamaLayer(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         meta: AttentionMetadata,
-        wanted: torch.Tensor | None,
+        hidden_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] -> the same of the wanted tokens, [W] int64; None: of all. What the others
         leave to later steps is their K and V."""
@@ -167,8 +166,8 @@ class LlamaLayer(nn.Module):
             x, residual = self.attention_norm(x), x
         else:
             x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, cos, sin, meta, wanted)
-        x, residual = self.mlp_norm.add(x, _of(residual, wanted))
+        x = self.attention(x, cos, sin, meta, hidden_indices)
+        x, residual = self.mlp_norm.add(x, _of(residual, hidden_indices))
         return self.mlp(x), residual
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
@@ -181,6 +180,7 @@ class LlamaLayer(nn.Module):
 class LlamaForCausalLM(nn.Module):
     """One pipeline stage, and one tensor rank's part of it."""
 
+    layers: Sequence[LlamaLayer]
     traits_table: ClassVar[Mapping[str, Callable[[Any], Traits]]] = TRAITS
 
     def __init__(
@@ -204,10 +204,11 @@ class LlamaForCausalLM(nn.Module):
         self.vocab_size = int(config.vocab_size)
         stages = mesh.pipeline.size
         self.range = stage_layers(config.num_hidden_layers, stages, mesh.stage)
-        self.layers = nn.ModuleList(
+        layers = (
             LlamaLayer(config, traits, i, group, self.make_mlp(config, traits, i))
             for i in self.range
         )
+        self.layers = cast("Sequence[LlamaLayer]", nn.ModuleList(layers))
         self.tied = bool(config.tie_word_embeddings)
         if mesh.is_first_stage:
             self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
@@ -220,7 +221,7 @@ class LlamaForCausalLM(nn.Module):
         self.rope = RotaryEmbedding(head_dim(config), max_positions, _rope(config))
         self.rope.to(device)
 
-    def make_mlp(self, config: Any, traits: Traits, layer: int) -> nn.Module:
+    def make_mlp(self, config: Any, traits: Traits, layer: int) -> FeedForward:
         """The feed-forward block of a layer."""
         return GatedMLP(
             config.hidden_size, config.intermediate_size, self.mesh.tensor, traits.mlp_bias
@@ -232,7 +233,7 @@ class LlamaForCausalLM(nn.Module):
         """The stage's layers over a flat batch of T tokens.
 
         The first stage reads `batch.input_ids`, the others `intermediate`. The last returns the
-        normed hidden states of `batch.wanted`, [W, hidden], or of all.
+        normed hidden states of `batch.hidden_indices`, [W, hidden], or of all.
         """
         residual: torch.Tensor | None = None
         if self.mesh.is_first_stage:
@@ -243,10 +244,11 @@ class LlamaForCausalLM(nn.Module):
         cos, sin = self.rope(batch.positions)
         last = self.layers[-1] if self.mesh.is_last_stage else None
         for layer in self.layers:
-            wanted = batch.wanted if layer is last else None
-            x, residual = layer(x, residual, cos, sin, batch.attention, wanted)
+            hidden_indices = batch.hidden_indices if layer is last else None
+            x, residual = layer(x, residual, cos, sin, batch.attention, hidden_indices)
         if not self.mesh.is_last_stage:
             return IntermediateTensors(x, residual)
+        assert residual is not None, "each stage has a layer"
         x, _ = self.norm.add(x, residual)
         return x
 
@@ -291,8 +293,8 @@ class LlamaForCausalLM(nn.Module):
         return [pair] if all(name in stored for name in pair) else []
 
 
-def _of(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
-    return x if wanted is None else embedding(wanted, x)
+def _of(x: torch.Tensor, hidden_indices: torch.Tensor | None) -> torch.Tensor:
+    return x if hidden_indices is None else embedding(hidden_indices, x)
 
 
 def head_dim(config: Any) -> int:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from swell.worker.experts import place
+from swell.worker.experts import place_experts
+from swell.worker.layers.mlp import FeedForward
 from swell.worker.layers.moe import Expert, ExpertTraits, MoE
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.mesh import Mesh
@@ -93,12 +93,12 @@ class MoeForCausalLM(LlamaForCausalLM):
         if mesh.shares_experts:
             return
         for layer in self.moe_layers():
-            owners = place([set()] * mesh.tensor.size, layer.traits.count)
+            owners = place_experts([set()] * mesh.tensor.size, layer.traits.count)
             for expert, owner in enumerate(owners):
                 if owner == mesh.tensor_rank:
-                    layer.held[expert] = layer.make_expert()
+                    layer.local_experts[expert] = layer.make_expert()
 
-    def make_mlp(self, config: Any, traits: Traits, layer: int) -> nn.Module:
+    def make_mlp(self, config: Any, traits: Traits, layer: int) -> FeedForward:
         assert isinstance(traits, MoETraits)
         if traits.sparse[layer]:
             return MoE(config.hidden_size, traits.experts, self.mesh)

@@ -1,14 +1,13 @@
-"""Answers that are sentences of a grammar.
+"""Masks of tokens for answers that are sentences of a grammar.
 
-The mask of a step depends on the token of the step before. The host takes that token in here, when
-the step's forward pass is already under way on the device: masks are made while the device
-computes, and no step waits for the engine. Every rank that samples follows the grammar by itself;
-the same tokens lead all of them to the same masks.
+The mask of a step depends on the token of the step before. The host reads that token here, when the
+step's forward pass is already running on the device: masks are computed while the device computes,
+and no step waits for the engine. Every rank that samples keeps its own state of the grammar; the
+same tokens give all ranks the same masks.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from swell.configs.log import StructuredLogger
+from swell.configs.process import available_cores
 from swell.kernels.bitmask import apply_bitmask
 from swell.kernels.host import to_device
 from swell.worker.failed_rows import FailedRows, describe
@@ -29,6 +29,7 @@ from swell.worker.sample.logits_processor import LogitsProcessor, PendingExtra
 from swell.worker.sample.vocabulary import load_vocabulary
 from swell.worker.sample.wire import GRAMMAR_LIMITS
 from swell.worker.slot_set import SlotSet
+from swell.worker.staging import AsyncCopy
 from swell.worker.wire import NewRow
 
 if TYPE_CHECKING:
@@ -37,21 +38,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_CACHED_GRAMMARS = 32
-"""Compiled grammars that wait for the next request that has them: some hundred KB each."""
+"""Compiled grammars that are kept for later requests: some hundred KB each."""
 MAX_THREADS = 8
-"""For the masks of one step."""
+"""Threads that compute the masks of one step."""
 
 
 class GrammarMask(LogitsProcessor):
-    """Lets only those tokens pass that continue a sentence; at its end, only those that end an
-    answer.
+    """Allows only tokens that continue a sentence; at its end, only those that end an answer.
 
-    A grammar begins to compile when its row takes a slot, in a thread, while the prompt is
-    computed. A row whose grammar cannot be followed has failed: it does not compile, needs more
-    than its limits, is not continued by the token that was drawn, or by none that the model has.
-    Tensor ranks tell each other of it, so that the one that answers knows.
+    A grammar is compiled in a thread from the moment its row takes a slot, while the prompt is
+    computed. A row fails if its grammar does not compile or exceeds its limits, if a sampled token
+    does not continue it, or if no token of the model does. Tensor ranks exchange failures, so that
+    the output rank reports those of all.
 
-    `llguidance` is loaded for the first grammar: a worker that lacks it serves everything else.
+    `llguidance` is imported for the first grammar: a worker without it serves everything else.
     """
 
     def __init__(
@@ -88,22 +88,20 @@ class GrammarMask(LogitsProcessor):
         grammar_states = self._states_of_rows(batch, rows_np)
         bitmask = self._masks(grammar_states)
         device = logits.device
-        # Minus infinity, unlike what other stages forbid: a token that all of them forbid, and the
-        # grammar wants, is drawn all the same.
+        # -inf, unlike the finite bans of other processors: where they ban every token that the
+        # grammar allows, one of these tokens is sampled all the same.
         rows = to_device(rows_np, device)
         apply_bitmask(logits, to_device(bitmask, device), rows, float("-inf"))
-        for slot, grammar_state in zip(
+        for slot, state in zip(
             batch.sample_slots_np[rows_np].tolist(), grammar_states, strict=True
         ):
-            if grammar_state.failure:
-                self._failed.add(slot, grammar_state.failure)
+            if state.failure:
+                self._failed.add(slot, state.failure)
         if self._tensor.size > 1:
-            stuck = np.array(
-                [bool(grammar_state.failure) for grammar_state in grammar_states], dtype=np.int64
-            )
-            self._failed_ranks = self._tensor.all_reduce(to_device(stuck, device))
+            failed = np.array([bool(state.failure) for state in grammar_states], dtype=np.int64)
+            self._failed_ranks = self._tensor.all_reduce(to_device(failed, device))
 
-    def drawn(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
+    def on_sampled(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         self._pending_tokens = PendingTokens(tokens, rows_np, self._states_of_rows(batch, rows_np))
 
     def pending_extras(self, batch: InputBatch, rows_np: np.ndarray) -> list[PendingExtra]:
@@ -115,33 +113,34 @@ class GrammarMask(LogitsProcessor):
 
     def _states_of_rows(self, batch: InputBatch, rows_np: np.ndarray) -> list[GrammarState]:
         found = [self._grammar_states[slot] for slot in batch.sample_slots_np[rows_np].tolist()]
-        return [grammar_state for grammar_state in found if grammar_state is not None]
+        return [state for state in found if state is not None]
 
     def _read(self) -> None:
-        """Let all see what the step before drew; who has left its slot since sees it in vain."""
+        """Give the tokens of the step before to their states; a state without a slot by now is not
+        used again."""
         if self._pending_tokens is not None:
-            for grammar_state, token in self._pending_tokens.wait():
-                grammar_state.take(token)
+            for state, token in self._pending_tokens.wait():
+                state.accept_token(token)
             self._pending_tokens = None
 
     def _masks(self, grammar_states: list[GrammarState]) -> np.ndarray:
-        """[grammar_states, ceil(V / 32)] int32; of those that fail all tokens pass."""
+        """[grammar_states, ceil(V / 32)] int32; a state that fails allows all tokens."""
         words = -(-self._vocab // 32)
         masks = np.zeros((len(grammar_states), words), dtype=np.int32)
         able = [(i, m) for i, f in enumerate(grammar_states) if (m := f.matcher()) is not None]
         if able:
             own = self._compute_masks([matcher for _, matcher in able])
-            # The model's vocabulary may be padded beyond the tokenizer's, or be cut before its end.
+            # The model's vocabulary may be larger than the tokenizer's (padded), or smaller.
             width = min(words, own.shape[1])
             masks[[i for i, _ in able], :width] = own[:, :width]
             if self._vocab % 32:
                 masks[:, -1] &= np.int32((1 << self._vocab % 32) - 1)
         for i, _ in able:
-            grammar_states[i].matcher()  # one that has just failed lets the end pass
-        for row in np.flatnonzero(~masks.any(axis=1)):
+            grammar_states[i].matcher()  # notes a failure; its mask allowed the end tokens
+        for row in np.flatnonzero(~masks.any(axis=1)).tolist():
             grammar_states[row].fail_without_token(self._vocab)
-        for row, grammar_state in enumerate(grammar_states):
-            if grammar_state.failure:
+        for row, state in enumerate(grammar_states):
+            if state.failure:
                 masks[row] = -1
         return masks
 
@@ -158,7 +157,7 @@ class GrammarMask(LogitsProcessor):
         return own
 
     def _compile(self, lark: str) -> Future[LLMatcher]:
-        """The matcher at the beginning of the grammar, to be copied."""
+        """A matcher at the beginning of the grammar; each row copies it."""
         if self._compiler is None:
             self._compiler = _GrammarCompiler()
         matcher = self._compiled.pop(lark, None)
@@ -171,33 +170,33 @@ class GrammarMask(LogitsProcessor):
 
 
 class GrammarState:
-    """How far one answer has come in its grammar."""
+    """The state of one answer in its grammar."""
 
     failure = ""
-    """Why the grammar cannot be followed any further."""
+    """Why the row fails; empty: it has not failed."""
 
     def __init__(self, first: Future[LLMatcher], outputs: Sequence[int]) -> None:
-        """`outputs` exist already."""
+        """`outputs`: tokens of the answer that exist already."""
         self._first = first
         self._outputs = outputs
         self._matcher: LLMatcher | None = None
         self._taken = 0
 
     def matcher(self) -> LLMatcher | None:
-        """Waits until it is compiled; None: it has failed."""
+        """Waits until the grammar is compiled; None: the row has failed."""
         if self._matcher is None and not self.failure:
             try:
                 self._matcher = self._first.result().deep_copy()
             except Exception as error:
                 self._fail(describe(error))
             for token in self._outputs:
-                self.take(token)
+                self.accept_token(token)
         if self._matcher is not None and self._matcher.is_error():
             self._fail(self._matcher.get_error())
         return None if self.failure else self._matcher
 
-    def take(self, token: int) -> None:
-        """A token was drawn; behind the end of the grammar it is one that ends an answer."""
+    def accept_token(self, token: int) -> None:
+        """A token was sampled; after the end of the grammar it is one that ends an answer."""
         matcher = self.matcher()
         if matcher is None:
             return
@@ -206,7 +205,7 @@ class GrammarState:
         self._taken += 1
 
     def fail_without_token(self, vocab: int) -> None:
-        """None of the model's tokens continues it."""
+        """The row fails, because no token of the model continues its grammar."""
         if self.matcher() is not None:
             self._fail(
                 f"behind {self._taken} tokens none of the model's {vocab} continues or ends it"
@@ -214,14 +213,14 @@ class GrammarState:
 
     def _fail(self, reason: str) -> None:
         if not self.failure:
-            first_line = (reason.splitlines() or ["unknown"])[0]
-            self.failure = f"its grammar cannot be followed: {first_line}"
-            StructuredLogger("worker").error("a grammar cannot be followed", reason=first_line)
+            line = (reason.splitlines() or ["unknown"])[0]
+            self.failure = f"its grammar cannot be followed: {line}"
+            StructuredLogger("worker").error("a grammar cannot be followed", reason=line)
 
 
 @dataclass(slots=True)
 class PendingGrammarFailures(PendingExtra):
-    """Rows whose grammars some tensor rank cannot follow, perhaps another one."""
+    """Rows that have failed on some tensor rank, perhaps not on this one."""
 
     tensors: list[Tensor]
     rows: list[int]
@@ -233,39 +232,36 @@ class PendingGrammarFailures(PendingExtra):
 
 
 class PendingTokens:
-    """What a step drew for its grammar_states, on its way to the host."""
+    """The tokens sampled for rows with grammars, being copied to the host."""
 
     def __init__(
         self, tokens: Tensor, rows_np: np.ndarray, grammar_states: list[GrammarState]
     ) -> None:
-        """tokens [S] int64; grammar_states[i] follows the row rows_np[i]."""
+        """tokens [S] int64; grammar_states[i] belongs to the row rows_np[i]."""
         self._rows, self._grammar_states = rows_np.tolist(), grammar_states
-        self._host = tokens.to("cpu", non_blocking=True)
-        self._done: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self._done = torch.cuda.Event()
-            self._done.record(torch.cuda.current_stream(tokens.device))
+        stream = torch.cuda.current_stream(tokens.device) if tokens.is_cuda else None
+        self._copy = AsyncCopy([tokens], stream)
 
     def wait(self) -> list[tuple[GrammarState, int]]:
-        if self._done is not None:
-            self._done.synchronize()
-        drawn = self._host.tolist()
-        return [(f, drawn[row]) for f, row in zip(self._grammar_states, self._rows, strict=True)]
+        """Each state with the token that was sampled for it."""
+        (tokens,) = self._copy.wait()
+        sampled = tokens.tolist()
+        return [(s, sampled[row]) for s, row in zip(self._grammar_states, self._rows, strict=True)]
 
 
 class _GrammarCompiler:
-    """Threads, made for the first grammar."""
+    """The threads that compile grammars and compute masks; made for the first grammar."""
 
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(1, "grammar")
         self._executor: LLExecutor | None = None
 
     def begin(self, call: Callable[..., T], *args: object) -> Future[T]:
-        """Call it in a thread; what fails, fails in the future, so that all tensor ranks go on
-        alike."""
+        """Call it in a thread. All errors go to the future, so that all tensor ranks execute the
+        same step."""
         try:
             return self.threads.submit(call, *args)
-        except RuntimeError as error:  # no thread is to be had
+        except RuntimeError as error:  # no thread can be started
             failed: Future[T] = Future()
             failed.set_exception(error)
             return failed
@@ -275,13 +271,12 @@ class _GrammarCompiler:
         if self._executor is None:
             from llguidance import LLExecutor
 
-            cores = len(os.sched_getaffinity(0))
-            self._executor = LLExecutor(num_threads=min(cores, MAX_THREADS))
+            self._executor = LLExecutor(num_threads=min(available_cores(), MAX_THREADS))
         return self._executor
 
 
 def _compile_matcher(model_path: str, lark: str) -> LLMatcher:
-    """A matcher that has its first mask ready."""
+    """A matcher with its first mask computed."""
     try:
         from llguidance import LLMatcher, LLParserLimits
     except ModuleNotFoundError:
@@ -289,7 +284,8 @@ def _compile_matcher(model_path: str, lark: str) -> LLMatcher:
             "structured output needs the package llguidance, which this worker lacks; install it "
             "(pip install llguidance)"
         ) from None
-    limits = LLParserLimits(**GRAMMAR_LIMITS, verbose_errors=False)
+    # mypy takes the ints of the dictionary for the flag, too.
+    limits = LLParserLimits(**GRAMMAR_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
     matcher = LLMatcher(load_vocabulary(model_path), lark, log_level=0, limits=limits)
     matcher.compute_bitmask()
     return matcher

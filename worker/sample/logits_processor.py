@@ -1,4 +1,4 @@
-"""What may happen to logits before a token is drawn, and what is told of a step beside tokens."""
+"""Interfaces: changes of logits before sampling, and results of a step beside its tokens."""
 
 from __future__ import annotations
 
@@ -13,73 +13,75 @@ from swell.worker.sample.wire import Extra
 from swell.worker.wire import NewRow, SchedulerOutput
 
 BANNED_BIAS = -1e30
-"""Added to the logit of a token that must not be drawn. Finite: where everything else is ruled out
-(a grammar leaves one token, and a ban names it), the last one left is drawn, and never NaN."""
+"""Added to the logit of a banned token. Finite: where a grammar allows only banned tokens, one of
+these is sampled, and no logit becomes NaN."""
 
 
 class LogitsProcessor(ABC):
-    """One wish about tokens, for all rows that have it.
+    """One kind of sampling parameter, for all rows that use it.
 
-    What no row of the batch asks for is not computed, and the host knows that without a look at
-    the device. A row's result must not depend on the other rows.
+    It costs nothing in a step where no row uses it, and the host decides that without reading the
+    device. A row's result must not depend on the other rows.
     """
 
     @abstractmethod
     def add_request(self, row: NewRow) -> None:
-        """A request takes its slot, with the outputs that it has; what stood there is gone.
+        """A request takes its slot, with the outputs that it has; the slot's old state is dropped.
 
-        Here, and not where many rows are computed at once, is whatever a request's own data may
-        break: who raises is refused alone, and its slot is taken by a request without wishes.
+        Errors in the request's own data must be raised here, not where many rows are computed
+        together: then this request fails alone, and `add_request` is called once more for its slot
+        with default parameters.
         """
 
     @abstractmethod
     def rows(self, batch: InputBatch) -> np.ndarray:
-        """[M] int64: which of the batch's S rows that sample have the wish. Where there is none,
-        nothing else is asked of the stage in this step."""
+        """[M] int64: which of the batch's S rows that sample use the parameter. If there are none,
+        no other method is called in this step."""
 
     @abstractmethod
     def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         """Change logits [S, V] float32 of these rows in place."""
 
-    def drawn(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
-        """tokens [S] int64 were drawn, on the device."""
+    def on_sampled(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
+        """tokens [S] int64 were sampled; they lie on the device."""
         return
 
     def pending_extras(self, batch: InputBatch, rows_np: np.ndarray) -> list[PendingExtra]:
-        """What is to be told of the rows, once they are drawn."""
+        """Results for the rows beside their tokens; called after `on_sampled`."""
         return []
 
 
 class PendingExtra(ABC):
-    """Something to tell of a step, on its way from the device."""
+    """A result of a step that is still on the device."""
 
     tensors: list[Tensor]
     """What is copied to the host."""
 
     def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra | None]]:
-        """Row of the step -> what is told of it, None: its logits are no numbers; `host` are the
-        tensors there."""
+        """(row of the step, its result); None: its logits are no numbers. `host`: the copies of
+        `tensors`."""
         return iter(())
 
     def failures(self, host: list[Tensor]) -> Iterator[tuple[int, str]]:
-        """Row of the step -> why it cannot go on."""
+        """(row of the step, why its request fails)."""
         return iter(())
 
 
 class HiddenStatesReader(ABC):
-    """Tells of a step from its hidden states, before anything is drawn. What no row asks for costs
-    nothing, and all tensor ranks of the last stage compute the same."""
+    """Computes results from the hidden states of a step, before sampling. It costs nothing where no
+    row uses it, and all tensor ranks of the last stage compute the same."""
 
     @abstractmethod
     def add_request(self, row: NewRow) -> None:
-        """A request takes its slot; what stood there is gone."""
+        """A request takes its slot; the slot's old state is dropped."""
 
     @abstractmethod
     def reads(self, plan: SchedulerOutput) -> bool:
-        """Whether it wants the hidden states of a step's tokens."""
+        """Whether it needs the hidden states of a step."""
 
     @abstractmethod
     def __call__(
         self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput
     ) -> list[PendingExtra]:
-        """hidden [T, hidden], of the last stage, of a step that it reads."""
+        """The results of a step for which `reads` is true; hidden [T, hidden], of the last
+        stage."""

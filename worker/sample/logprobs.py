@@ -39,10 +39,12 @@ class PendingLogprobs(PendingExtra):
     """As `rank_tokens` gives them, a row for each of `rows`."""
     rows: list[int]
     """Of the step."""
-    tops: list[int]
+    num_logprobs: list[int]
 
     def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra | None]]:
-        columns = zip(self.rows, self.tops, *(tensor.tolist() for tensor in host), strict=True)
+        columns = zip(
+            self.rows, self.num_logprobs, *(tensor.tolist() for tensor in host), strict=True
+        )
         for row, top, indices, logprobs in columns:
             if isnan(logprobs[0]):
                 yield row, None
@@ -60,19 +62,19 @@ class KeptLogits:
     samples: Tensor
     rows: list[int]
     """The same among all rows of the step."""
-    tops: list[int]
+    num_logprobs: list[int]
 
-    def note(self, tokens: Tensor) -> PendingExtra:
+    def rank(self, tokens: Tensor) -> PendingExtra:
         """tokens [S] int64 were drawn."""
-        ranked = rank_tokens(self.logits, tokens[self.samples], max(self.tops))
-        return PendingLogprobs(list(ranked), self.rows, self.tops)
+        ranked = rank_tokens(self.logits, tokens[self.samples], max(self.num_logprobs))
+        return PendingLogprobs(list(ranked), self.rows, self.num_logprobs)
 
 
 class _NumLogprobs:
     """How many of the most likely tokens the request of each slot is to be told, if anything."""
 
     def __init__(self, max_rows: int) -> None:
-        self.askers = SlotSet(max_rows)
+        self.active_slots = SlotSet(max_rows)
         # [max_rows]
         self.count_np = np.zeros(max_rows, dtype=np.int64)
 
@@ -80,7 +82,7 @@ class _NumLogprobs:
         if top is not None and top < 0:
             raise ValueError(f"logprobs={top} is negative")
         self.count_np[slot] = top or 0
-        self.askers.set(slot, top is not None)
+        self.active_slots.set(slot, top is not None)
 
 
 class SampledLogprobs:
@@ -93,20 +95,20 @@ class SampledLogprobs:
         self._num_logprobs.set(row.slot, row.sampler.logprobs)
 
     def any_requested(self, batch: InputBatch) -> bool:
-        return len(batch.rows_in(self._num_logprobs.askers)) > 0
+        return len(batch.rows_in(self._num_logprobs.active_slots)) > 0
 
     def keep(self, logits: Tensor, batch: InputBatch, will_change: bool) -> list[KeptLogits]:
         """The rows of logits [S, V] float32 that are to be told of, copied if some stage
         `will_change` them; empty: none is told of."""
-        samples = batch.rows_in(self._num_logprobs.askers)
+        samples = batch.rows_in(self._num_logprobs.active_slots)
         if not len(samples):
             return []
         slots = batch.sample_slots_np
         index = to_device(samples, logits.device)
-        tops = self._num_logprobs.count_np[slots[samples]].tolist()
+        num_logprobs = self._num_logprobs.count_np[slots[samples]].tolist()
         rows = batch.sample_rows_np[samples].tolist()
         all_stay = len(rows) == len(slots) and not will_change
-        return [KeptLogits(logits if all_stay else logits[index], index, rows, tops)]
+        return [KeptLogits(logits if all_stay else logits[index], index, rows, num_logprobs)]
 
 
 @dataclass(slots=True)
@@ -167,12 +169,12 @@ class PromptLogprobsReader(HiddenStatesReader):
         self._prompt_tokens_np[row.slot] = row.prompt_tokens
 
     def reads(self, plan: SchedulerOutput) -> bool:
-        return self._num_logprobs.askers.any and bool(self._find(plan))
+        return self._num_logprobs.active_slots.any and bool(self._find(plan))
 
     def __call__(
         self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput
     ) -> list[PendingExtra]:
-        # A row that is told of the whole vocabulary must not make all others' tops as long.
+        # A row that is told of the whole vocabulary must not make all others' num_logprobs as long.
         found = self._find(plan)
         groups = [
             [one for one in found if one[0].top <= MAX_BATCHED_LOGPROBS],
@@ -200,7 +202,7 @@ class PromptLogprobsReader(HiddenStatesReader):
         """What the step tells of, each with [3, count] int64, see `_rank`."""
         found: list[tuple[_PromptSpan, np.ndarray]] = []
         slots = np.array(plan.slots, dtype=np.int64)
-        asking = self._num_logprobs.askers.among(slots)
+        asking = self._num_logprobs.active_slots.among(slots)
         if not len(asking):
             return found
         starts = np.array(plan.starts, dtype=np.int64)

@@ -51,12 +51,12 @@ class Penalties(LogitsProcessor):
         self._rows = self._slots = torch.zeros(0, dtype=torch.int64)
 
     def add_request(self, row: NewRow) -> None:
-        wish, slot = row.sampler, row.slot
-        strengths = (wish.repetition_penalty, wish.frequency_penalty, wish.presence_penalty)
+        params, slot = row.sampler, row.slot
+        strengths = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._staged.pop(slot, None)
-        asks = strengths != (1, 0, 0)
-        self._active_slots.set(slot, asks)
-        if asks:
+        active = strengths != (1, 0, 0)
+        self._active_slots.set(slot, active)
+        if active:
             self._strengths_np[:, slot] = strengths
             self._staged[slot] = (row.prompt_tokens, len(row.token_ids))
 
@@ -77,7 +77,7 @@ class Penalties(LogitsProcessor):
             *to_device(strengths, logits.device),
         )
 
-    def drawn(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
+    def on_sampled(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         assert self._seen is not None
         seen = self._seen
         count_tokens(seen.output_counts, seen.anywhere, self._slots, tokens[self._rows])

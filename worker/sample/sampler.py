@@ -37,8 +37,8 @@ class SamplerOutput:
 
     def tensors(self) -> list[Tensor]:
         """All that the host is to see."""
-        noted = (tensor for note in self.pending_extras for tensor in note.tensors)
-        return [self.tokens, self.max_logits, *noted]
+        pending_tensors = (tensor for pending in self.pending_extras for tensor in pending.tensors)
+        return [self.tokens, self.max_logits, *pending_tensors]
 
     def fill(self, output: ModelRunnerOutput, host: list[Tensor]) -> ModelRunnerOutput:
         """The output with what was drawn; `host` are the tensors there."""
@@ -47,14 +47,14 @@ class SamplerOutput:
         parts = iter(host)
         token_ids = next(parts).tolist()
         with_nans = self._with_nans(next(parts).tolist())
-        for note in self.pending_extras:
-            of_note = list(islice(parts, len(note.tensors)))
-            for row, extra in note.extras(of_note):
+        for pending in self.pending_extras:
+            copied = list(islice(parts, len(pending.tensors)))
+            for row, extra in pending.extras(copied):
                 if extra is None:
                     with_nans.append(row)
                 else:
                     extras.setdefault(row, []).append(extra)
-            failed = {**dict(note.failures(of_note)), **failed}
+            failed = {**dict(pending.failures(copied)), **failed}
         return msgspec.structs.replace(
             output,
             sampled_token_ids=token_ids,
@@ -104,37 +104,39 @@ class Sampler:
     def add_request(self, row: NewRow) -> None:
         """A request takes its slot. Raises what its own data raises."""
         self._logprobs.add_request(row)
-        for stage in self._logits_processors:
-            stage.add_request(row)
+        for processor in self._logits_processors:
+            processor.add_request(row)
 
     def needs_only_argmax(self, batch: InputBatch) -> bool:
         """Whether it would draw each row's most likely token, and nothing else is asked: who knows
         these tokens needs no logits."""
         return not (
-            len(batch.rows_in(self._states.drawing))
+            len(batch.rows_in(self._states.random_sampling))
             or self._logprobs.any_requested(batch)
-            or any(len(stage.rows(batch)) for stage in self._logits_processors)
+            or any(len(processor.rows(batch)) for processor in self._logits_processors)
         )
 
     def __call__(self, logits: Tensor, batch: InputBatch) -> SamplerOutput:
         """logits [S, V] float32, which may be changed in place."""
         asked = [
-            (stage, rows) for stage in self._logits_processors if len(rows := stage.rows(batch))
+            (processor, rows)
+            for processor in self._logits_processors
+            if len(rows := processor.rows(batch))
         ]
         kept = self._logprobs.keep(logits, batch, will_change=bool(asked))
-        for stage, rows in asked:
-            stage.apply(logits, batch, rows)
+        for processor, rows in asked:
+            processor.apply(logits, batch, rows)
         tokens, max_logits = self._draw(logits, batch)
-        pending_extras: list[PendingExtra] = [some.note(tokens) for some in kept]
-        for stage, rows in asked:
-            stage.drawn(tokens, batch, rows)
-            pending_extras += stage.pending_extras(batch, rows)
+        pending_extras: list[PendingExtra] = [some.rank(tokens) for some in kept]
+        for processor, rows in asked:
+            processor.on_sampled(tokens, batch, rows)
+            pending_extras += processor.pending_extras(batch, rows)
         return SamplerOutput(batch, tokens, max_logits, pending_extras)
 
     def _draw(self, logits: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
         """Tokens [S] int64 by temperature, min_p, top_k and top_p, and the largest logits."""
         states = self._states
-        if not len(batch.rows_in(states.drawing)):
+        if not len(batch.rows_in(states.random_sampling)):
             return greedy_sample(logits)
         slots = batch.sample_slots
         float_params, int_params = states.float_params[slots], states.int_params[slots]
@@ -145,6 +147,5 @@ class Sampler:
             float_params[:, TOP_P],
             float_params[:, MIN_P],
             uniform_noise(int_params[:, SEED], batch.sample_positions),
-            any_min_p=len(batch.rows_in(states.with_min_p)) > 0,
             any_top_k_or_p=len(batch.rows_in(states.with_top_k_or_p)) > 0,
         )

@@ -144,6 +144,6 @@ def _rename(model: dict[str, Any], pieces: Mapping[int, str]) -> None:
         model["merges"] = [pair for pair in pairs if gone.isdisjoint({*pair, "".join(pair)})]
 
 
-def _read_json(file: Path) -> dict[str, object]:
+def _read_json(file: Path) -> dict[str, Any]:
     data = json.loads(file.read_text()) if file.is_file() else {}
     return data if isinstance(data, dict) else {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from swell.cluster.api.protocol_base import Body
 from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.request_body import RequestBody
@@ -42,6 +44,15 @@ class SwitchRequest(RequestBody, kw_only=True):
 def _check_count(name: str, value: int, low: int) -> None:
     if not low <= value <= _MAX_COUNT:
         raise BadRequest(f"{name}={shown(value)} must be between {low} and {_MAX_COUNT}", name)
+
+
+class ChangeResult(msgspec.Struct, frozen=True):
+    """What the manager answers to a requested change."""
+
+    target: int
+    """The number of engines that is wanted now."""
+    refusal: str | None = None
+    """None: accepted."""
 
 
 class Accepted(Body, kw_only=True):

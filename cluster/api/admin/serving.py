@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -12,6 +11,7 @@ from starlette.routing import Route
 
 from swell.cluster.api.admin.protocol import (
     Accepted,
+    ChangeResult,
     DrainRequest,
     IdleEngine,
     IdleReport,
@@ -27,8 +27,8 @@ from swell.cluster.api.http import (
     route,
 )
 from swell.cluster.api.server.access import AccessRules
-from swell.cluster.client.async_llm import AsyncLLM, EngineCallFailed
-from swell.cluster.control.cluster_status import Change
+from swell.cluster.client.async_llm import AsyncLLM
+from swell.cluster.client.engine_calls import EngineCallFailed
 from swell.cluster.text.schema.decode import decode
 from swell.configs.schema import ServeConfig
 
@@ -41,14 +41,14 @@ _MAX_BODY_BYTES = 64 * 1024
 
 
 class AdminRoutes:
-    """What operators may ask. `manager` answers with a `Change`.
+    """What operators may ask. `manager` answers with a `ChangeResult`.
 
     An operator shows a key of `serve.admin_keys_file`. Where only `serve.api_keys_file` is set,
     nobody is one: a user's key opens nothing here.
     """
 
     def __init__(
-        self, config: ServeConfig, rules: AccessRules, manager: Any, llm: Callable[[], AsyncLLM]
+        self, config: ServeConfig, rules: AccessRules, manager: Any, llm: AsyncLLM
     ) -> None:
         self._admins = ApiKeys(config.admin_keys_file, "serve.admin_keys_file")
         self._admin_closed = config.admin_keys_file is None and config.api_keys_file is not None
@@ -86,7 +86,7 @@ class AdminRoutes:
 
     async def _idle(self, request: Request) -> Response:
         """Ask every engine whether all its slots and blocks are free: the conservation check."""
-        llm, engines = self._llm(), []
+        llm, engines = self._llm, []
         for rank in llm.view.roster.ranks:
             reason = None
             try:
@@ -140,7 +140,7 @@ async def _check_empty_body(request: Request) -> None:
         decode(body, SwitchRequest)
 
 
-def _accepted(change: Change) -> Response:
+def _accepted(change: ChangeResult) -> Response:
     if change.refusal is None:
         return json_response(Accepted(target=change.target), 202)
     raise HTTPError(400, change.refusal, "refused")

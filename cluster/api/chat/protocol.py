@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from swell.cluster.api.generation_body import GenerationRequest
+from swell.cluster.api.generation_body import GenerationBody
 from swell.cluster.api.logprobs_protocol import ChatLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.sampling_params import BadRequest, Field, shown
 from swell.cluster.text.schema.chat_messages import (
     ChatMessage,
     ToolChoice,
@@ -43,7 +43,7 @@ class ReasoningSwitch(RequestBody, kw_only=True):
     enabled: bool | None = None
 
 
-class ChatCompletionRequest(GenerationRequest, kw_only=True):
+class ChatCompletionRequest(GenerationBody, kw_only=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     """OpenAI's newer name of `max_tokens`."""
@@ -106,8 +106,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) == 2:
             raise BadRequest(
-                f"max_tokens={shown(self.max_tokens)} and max_completion_tokens="
-                f"{shown(self.max_completion_tokens)} differ; send one of them",
+                [
+                    f"max_tokens={shown(self.max_tokens)} and ",
+                    Field("max_completion_tokens"),
+                    f"={shown(self.max_completion_tokens)} differ; send one of them",
+                ],
                 "max_tokens",
             )
         if self.top_logprobs and not self.logprobs:

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from swell.cluster.api.generation_body import GenerationRequest
+from swell.cluster.api.generation_body import GenerationBody
 from swell.cluster.api.logprobs_protocol import CompletionLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
 from swell.cluster.text.schema.known_fields import COMPLETIONS
@@ -19,7 +19,7 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; chat answers may fill the model's length."""
 
 
-class CompletionRequest(GenerationRequest, kw_only=True):
+class CompletionRequest(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     """Text, texts, token ids, or lists of token ids."""
     logprobs: int | None = None

@@ -1,4 +1,4 @@
-"""A conversation in Anthropic's terms to one in those of chat completions. Pure."""
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens` to the common form. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.generation_body import JsonSchemaFormat, ResponseFormat
 from swell.cluster.api.messages.blocks import (
     TextBlock,
     ThinkingBlock,
@@ -25,56 +23,66 @@ from swell.cluster.api.messages.protocol import (
     Tool,
     ToolChoice,
 )
-from swell.cluster.api.models import TokenizeRequest
+from swell.cluster.text.chat_template import TemplateOptions
+from swell.cluster.text.generation_request import Conversation, GenerationRequest
+from swell.cluster.text.sampling_params import SamplingParams, StructuredOutputs
 from swell.cluster.text.schema import chat_messages as chat
+from swell.cluster.text.truncation import TEMPLATE_TEXT
 
 _MERGED_BLOCKS = ("user", "assistant")
 """Roles whose messages in a row are one, as Anthropic's API has it."""
+_SCHEMA_FIELD = "output_config.format.schema"
 
 
-def chat_request(body: MessagesRequest) -> ChatCompletionRequest:
-    """The same wish, of a checked body. It has no `max_tokens`: an answer may run into the end of
-    the context, which is no error to this API, so the caller holds it to `body.max_tokens`."""
-    messages = chat_messages(body)
-    choice, config = body.tool_choice, body.output_config
-    form = None if config is None else config.format
-    single = choice is not None and choice.disable_parallel_tool_use
-    return ChatCompletionRequest(
-        model=body.model,
-        messages=messages,
-        tools=chat_tools(body),
-        tool_choice=None if choice is None else _tool_choice(choice),
-        parallel_tool_calls=False if single else None,
-        continue_final_message=_continues(messages),
-        chat_template_kwargs=template_variables(body),
-        thinking_token_budget=_budget(body.thinking),
-        response_format=None
-        if form is None
-        else ResponseFormat(
-            type="json_schema", json_schema=JsonSchemaFormat(name="output", schema=form.schema)
-        ),
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        stop=body.stop_sequences,
-        stream=body.stream,
-        seed=body.seed,
-        priority=body.priority,
+def to_generation_request(body: MessagesRequest, defaults: Mapping[str, Any]) -> GenerationRequest:
+    """Of a checked body. `defaults`: the model's, for fields of `SamplingParams` that the body
+    leaves out. An answer may run into the end of the context, which is no error to this API."""
+    form = None if body.output_config is None else body.output_config.format
+    given = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop": body.stop_sequences,
+        "seed": body.seed,
+    }
+    sampling = {name: value for name, value in given.items() if value is not None}
+    params = SamplingParams(
+        **{**defaults, **sampling},
+        max_tokens=None,
+        structured_outputs=None if form is None else StructuredOutputs(json=form.schema),
+    )
+    return GenerationRequest(
+        prompt=conversation(body),
+        prompt_field="messages",
+        params=params,
+        structured_outputs_field=None if form is None else _SCHEMA_FIELD,
+        tokenize_options=TEMPLATE_TEXT,
+        max_tokens_in_context=body.max_tokens,
+        stream=bool(body.stream),
+        priority=body.priority or 0,
         cache_salt=body.cache_salt,
         data_parallel_rank=body.data_parallel_rank,
     )
 
 
-def tokenize_request(body: CountTokensRequest) -> TokenizeRequest:
-    """What the model would read of a checked body."""
+def conversation(body: CountTokensRequest) -> Conversation:
+    """The conversation that the model reads, and the rules for its answer."""
     messages = chat_messages(body)
-    unused = body.tool_choice is not None and body.tool_choice.type == "none"
-    return TokenizeRequest(
-        model=body.model,
+    choice = body.tool_choice
+    continues = messages[-1].role == "assistant"  # then the answer goes on with this message
+    tools = None if choice is not None and choice.type == "none" else body.tools
+    template = TemplateOptions(
+        tools=[_tool(tool) for tool in tools or ()],
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        variables=template_variables(body),
+    )
+    return Conversation(
         messages=messages,
-        tools=None if unused else chat_tools(body),
-        continue_final_message=_continues(messages),
-        chat_template_kwargs=template_variables(body),
+        template=template,
+        tool_choice=None if choice is None else _tool_choice(choice),
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        thinking_token_budget=_budget(body.thinking),
     )
 
 
@@ -88,10 +96,6 @@ def template_variables(body: CountTokensRequest) -> dict[str, Any]:
     if body.output_config is not None and body.output_config.effort is not None:
         told["reasoning_effort"] = body.output_config.effort
     return {**told, **(body.chat_template_kwargs or {})}
-
-
-def chat_tools(body: CountTokensRequest) -> list[chat.ToolDefinition] | None:
-    return None if body.tools is None else [_tool(tool) for tool in body.tools]
 
 
 def _tool(tool: Tool) -> chat.ToolDefinition:
@@ -118,11 +122,6 @@ def _budget(thinking: Thinking | None) -> int | None:
     if thinking is None:
         return None
     return 0 if thinking.type == "disabled" else thinking.budget_tokens
-
-
-def _continues(messages: list[chat.ChatMessage]) -> bool:
-    """Where the assistant has the last word, the answer goes on with it."""
-    return messages[-1].role == "assistant"
 
 
 def chat_messages(body: CountTokensRequest) -> list[chat.ChatMessage]:

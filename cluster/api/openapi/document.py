@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from swell.cluster.api import models
+from swell.cluster.api import models, tokenize
 from swell.cluster.api.admin import protocol as admin
 from swell.cluster.api.chat import protocol as chat
 from swell.cluster.api.completions import protocol as completions
@@ -196,16 +196,16 @@ OPERATIONS = (
         "post",
         "/tokenize",
         "The token ids of a text or a conversation.",
-        models.TokenizeResponse,
-        models.TokenizeRequest,
+        tokenize.TokenizeResponse,
+        tokenize.TokenizeRequest,
         errors=(*_BODY_ERRORS, 404, 503),
     ),
     Operation(
         "post",
         "/detokenize",
         "The text of token ids.",
-        models.DetokenizeResponse,
-        models.DetokenizeRequest,
+        tokenize.DetokenizeResponse,
+        tokenize.DetokenizeRequest,
         errors=(*_BODY_ERRORS, 404, 503),
     ),
     Operation(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from swell.cluster.api.responses.protocol import (
     TextFormat,
 )
 from swell.cluster.api.sampling_fields import SamplingFields
+from swell.cluster.text.field_path import join_path, split_path
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.chat_messages import (
     AllowedTool,
@@ -75,7 +75,7 @@ def chat_request(
     try:
         chat.check()
     except BadRequest as error:
-        raise as_responses_error(error) from None
+        raise error.renamed(name_of) from None
     return chat
 
 
@@ -182,27 +182,19 @@ def _form(form: TextFormat | None) -> ResponseFormat | None:
     return ResponseFormat(type="json_schema", json_schema=schema)
 
 
-_CHAT_TO_RESPONSES = {
-    r"messages(\[\d+\])?(\.\w+)?": "input",
-    r"max_(completion_)?tokens": "max_output_tokens",
-    r"response_format\.json_schema": "text.format",
-    r"response_format": "text.format",
-    r"(tools\[\d+\])\.function\b": r"\1",
-    r"tool_choice\.allowed_tools": "tool_choice",
-}
-"""Field of a chat request -> the same of a response."""
-
-
-def as_responses_error(error: BadRequest) -> BadRequest:
-    """An error of a chat request as one of a response."""
-    return BadRequest(
-        _rename_fields(error.message),
-        None if error.param is None else _rename_fields(error.param),
-        error.code,
-    )
-
-
-def _rename_fields(text: str) -> str:
-    for theirs, ours in _CHAT_TO_RESPONSES.items():
-        text = re.sub(rf"(?<![\w.]){theirs}", ours, text)
-    return text
+def name_of(path: str) -> str:
+    """The path of a field of a chat request -> the same of a response."""
+    match split_path(path):
+        case ["messages", int(), str(), *rest] | ["messages", int() | str(), *rest]:
+            return join_path(["input", *rest])
+        case ["messages", *rest]:
+            return join_path(["input", *rest])
+        case ["max_tokens" | "max_completion_tokens", *rest]:
+            return join_path(["max_output_tokens", *rest])
+        case ["response_format", "json_schema", *rest] | ["response_format", *rest]:
+            return join_path(["text", "format", *rest])
+        case ["tools", int(index), "function", *rest]:
+            return join_path(["tools", index, *rest])
+        case ["tool_choice", "allowed_tools", *rest]:
+            return join_path(["tool_choice", *rest])
+    return path

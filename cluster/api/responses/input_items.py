@@ -235,5 +235,4 @@ def _read(raw: bytes, path: str) -> Item:
     try:
         return decode(raw, FORMS[kind]).item()
     except BadRequest as error:
-        where = path if error.param is None else f"{path}.{error.param}"
-        raise BadRequest(f"{path}: {error.message}", where, error.code) from None
+        raise error.within(path) from None

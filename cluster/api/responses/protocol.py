@@ -259,8 +259,7 @@ def _part(value: dict[str, Any], kind: type[Any], path: str) -> Any:
     try:
         return decode(msgspec.json.encode(value), kind)
     except BadRequest as error:
-        where = path if error.param is None else f"{path}.{error.param}"
-        raise BadRequest(f"{path}: {error.message}", where, error.code) from None
+        raise error.within(path) from None
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.api.body_reader import body_bytes
+from swell.cluster.api.chat.convert import to_generation_request
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.http import ApiKeys, HTTPError, json_response, route, with_deadline
-from swell.cluster.api.models import TokenizeRequest
 from swell.cluster.api.response_writer import ENGINES
 from swell.cluster.api.responses.background import BackgroundRunner
 from swell.cluster.api.responses.background_job import (
@@ -24,7 +24,7 @@ from swell.cluster.api.responses.background_job import (
     make_job,
     restore_job,
 )
-from swell.cluster.api.responses.convert import as_responses_error, chat_request
+from swell.cluster.api.responses.convert import chat_request, name_of
 from swell.cluster.api.responses.protocol import LOGPROBS, ResponsesRequest
 from swell.cluster.api.responses.response import (
     ResponseBody,
@@ -46,12 +46,15 @@ from swell.cluster.api.responses.serving import ResponsesWriter
 from swell.cluster.api.responses.store_client import ResponseStoreClient, store_key
 from swell.cluster.api.serving_handler import ServingHandler
 from swell.cluster.client.admission import TooManyWaiting
+from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import RequestTimedOut
 from swell.cluster.client.request_state import EngineGone, RequestFailed
 from swell.cluster.client.router import NoEngine
-from swell.cluster.text.input_processor import InputProcessor, RequestParams
+from swell.cluster.text.generation_request import Prompt
+from swell.cluster.text.input_processor import AsyncInputProcessor, RequestParams
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, shown
+from swell.cluster.text.truncation import TEMPLATE_TEXT, TokenizeOptions
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import ServeConfig
 
@@ -63,29 +66,32 @@ ReadBody = Callable[[Request, type[Any]], Awaitable[Any]]
 
 
 class ResponseRoutes:
-    """`read` gives the checked body of a request, `get_serving` what makes answers, `is_ready` says
-    whether it can. An answer is stored before its end is sent, so a client that has seen the end
-    and shows the same API key can continue it, through any ingress."""
+    """`read` gives the checked body of a request. An answer is stored before its end is sent, so a
+    client that has seen the end and shows the same API key can continue it, through any ingress."""
 
     def __init__(
         self,
         config: ServeConfig,
         model: str,
         users: ApiKeys,
-        manager: Any,
+        store: Any,
         read: ReadBody,
-        get_serving: Callable[[], tuple[InputProcessor, ServingHandler]],
+        input_processor: AsyncInputProcessor,
+        sampling_defaults: Mapping[str, Any],
+        serving: ServingHandler,
         offload: OffloadPool,
-        is_ready: Callable[[], bool],
+        llm: AsyncLLM,
     ) -> None:
         self._config = config
         self._model = model
         self._user_keys = users
         self._read = read
-        self._get_serving = get_serving
+        self._input_processor = input_processor
+        self._sampling_defaults = sampling_defaults
+        self._serving = serving
         self._offload = offload
-        self._store = ResponseStoreClient(manager)
-        self._background = BackgroundRunner(self._store, self._resume, is_ready)
+        self._store = ResponseStoreClient(store)
+        self._background = BackgroundRunner(self._store, self._resume, lambda: llm.has_seen_engine)
         self._log = StructuredLogger("cluster.ingress")
 
     def routes(self) -> list[Route]:
@@ -117,24 +123,23 @@ class ResponseRoutes:
         chat, items = await self._offload.run_sized(size, _conversation, body, found)
         ask = await with_deadline(request, self._process_chat(chat, size))
         response.temperature, response.top_p = ask.params.temperature, ask.params.top_p
-        _, serving = self._get_serving()
         key = store_key(owner, response.id)
         if body.background:
             answer = self._background_answer(key, body, response, ask, items)
             return await self._begin(key, request, body, ask, answer, items)
         answer = _answer(body, response, ask, partial(self._finalize, key, items))
-        reply = await serving.answer(request, ask, answer)
+        reply = await self._serving.answer(request, ask, answer)
         if ask.stream:
             return reply
         await answer.finalize()
         return json_response(response, headers={ENGINES: reply.headers[ENGINES]})
 
     async def _process_chat(self, chat: ChatCompletionRequest, size_bytes: int) -> RequestParams:
-        asks, _ = self._get_serving()
+        convert = partial(to_generation_request, chat, self._sampling_defaults)
         try:
-            return await asks.chat(chat, size_bytes)
+            return await self._input_processor.process(convert, size_bytes)
         except BadRequest as error:
-            raise as_responses_error(error) from None
+            raise error.renamed(name_of) from None
 
     def _should_store(self, body: ResponsesRequest) -> bool:
         possible = self._config.stored_responses > 0
@@ -171,15 +176,14 @@ class ResponseRoutes:
             response.store = await self._store.keep(key, StoredResponse(_encode(response), items))
 
     async def _count_reasoning(self, response: ResponseBody, reasoning: list[str]) -> None:
-        asks, _ = self._get_serving()
         usage = response.usage
         if usage is None:
             return
         count = 0
         for text in filter(None, reasoning):
-            tokenize_body = TokenizeRequest(prompt=text, add_special_tokens=False)
+            prompt = partial(_plain_prompt, text)
             try:
-                count += len(await asks.tokens(tokenize_body, len(text)))
+                count += len(await self._input_processor.tokenize(prompt, len(text)))
             except BadRequest:  # written otherwise than the model did, it would not fit
                 count = usage.output_tokens
         usage.output_tokens_details.reasoning_tokens = min(count, usage.output_tokens)
@@ -203,8 +207,7 @@ class ResponseRoutes:
         job = make_job(request, body)
         again = detached_request(job)
         again.state.deadline = getattr(request.state, "deadline", None)
-        _, serving = self._get_serving()
-        work = self._run(partial(serving.answer, again, ask, answer), answer)
+        work = self._run(partial(self._serving.answer, again, ask, answer), answer)
         await self._background.begin(key, kept, job, work)
         return json_response(queued)
 
@@ -224,9 +227,8 @@ class ResponseRoutes:
             )
             return
         answer = self._background_answer(begun.id, body, response, ask, items)
-        _, serving = self._get_serving()
         again = detached_request(begun.job)
-        await self._run(partial(serving.handle_admitted, again, ask, answer), answer)
+        await self._run(partial(self._serving.handle_admitted, again, ask, answer), answer)
 
     def _background_answer(
         self,
@@ -348,6 +350,10 @@ def _conversation(
             )
         before = [*items_of(found.kept), *response.output]
     return chat_request(body, own, before), _encode([*before, *own])
+
+
+def _plain_prompt(text: str) -> tuple[list[Prompt], TokenizeOptions]:
+    return [text], TEMPLATE_TEXT
 
 
 def _limit(text: str) -> int:

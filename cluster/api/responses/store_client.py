@@ -1,4 +1,4 @@
-"""An ingress's way to the responses that the manager keeps."""
+"""An ingress's way to the stored responses."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from swell.cluster.api.responses.response_store import (
 )
 from swell.configs.log import StructuredLogger
 
-_MANAGER_TIMEOUT_S = 2.0
-"""How long an answer may wait for the manager to keep it."""
+_STORE_TIMEOUT_S = 2.0
+"""How long an answer may wait for the store to keep it."""
 _UNAVAILABLE_S = 10.0
-"""A manager that did not answer is not asked to keep anything for so long."""
+"""A store that did not answer is not asked to keep anything for so long."""
 
 
 def store_key(owner: str, id: str) -> str:
@@ -37,7 +37,7 @@ def response_id_of(key: str) -> str:
 
 
 class StoreUnavailable(HTTPError):
-    """The manager does not answer: perhaps it is being replaced."""
+    """The store does not answer: perhaps it is being replaced."""
 
     def __init__(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -50,16 +50,17 @@ class StoreUnavailable(HTTPError):
 
 
 class ResponseStoreClient:
-    """Every call is one call of the manager; whatever keeps it from answering is
+    """Every call is one call of the store; whatever keeps it from answering is
     `StoreUnavailable`."""
 
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
+    def __init__(self, store: Any) -> None:
+        """`store`: the handle of `ResponseStoreService`; None: nothing is kept."""
+        self._store = store
         self._unavailable_until_s = 0.0
         self._log = StructuredLogger("cluster.ingress")
 
     async def keep(self, id: str, kept: StoredResponse) -> bool:
-        """Whether it is kept. Never raises, and waits for the manager only if it answered lately:
+        """Whether it is kept. Never raises, and waits for the store only if it answered lately:
         an answer is given whatever becomes of the store."""
         if time.monotonic() < self._unavailable_until_s:
             return False
@@ -72,21 +73,21 @@ class ResponseStoreClient:
 
     async def store(self, id: str, kept: StoredResponse, runner: str = "") -> bool:
         """False: there is no room, or it was cancelled or deleted while it ran, or taken over."""
-        return await self._call_manager(Store(id, kept, runner)) is True
+        return await self._call(Store(id, kept, runner)) is True
 
     async def begin(self, begin: Begin) -> bool:
-        return await self._call_manager(begin) is True
+        return await self._call(begin) is True
 
     async def heartbeat(self, runner: str, ids: list[str], takes: int) -> HeartbeatReply:
-        orders = await self._call_manager(Heartbeat(runner, ids, takes))
+        orders = await self._call(Heartbeat(runner, ids, takes))
         return orders if isinstance(orders, HeartbeatReply) else HeartbeatReply([], [])
 
     async def leave(self, runner: str) -> None:
-        await self._call_manager(RunnerExit(runner))
+        await self._call(RunnerExit(runner))
 
     async def found(self, request: StoreRequest) -> StoredLookup:
         """What a request to read, cancel or delete finds. HTTPError 404 where there is nothing."""
-        found = await self._call_manager(request)
+        found = await self._call(request)
         if not isinstance(found, StoredLookup):
             id = response_id_of(getattr(request, "id", ""))
             raise HTTPError(
@@ -97,10 +98,12 @@ class ResponseStoreClient:
             )
         return found
 
-    async def _call_manager(self, request: StoreRequest) -> StoreReply:
+    async def _call(self, request: StoreRequest) -> StoreReply:
+        if self._store is None:
+            return None
         try:
-            async with asyncio.timeout(_MANAGER_TIMEOUT_S):
-                reply: StoreReply = await self._manager.stored.remote(request)
-        except Exception as error:  # whatever keeps the manager from answering
+            async with asyncio.timeout(_STORE_TIMEOUT_S):
+                reply: StoreReply = await self._store.handle.remote(request)
+        except Exception as error:  # whatever keeps the store from answering
             raise StoreUnavailable(error) from None
         return reply

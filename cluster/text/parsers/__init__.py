@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -39,35 +38,35 @@ REASONING = {
     "gemma4": "swell.cluster.text.parsers.reasoning:GemmaThinkParser",
     "harmony": PARSERS["harmony"],
 }
-"""A format that is in both tables reads reasoning and calls, whichever of them is looked for."""
+"""A format that is in both tables reads reasoning and calls, whichever of them it is named for."""
 
 
 def make_parser(
     tools: str | None,
     reasoning: str | None,
     make_id: Callable[[], str] | None = None,
-    shown: Sequence[Tool] = (),
+    request_tools: Sequence[Tool] = (),
     prompt: str = "",
-    within: Callable[[ToolParser], Parser] | None = None,
-    held: bool = False,
+    wrap_calls: Callable[[ToolParser], Parser] | None = None,
+    constrained: bool = False,
 ) -> Parser:
     """The parser of one answer: reasoning is read first, tool calls in its content.
 
-    `tools` and `reasoning` are names of `PARSERS` and `REASONING`; None: that is not looked for.
-    `make_id` gives the ids of calls; by default random ones in the form of the format. `shown`: the
-    tools that the model was shown. `prompt`: the end of the prompt's text, which may have opened
-    reasoning. `within`: makes what reads content of the parser of calls. `held`: a grammar holds
-    the answer. ValueError for an unknown name.
+    `tools` and `reasoning` are names of `PARSERS` and `REASONING`; None: there is nothing to read.
+    `make_id` gives the ids of calls; by default random ones in the form of the format.
+    `request_tools`: those of the request. `prompt`: the end of the prompt's text, which may have
+    opened reasoning. `wrap_calls`: makes what reads content around the parser of calls.
+    `constrained`: the answer follows a grammar. ValueError for an unknown name.
     """
     messages = message_format(tools, reasoning)
     if messages is not None:
-        return messages(make_id, None if tools is None else shown, prompt, held)
+        return messages(make_id, None if tools is None else request_tools, prompt, constrained)
 
     def make_inner() -> Parser:
         if tools is None:
             return ContentParser()
-        calls = tool_format(tools)(make_id, shown)
-        return calls if within is None else within(calls)
+        calls = tool_format(tools)(make_id, request_tools)
+        return calls if wrap_calls is None else wrap_calls(calls)
 
     if reasoning is None:
         return make_inner()
@@ -82,7 +81,7 @@ def reasoning_format(name: str) -> type[ReasoningFormat]:
 
 
 def message_format(tools: str | None, reasoning: str | None) -> type[HarmonyParser] | None:
-    """The class of a format that reads reasoning and calls, if one of the names is that of one."""
+    """The class of a format that reads reasoning and calls, if one of the names is of such one."""
     for name in (tools, reasoning):
         if name in PARSERS and PARSERS[name] == REASONING.get(name):
             kind: type[HarmonyParser] = _load(PARSERS, "tool parser", name)
@@ -101,67 +100,3 @@ def _load(table: Mapping[str, str], what: str, name: str) -> Any:
         raise ValueError(f"{what} {name!r} is unknown; known are {', '.join(sorted(table))}")
     module, _, kind = table[name].partition(":")
     return getattr(import_module(module), kind)
-
-
-_TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("harmony", ("<|channel|>", "to=functions.")),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("gemma4", ("<|tool_call>",)),
-    ("functiongemma", ("<start_function_call>",)),
-    ("phi4", ("<|tool_call|>",)),
-    ("phi4", ("functools[",)),
-    ("pythonic", ("[func_name1(",)),
-    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
-    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
-    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
-    ("deepseek_v32", ("｜DSML｜",)),
-    ("minimax_m2", ("<minimax:tool_call>",)),
-    ("glm", ("<tool_call>", "<arg_key>")),
-    ("qwen3_coder", ("<tool_call>", "<function=")),
-    ("hermes", ("<tool_call>",)),
-    ("llama3", ("<|start_header_id|>", '"parameters"')),
-    ("llama3", ("<|header_start|>", '"parameters"')),
-    ("llama3", ("<|python_tag|>",)),
-    ("pythonic", ("<|python_start|>",)),
-)
-"""A tool format and what the text of its chat templates holds. The first of which all is there
-counts: where two share a marker, the one that asks for more stands first."""
-
-_REASONING_MARKS = (
-    ("harmony", ("<|channel|>", "<|message|>")),
-    ("gemma4", ("<|channel>", "<channel|>")),
-    ("mistral", ("[THINK]",)),
-    ("think", ("<think>",)),
-    ("think", ("</think>",)),
-)
-"""As `_TOOL_MARKS`."""
-
-_CLOSED_THINK = re.compile(r"<think>(?:\\n|\s)*</think>")
-
-
-def detect_tools(chat_template: str) -> str | None:
-    """The tool format that a chat template speaks of, or None: a guess from its text."""
-    return _first_of(_TOOL_MARKS, chat_template)
-
-
-def detect_reasoning(chat_template: str) -> str | None:
-    """The reasoning format that a chat template speaks of, or None: a guess from its text.
-
-    A template whose generation prompt ends with an open `<think>` makes the answer begin inside.
-    One that opens it on request, and closes it otherwise, leaves that to each prompt.
-    """
-    name = _first_of(_REASONING_MARKS, chat_template)
-    if name != "think":
-        return name
-    _, found, generation_prompt = chat_template.rpartition("add_generation_prompt")
-    open_ones = _CLOSED_THINK.sub("", generation_prompt) if found else ""
-    return "think-open" if "<think>" in open_ones and "</think>" not in open_ones else "think"
-
-
-def _first_of(
-    table: Sequence[tuple[str | None, tuple[str, ...]]], chat_template: str
-) -> str | None:
-    for name, marks in table:
-        if all(mark in chat_template for mark in marks):
-            return name
-    return None

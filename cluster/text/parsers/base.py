@@ -13,11 +13,11 @@ from swell.cluster.text.stop_strings import StopAutomaton
 
 
 class Parser(ABC):
-    """Turns the text of one answer into parts.
+    """Turns the text of one answer into deltas.
 
     The laws, for every text and however it is cut into pieces:
 
-    - The parts, merged, are the same for every cut.
+    - The deltas, merged, are the same for every cut.
     - What is out is exactly what any continuation of the text would bring out: nothing is taken
       back, nothing is held that is already certain.
     - Text that is not marked comes out as content, character by character. So does what looks
@@ -32,29 +32,29 @@ class Parser(ABC):
     """A marker is a special token with every tokenizer of this format."""
 
     rest: str | None = None
-    """What stood behind the marker of `until`; None before it was there. Nothing more is read."""
+    """What followed the marker of `stop_at`; None until the marker came. Nothing more is read."""
 
     @abstractmethod
     def push(self, text: str) -> list[AnswerDelta]:
-        """The parts that this piece of text makes certain."""
+        """The deltas that this piece of text makes certain."""
 
     @abstractmethod
     def flush(self) -> list[AnswerDelta]:
         """The answer has ended: what was held back comes out as what it is."""
 
-    def until(self, marker: str) -> None:
+    def stop_at(self, marker: str) -> None:
         """The text that follows ends with `marker`, unless a call begins first. It is reasoning: a
         call in it begins with a marker of its own, not with what only looks like one."""
         raise NotImplementedError
 
 
 class ReasoningFormat(Protocol):
-    """How reasoning is marked. The class of its parser says it."""
+    """How reasoning is marked: attributes of the class of its parser."""
 
-    open: str
-    close: str
+    start_token: str
+    end_token: str
     padding: str
-    """Characters that belong to a tag beside them."""
+    """Characters that belong to a token beside them."""
 
     @classmethod
     def opened_by_prompt(cls, prompt: str) -> bool:
@@ -66,12 +66,12 @@ class ReasoningFormat(Protocol):
 
 
 class StateParser(Parser):
-    """A parser that is in one state at a time: each reads some of a text and says where the next
-    one goes on."""
+    """A parser that is in one state at a time: a state reads some of a text and returns where the
+    next one continues."""
 
     def __init__(self, state: Callable[[str, int], int]) -> None:
         self._state = state
-        self._parts: list[AnswerDelta] = []
+        self._deltas: list[AnswerDelta] = []
 
     def push(self, text: str) -> list[AnswerDelta]:
         self._read(text)
@@ -83,8 +83,8 @@ class StateParser(Parser):
             at = self._state(text, at)
 
     def _take(self) -> list[AnswerDelta]:
-        parts, self._parts = self._parts, []
-        return merge(parts)
+        deltas, self._deltas = self._deltas, []
+        return merge(deltas)
 
 
 _automaton = lru_cache(maxsize=64)(StopAutomaton)
@@ -148,5 +148,5 @@ class ContentParser(Parser):
         held = self._end.flush() if self._end is not None else ""
         return [Content(held)] if held else []
 
-    def until(self, marker: str) -> None:
+    def stop_at(self, marker: str) -> None:
         self._end = Matcher(marker)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
+from typing import TypeVar
 
 MAX_NAME_CHARS = 256
 """Of a tool or an argument; what is longer is no name. OpenAI's API allows 64."""
 
-_SPACE = re.compile(r"[ \t\r\n]*")
+SPACE = re.compile(r"[ \t\r\n]*")
+
+_Reader = TypeVar("_Reader")
 
 
 def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
@@ -18,18 +22,30 @@ def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
     return found.end()
 
 
+def behind_space(state: Callable[[_Reader, str, int], int]) -> Callable[[_Reader, str, int], int]:
+    """A state that reads from the next character on that is no whitespace."""
+
+    def read(self: _Reader, text: str, at: int) -> int:
+        at = end_of(SPACE, text, at)
+        return state(self, text, at) if at < len(text) else at
+
+    return read
+
+
 class Call:
     """A format reads the call's name first, then its arguments as JSON text."""
 
     name = ""
     id = ""
-    """The one that the model gave; empty: none."""
+    """The id that the model wrote; empty: none."""
     known = False
     """It is a call, whatever follows. `take` gives its arguments from then on."""
     ended = False
     """It is whole, or cannot go on at the character where `push` stopped."""
     unread = ""
-    """What was read last and is no part of the call: it stands before that character."""
+    """What was read last and does not belong to the call: it precedes that character."""
+    body: Call | None = None
+    """What reads the rest of the call, where this one has read its head and `ended`."""
 
     _state: Callable[[str, int], int]
 
@@ -48,44 +64,56 @@ class Call:
 
 
 class LiteralMatcher:
-    """Finds which of some texts stands at a place, behind whitespace; none begins another."""
+    """Finds which of some literals the text has here, behind whitespace if `skip_space`. None of
+    them begins another."""
 
-    def __init__(self, *literals: str) -> None:
+    def __init__(self, *literals: str, skip_space: bool = True) -> None:
         self._literals = literals
+        self._beginnings = _beginnings(literals)
+        self._skip_space = skip_space
         self.begun = ""
         """The beginning of one."""
 
     def push(self, text: str, at: int) -> tuple[str | None, bool, int]:
-        """The text that is found, whether one may still be, and where reading stopped."""
-        if not self.begun:
-            at = end_of(_SPACE, text, at)
+        """The literal that is found, whether one may still be, and where reading stopped."""
+        begun = self.begun
+        if not begun and self._skip_space:
+            at = end_of(SPACE, text, at)
         while at < len(text):
-            begun = self.begun + text[at]
-            if begun in self._literals:
+            longer = begun + text[at]
+            if longer in self._literals:
                 self.begun = ""
-                return begun, True, at + 1
-            if not any(one.startswith(begun) for one in self._literals):
+                return longer, True, at + 1
+            if longer not in self._beginnings:
+                self.begun = begun
                 return None, False, at
-            self.begun = begun
+            begun = longer
             at += 1
+        self.begun = begun
         return None, True, at
 
 
+@lru_cache(maxsize=256)
+def _beginnings(literals: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(one[:size] for one in literals for size in range(1, len(one)))
+
+
 class MarkedCall(Call):
-    """A call between texts that its format fixes: states read those, or a run of characters."""
+    """A call between literals that its format fixes: states read those, or a run of characters."""
 
     def __init__(self) -> None:
         self._literals = LiteralMatcher()
         self._then: dict[str, Callable[[str], None]] = {}
         self._run = ""
-        self._pattern = _SPACE
+        self._pattern = SPACE
+        self._max_chars = MAX_NAME_CHARS
         self._after_run: Callable[[str], None]
         self._state = self._at_literal
 
-    def _expect(self, then: dict[str, Callable[[str], None]]) -> None:
-        """One of these texts follows, behind whitespace; what is to be done with it."""
+    def _expect(self, then: dict[str, Callable[[str], None]], *, skip_space: bool = True) -> None:
+        """One of these literals follows; what to do with it."""
         self._then = then
-        self._literals = LiteralMatcher(*then)
+        self._literals = LiteralMatcher(*then, skip_space=skip_space)
         self._state = self._at_literal
 
     def _at_literal(self, text: str, at: int) -> int:
@@ -96,27 +124,38 @@ class MarkedCall(Call):
             self._break(self._literals.begun)
         return at
 
-    def _read_run(self, pattern: re.Pattern[str], then: Callable[[str], None]) -> None:
-        """A name follows, behind whitespace: characters of `pattern`, one at least. It matches
-        `MAX_NAME_CHARS` + 1 at most at a time."""
+    def _read_run(
+        self,
+        pattern: re.Pattern[str],
+        then: Callable[[str], None],
+        *,
+        max_chars: int = MAX_NAME_CHARS,
+        skip_space: bool = True,
+    ) -> None:
+        """A name follows: characters of `pattern`, at least one and at most `max_chars`."""
         self._run, self._pattern, self._after_run = "", pattern, then
-        self._state = self._before_run
+        self._max_chars = max_chars
+        self._state = self._before_run if skip_space else self._in_run
 
+    @behind_space
     def _before_run(self, text: str, at: int) -> int:
-        at = end_of(_SPACE, text, at)
-        if at < len(text):
-            self._state = self._in_run
+        self._state = self._in_run
         return at
 
     def _in_run(self, text: str, at: int) -> int:
         end = end_of(self._pattern, text, at)
         self._run += text[at:end]
-        if len(self._run) > MAX_NAME_CHARS or (end < len(text) and not self._run):
+        if len(self._run) > self._max_chars or (end < len(text) and not self._run):
             self._break(self._run if self.known else "")
         elif end < len(text):
             self._after_run(self._run)
         return end
 
+    def _begin_body(self, body: Call) -> None:
+        self.body = body
+        self.ended = True
+
     def _break(self, unread: str) -> None:
+        """It is no call, or its rest cannot be read."""
         self.unread = unread
         self.ended = True

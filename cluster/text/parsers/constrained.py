@@ -1,4 +1,4 @@
-"""Parsers of answers under a grammar, which say more certainly what an answer is made of."""
+"""Parsers of answers that follow a grammar, which makes more of an answer certain."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import re
 from collections.abc import Sequence
 
 from swell.cluster.text.parsers.base import ContentParser, Parser
-from swell.cluster.text.parsers.calls import end_of
+from swell.cluster.text.parsers.calls import SPACE, end_of
 from swell.cluster.text.parsers.deltas import AnswerDelta, Content
-from swell.cluster.text.parsers.tools import SPACE, ToolParser
+from swell.cluster.text.parsers.tools import ToolParser
 
 
-class RequiredCallsParser(Parser):
-    """The grammar asks for calls, so nothing is content: not the beginning of a call either, where
-    the answer was cut off."""
+class WrappedParser(Parser):
+    """Another parser, of whose deltas some are dropped."""
 
     def __init__(self, parser: Parser) -> None:
         self.markers = parser.markers
@@ -21,56 +20,61 @@ class RequiredCallsParser(Parser):
         self._parser = parser
 
     def push(self, text: str) -> list[AnswerDelta]:
-        return _without_content(self._parser.push(text))
+        return self._parser.push(text)
 
     def flush(self) -> list[AnswerDelta]:
-        return _without_content(self._parser.flush())
+        return self._parser.flush()
 
 
-def _without_content(parts: list[AnswerDelta]) -> list[AnswerDelta]:
-    return [part for part in parts if not isinstance(part, Content)]
+class RequiredCallsParser(WrappedParser):
+    """The grammar requires calls, so nothing is content: not the beginning of a call either, where
+    the answer was cut off."""
+
+    def push(self, text: str) -> list[AnswerDelta]:
+        return _without_content(super().push(text))
+
+    def flush(self) -> list[AnswerDelta]:
+        return _without_content(super().flush())
 
 
-class ConstrainedCallsParser(Parser):
+def _without_content(deltas: list[AnswerDelta]) -> list[AnswerDelta]:
+    return [delta for delta in deltas if not isinstance(delta, Content)]
+
+
+class ConstrainedCallsParser(WrappedParser):
     """No text of the answer holds what begins a call, so where it was cut off behind that, nothing
     of the call is content."""
 
     def __init__(self, parser: Parser, start_markers: Sequence[str]) -> None:
-        self.markers = parser.markers
-        self.keeps_special_tokens = parser.keeps_special_tokens
-        self._parser = parser
+        super().__init__(parser)
         self._start_marker = re.compile(
             "|".join(rf"\n*{re.escape(one.strip())}" for one in start_markers)
         )
 
-    def push(self, text: str) -> list[AnswerDelta]:
-        return self._parser.push(text)
-
     def flush(self) -> list[AnswerDelta]:
         shown: list[AnswerDelta] = []
-        for part in self._parser.flush():
-            if not isinstance(part, Content) or not (found := self._start_marker.search(part.text)):
-                shown.append(part)
-                continue
-            if found.start():
-                shown.append(Content(part.text[: found.start()]))
-            break
+        for delta in super().flush():
+            found = self._start_marker.search(delta.text) if isinstance(delta, Content) else None
+            if found is not None:
+                before = found.string[: found.start()]
+                return [*shown, Content(before)] if before else shown
+            shown.append(delta)
         return shown
 
 
 class StructuredOrCallsParser(Parser):
-    """The answer is a form or calls, as it begins with a marker of calls or not. A form may hold
-    such markers anywhere else."""
+    """The answer is structured output, or calls if it begins with a start marker of calls.
+    Structured output may hold such markers anywhere else."""
 
     def __init__(self, calls: ToolParser) -> None:
         self.markers = calls.markers
         self.keeps_special_tokens = calls.keeps_special_tokens
         self._calls = calls
-        self._start_markers = tuple({opener.lstrip() for opener in calls.start_markers})
+        self._start_markers = tuple({one.lstrip() for one in calls.start_markers})
         self._chosen: Parser | None = None
         self._space: list[str] = []
         self._held = ""
-        """The beginning of a marker, behind the space."""
+        """The beginning of a marker, behind the whitespace."""
 
     def push(self, text: str) -> list[AnswerDelta]:
         if self._chosen is None:
@@ -78,19 +82,19 @@ class StructuredOrCallsParser(Parser):
             if self._chosen is None:
                 return []
             text = self._take()
-        parts = self._chosen.push(text)
+        deltas = self._chosen.push(text)
         self.rest = self._chosen.rest
-        return parts
+        return deltas
 
     def flush(self) -> list[AnswerDelta]:
         if self._chosen is None:
             self._chosen = ContentParser()
         return [*self._chosen.push(self._take()), *self._chosen.flush()]
 
-    def until(self, marker: str) -> None:
-        """Reasoning is no form."""
+    def stop_at(self, marker: str) -> None:
+        """Reasoning is no structured output."""
         self._chosen = self._calls
-        self._calls.until(marker)
+        self._calls.stop_at(marker)
 
     def _choose(self, text: str) -> None:
         if not self._held:
@@ -100,7 +104,7 @@ class StructuredOrCallsParser(Parser):
         self._held += text
         if self._held.startswith(self._start_markers):
             self._chosen = self._calls
-        elif not any(opener.startswith(self._held) for opener in self._start_markers):
+        elif not any(one.startswith(self._held) for one in self._start_markers):
             self._chosen = ContentParser()
 
     def _take(self) -> str:

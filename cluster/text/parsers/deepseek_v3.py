@@ -5,37 +5,24 @@ r"""Calls as DeepSeek writes them, up to V3.1.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>...
 
-The first is that of V3 and R1, the second of V3.1. Each is read wherever it comes; a grammar asks
-for the one that the model was trained on.
+The first is that of V3 and R1, the second of V3.1. Both parsers read both forms; a grammar requires
+the one that the model was trained on.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-
-from swell.cluster.text.parsers import grammar
-from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, Call
-from swell.cluster.text.parsers.delimited import DelimitedArguments
-from swell.cluster.text.parsers.deltas import Tool
-from swell.cluster.text.parsers.grammar import CallGrammar
+from swell.cluster.text.parsers.delimited import NAME, DelimitedCall
+from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder, literal
 from swell.cluster.text.parsers.sections import SectionParser
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 FENCE, FENCE_END = "```json", "```"
 
-_NAME = re.compile(rf"[^\s<>]{{0,{MAX_NAME_CHARS + 1}}}")
-_SPACE = re.compile(r"[ \t\r\n]*")
 
-
-class DeepSeekCall(DelimitedArguments):
+class DeepSeekCall(DelimitedCall):
     ends = (FENCE_END + CALL_END, CALL_END)
     fence = "<`"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._read_run(_NAME, self._end_word)
 
     def _end_word(self, word: str) -> None:
         self.name = word
@@ -45,13 +32,13 @@ class DeepSeekCall(DelimitedArguments):
         self._state = self._at_name
 
     def _at_name(self, text: str, at: int) -> int:
-        """Arguments begin, or what stood before was the type of the call."""
+        """Arguments begin, or the word before was the type of the call."""
         if text[at] in " \t\r\n":
             return at + 1
         if text[at] == "{":
             self._begin_arguments("")
         else:
-            self._read_run(_NAME, self._end_name)
+            self._read_run(NAME, self._end_name)
         return at
 
     def _end_name(self, name: str) -> None:
@@ -62,37 +49,33 @@ class DeepSeekCall(DelimitedArguments):
 class DeepSeekV3Parser(SectionParser):
     markers = (SECTION, SECTION_END, CALL, SEP, CALL_END)
     start_markers = (SECTION, CALL)
+    end_markers = (SECTION_END,)
     section = SECTION
-    section_ends = (SECTION_END,)
     call_begin = CALL
 
     @classmethod
-    def calls(
-        cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
-    ) -> CallGrammar:
-        begin, end, section_end = (
-            grammar.mark(text, special) for text in (CALL, CALL_END, SECTION_END)
-        )
-        heads, tail, between = cls._frames(tools, grammar.mark(SEP, special))
-        more = f" ({between} {begin} call {end})*" if parallel else ""
+    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+        begin, sep, end, section_end = map(builder.marker, (CALL, SEP, CALL_END, SECTION_END))
+        heads, tail, between = cls._frames(builder, sep)
+        more = builder.repeated(f"{between} {begin} call {end}")
         return CallGrammar(
             marker=SECTION,
-            body=f"{begin} call {end}{more} {section_end}",
-            rules=grammar.delimited_calls(tools, heads, tail),
+            body=f"{begin} call {end}{more and ' '}{more} {section_end}",
+            rules=builder.delimited_calls(heads, tail),
         )
 
     @classmethod
-    def _frames(cls, tools: Sequence[Tool], sep: str) -> tuple[list[str], str, str]:
+    def _frames(cls, builder: GrammarBuilder, sep: str) -> tuple[list[str], str, str]:
         """Before the arguments of each tool, behind them, between calls."""
-        names = [grammar.literal(f"{tool.name}\n{FENCE}\n") for tool in tools]
+        names = [literal(f"{tool.name}\n{FENCE}\n") for tool in builder.tools]
         heads = [f'"function" {sep} {name}' for name in names]
-        return heads, grammar.literal(f"\n{FENCE_END}"), grammar.literal("\n")
+        return heads, literal(f"\n{FENCE_END}"), literal("\n")
 
-    def _new_call(self, *, bare: bool) -> Call:
+    def _new_call(self, *, bare: bool) -> DeepSeekCall:
         return DeepSeekCall()
 
 
 class DeepSeekV31Parser(DeepSeekV3Parser):
     @classmethod
-    def _frames(cls, tools: Sequence[Tool], sep: str) -> tuple[list[str], str, str]:
-        return [f"{grammar.literal(tool.name)} {sep}" for tool in tools], "", ""
+    def _frames(cls, builder: GrammarBuilder, sep: str) -> tuple[list[str], str, str]:
+        return [f"{literal(tool.name)} {sep}" for tool in builder.tools], "", ""

@@ -17,7 +17,7 @@ class DeepSeekV32Parser(MarkupParser):
     markers = (OPEN, CLOSE, DSML)
     start_markers = (OPEN, "\n" + OPEN, "\n\n" + OPEN)
     section = OPEN
-    section_ends = (CLOSE,)
+    end_markers = (CLOSE,)
     call_begin = f'<{DSML}invoke name="'
     markup = Markup(
         name_end='">',

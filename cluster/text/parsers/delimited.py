@@ -1,14 +1,17 @@
-"""Calls whose arguments are JSON between the marks of their format."""
+"""Calls whose arguments are JSON between the markers of their format."""
 
 from __future__ import annotations
 
-from swell.cluster.text.parsers.calls import MarkedCall
-from swell.cluster.text.parsers.json_stream import BareArguments
+import re
+
+from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, MarkedCall
+from swell.cluster.text.parsers.json_call import BareArguments
+
+NAME = re.compile(rf"[^\s<>]{{0,{MAX_NAME_CHARS + 1}}}")
 
 
-class DelimitedArguments(MarkedCall):
-    """A call whose arguments stand as JSON between texts that its format fixes. A format reads the
-    head, up to `_begin_arguments`."""
+class DelimitedCall(MarkedCall):
+    """A format reads the head, up to `_begin_arguments`."""
 
     ends: tuple[str, ...]
     """What follows the arguments."""
@@ -18,6 +21,11 @@ class DelimitedArguments(MarkedCall):
     def __init__(self) -> None:
         super().__init__()
         self._arguments: BareArguments | None = None
+        self._read_run(NAME, self._end_word)
+
+    def _end_word(self, word: str) -> None:
+        """The first word of the head is `word`."""
+        raise NotImplementedError
 
     def _begin_arguments(self, _: str) -> None:
         self._arguments = BareArguments(self.name, self.fence)

@@ -61,37 +61,35 @@ class Message(msgspec.Struct, frozen=True):
     tool_calls: list[WholeCall]
 
 
-def merge(parts: Iterable[AnswerDelta]) -> list[AnswerDelta]:
-    """The same answer in the fewest parts: neighbours that continue each other are one."""
+def merge(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
+    """The same answer in the fewest deltas: neighbours that continue each other are one."""
     merged: list[AnswerDelta] = []
     # Between the arguments of two calls the second call begins.
-    for _, group in groupby(parts, key=type):
+    for _, group in groupby(deltas, key=type):
         first, *rest = group
         if isinstance(first, ToolCall):
             merged.append(first)
             continue
-        text = "".join(
-            [first.text, *(part.text for part in rest if not isinstance(part, ToolCall))]
-        )
+        text = "".join([first.text, *(one.text for one in rest if not isinstance(one, ToolCall))])
         if text:
             merged.append(msgspec.structs.replace(first, text=text))
     return merged
 
 
-def collect(parts: Iterable[AnswerDelta]) -> Message:
+def collect(deltas: Iterable[AnswerDelta]) -> Message:
     """The whole answer. Content and reasoning are None where there was none of it."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[ToolCall] = []
     arguments: dict[int, list[str]] = {}
-    for part in parts:
-        match part:
+    for delta in deltas:
+        match delta:
             case Content(text):
                 content.append(text)
             case Reasoning(text):
                 reasoning.append(text)
             case ToolCall(index):
-                calls.append(part)
+                calls.append(delta)
                 arguments[index] = []
             case Arguments(index, text):
                 arguments[index].append(text)

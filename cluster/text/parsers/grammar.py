@@ -1,11 +1,7 @@
-"""Grammars of answers with calls, in llguidance's Lark syntax.
+"""Grammars of calls, in llguidance's Lark syntax, and what the formats write them with.
 
-    answer     = [reasoning] rest
-    reasoning  = opening inside closing     without the opening, where the prompt has written it
-    rest       = calls | form | form or calls | text, calls, or text and then calls | anything
-
-Only the arguments are `%json`, each under its tool's own schema, so that a `$ref` in it still
-points into it; what stands around them is literal text, as the models were trained to write it.
+Only the arguments are `%json`, each under its own tool's schema, so that a `$ref` in it still
+points into it; what surrounds them is literal text, as the models were trained to write it.
 Syntax: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
@@ -19,10 +15,8 @@ from typing import Any
 import msgspec
 
 from swell.cluster.text.parsers.deltas import Tool
-from swell.cluster.text.structured_output import GrammarFragment, inline_json
+from swell.cluster.text.structured_output import inline_json
 
-MAX_BLANKS = 4
-"""Before a mark that opens reasoning."""
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -35,43 +29,66 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True):
     rules: list[str]
     """What `body` and `more` refer to."""
     bare: str = ""
-    """Calls may do without the marker where the answer begins; they begin with this character, so
-    that text does not."""
+    """Calls may begin the answer without the marker; they begin with this character, so that text
+    does not."""
 
 
-class ReasoningGrammar(msgspec.Struct, frozen=True, kw_only=True):
-    """How reasoning stands before the rest of an answer."""
+class GrammarBuilder(msgspec.Struct, frozen=True):
+    """Expressions and rules for calls of some tools."""
 
-    opening: str
-    closing: str
-    begun: bool
-    """The prompt has opened it: the answer begins inside."""
-    padding: str = "\n"
-    """A character that may stand behind `closing`, once or twice; empty: none does."""
-    budget: int | None = None
-    """The most tokens between opening and closing."""
+    tools: Sequence[Tool]
+    parallel: bool
+    """Any number of calls, otherwise one at most."""
+    special: Mapping[str, int]
+    """Text -> id of this tokenizer's added tokens."""
+
+    def marker(self, text: str) -> str:
+        return marker_expression(text, self.special)
+
+    def repeated(self, expression: str) -> str:
+        """More calls; nothing where there is one at most."""
+        return f"({expression})*" if self.parallel else ""
+
+    def call_list(self) -> str:
+        more = self.repeated('", " call')
+        return f'"[" call {more} "]"' if more else '"[" call "]"'
+
+    def json_calls(self, key: str) -> list[str]:
+        """Rules of `call`: `{"name": "f", "<key>": {...}}`."""
+        heads = [
+            literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ')
+            for tool in self.tools
+        ]
+        return self.delimited_calls(heads, literal("}"))
+
+    def named_calls(self, separator: str) -> list[str]:
+        """Rules of `call`: the name, the expression `separator`, and the arguments."""
+        return self.delimited_calls([f"{literal(tool.name)} {separator}" for tool in self.tools])
+
+    def delimited_calls(self, heads: Sequence[str], tail: str = "") -> list[str]:
+        """Rules of `call`: the head of its tool, the arguments as JSON, the tail."""
+        calls = [
+            f"call_{index}: {head} args_{index} {tail}".rstrip() for index, head in enumerate(heads)
+        ]
+        args = [
+            f"args_{index}: {inline_json(parameters_of(tool))}"
+            for index, tool in enumerate(self.tools)
+        ]
+        return [f"call: {any_call(self.tools)}", *calls, *args]
 
 
-class MessageGrammar(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a format that writes an answer as messages, each behind a header. Calls end an answer."""
-
-    content: str
-    """The header of what is neither reasoning nor a call; empty: the prompt has written it."""
-    before_calls: str
-    """The header of text that calls follow."""
-    between: str
-    """Between text and calls."""
-    free: CallGrammar
-    """A call that no request holds to anything."""
-    marks: tuple[str, ...]
-    """What no message holds."""
+def any_call(tools: Sequence[Tool]) -> str:
+    """`call_0 | call_1`. ValueError without tools."""
+    if not tools:
+        raise ValueError("a grammar of calls needs at least one tool")
+    return " | ".join(f"call_{index}" for index in range(len(tools)))
 
 
 def literal(text: str) -> str:
     return json.dumps(text)
 
 
-def mark(marker: str, special: Mapping[str, int]) -> str:
+def marker_expression(marker: str, special: Mapping[str, int]) -> str:
     """A marker as this tokenizer writes it: added tokens, and text between them."""
     if marker in special:
         return f"<[{special[marker]}]>"
@@ -86,40 +103,14 @@ def mark(marker: str, special: Mapping[str, int]) -> str:
     return " ".join(parts)
 
 
-def cut(marker: str, special: Mapping[str, int]) -> tuple[str, str]:
-    """The text of a marker before the first added token in it, and how the rest is written: nothing
-    where it holds none."""
+def split_marker(marker: str, special: Mapping[str, int]) -> tuple[str, str]:
+    """The text of a marker before the first added token in it, and the expression of the rest:
+    empty where it holds none."""
     for at in range(len(marker)):
-        rest = mark(marker[at:], special)
+        rest = marker_expression(marker[at:], special)
         if rest.startswith("<["):
             return marker[:at], rest
     return marker, ""
-
-
-def json_calls(tools: Sequence[Tool], key: str) -> list[str]:
-    """Rules of `call`: `{"name": "f", "<key>": {...}}`."""
-    heads = [
-        literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ')
-        for tool in tools
-    ]
-    return delimited_calls(tools, heads, literal("}"))
-
-
-def named_calls(tools: Sequence[Tool], args: str) -> list[str]:
-    """Rules of `call`: the name, the mark `args`, and the arguments."""
-    return delimited_calls(tools, [f"{literal(tool.name)} {args}" for tool in tools], "")
-
-
-def delimited_calls(tools: Sequence[Tool], heads: Sequence[str], tail: str) -> list[str]:
-    """Rules of `call`: the head of its tool, the arguments as JSON, the tail."""
-    if not tools:
-        raise ValueError("a grammar of calls needs at least one tool")
-    calls = [
-        f"call_{index}: {head} args_{index} {tail}".rstrip() for index, head in enumerate(heads)
-    ]
-    args = [f"args_{index}: {inline_json(parameters_of(tool))}" for index, tool in enumerate(tools)]
-    choice = " | ".join(f"call_{index}" for index in range(len(tools)))
-    return [f"call: {choice}", *calls, *args]
 
 
 def parameters_of(tool: Tool) -> dict[str, Any]:
@@ -134,227 +125,11 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
     return {**schema, "type": "object"}
 
 
-def answer(
-    calls: CallGrammar | None = None,
-    *,
-    special: Mapping[str, int],
-    required: bool = False,
-    form: GrammarFragment | None = None,
-    reasoning: ReasoningGrammar | None = None,
-    start_markers: Sequence[str] = (),
-    messages: MessageGrammar | None = None,
-) -> str:
-    """The grammar of an answer: calls where they are `required`; the form or calls where both are
-    given; the form; text, calls, or text and then calls; without both, anything. Reasoning may
-    stand before it, and does where it has begun.
-
-    `special`: text -> id of this tokenizer's added tokens. `start_markers`: what the parser takes
-    for the beginning of a call, beside the marker. Neither text nor reasoning holds one, nor do
-    forms begin with one where calls are possible, not even spelled by ordinary tokens: the parser
-    could not tell the difference. ValueError for a budget that cannot be held.
-    """
-    marks = tuple(dict.fromkeys([calls.marker, *start_markers])) if calls else tuple(start_markers)
-    marks = tuple(one for one in marks if not any(two in one for two in marks if two != one))
-    rest = _AnswerRules(calls, special, required, form, marks)
-    if messages is not None:
-        marks = messages.marks
-        calls = messages.free if calls is None and form is None else calls
-        rest = _MessageRules(calls, special, required, form, marks, messages)
-    if reasoning is None:
-        lines = rest.rules("start", ())
-    else:
-        lines = _reasoned(rest, reasoning, special, marks)
-    lark = "\n".join(line.rstrip() for line in [*lines, *(calls.rules if calls else ())]) + "\n"
-    if form is None or form.grammar is None:
-        return lark
-    grammars = [{"lark_grammar": lark}, {"name": "form", "lark_grammar": form.grammar}]
-    return json.dumps({"grammars": grammars})
-
-
-def _reasoned(
-    rest: _AnswerRules,
-    reasoning: ReasoningGrammar,
-    special: Mapping[str, int],
-    marks: tuple[str, ...],
-) -> list[str]:
-    opening, closing = mark(reasoning.opening, special), mark(reasoning.closing, special)
-    gap = "GAP? " if reasoning.padding else ""
-    lines = [f"GAP: /{_one_of([reasoning.padding])}{{1,2}}/"] if gap else []
-    behind = rest.behind(reasoning).rules("rest", ())
-    if reasoning.begun:
-        start = [f"start: inside {gap}rest"]
-    elif reasoning.budget == 0:
-        return rest.rules("start", (reasoning.opening,))
-    else:
-        # Bounded, or a model that likes blanks would write nothing else.
-        blanks = [rf"SPACE: /[ \t\r\n]{{1,{MAX_BLANKS}}}/"] if gap else []
-        space = "SPACE? " if gap else ""
-        start = [f"start: {space}{opening} inside {gap}rest | unreasoned", *blanks]
-        behind += rest.rules("unreasoned", (reasoning.opening,))
-    return [*start, *_inside(closing, reasoning, marks), *lines, *behind]
-
-
-def _inside(closing: str, reasoning: ReasoningGrammar, marks: tuple[str, ...]) -> list[str]:
-    """Rules of `inside`: reasoning up to the end of its closing mark."""
-    budget = reasoning.budget
-    if budget == 0:
-        return [f"inside: {closing}"]
-    if closing.startswith("<["):
-        limit = "" if budget is None else f"[max_tokens={budget}]"
-        text = _text(holding=(reasoning.closing, *marks))
-        return [f"inside: thoughts {closing}", f"thoughts{limit}: THOUGHTS", f"THOUGHTS: {text}"]
-    if budget is not None:
-        raise ValueError(
-            f"the model ends its reasoning by the text {reasoning.closing!r}, which is no token of "
-            "its own; so a number of tokens cannot be held"
-        )
-    # A lazy lexeme ends with the first mark; another one would swallow its beginning.
-    return [f"inside[lazy]: THOUGHTS {closing}", f"THOUGHTS: {_text(holding=marks)}"]
-
-
-class _AnswerRules(msgspec.Struct, frozen=True):
-    """What stands behind reasoning, or without it."""
-
-    calls: CallGrammar | None
-    special: Mapping[str, int]
-    required: bool
-    form: GrammarFragment | None
-    marks: tuple[str, ...]
-
-    def behind(self, reasoning: ReasoningGrammar) -> _AnswerRules:
-        """The same behind reasoning, whose padding no form begins with."""
-        if self.form is None:
-            return self
-        return msgspec.structs.replace(self, form=unpadded(self.form, reasoning.padding))
-
-    def rules(self, name: str, begins: tuple[str, ...]) -> list[str]:
-        """Rules of `name`; its text does not begin with one of `begins`."""
-        calls = self.calls
-        if calls is None and self.form is None:
-            return self._anything(name, begins)
-        if calls is None:
-            return self._form(name, begins)
-        start = mark(calls.marker, self.special)
-        behind = f"{calls.body} {calls.more}"
-        if self.required:
-            return [f"{name}: {start}{'?' if calls.bare else ''} {behind}"]
-        if self.form is not None:
-            head, *rules = self._form(name, (*begins, *self.marks))
-            return [f"{head} | {start} {behind}", *rules]
-        return self._text_or_calls(calls, name, begins)
-
-    def _form(self, name: str, begins: tuple[str, ...]) -> list[str]:
-        form = self.form
-        assert form is not None
-        if form.terminal:
-            # Its own rule, since a terminal of several texts binds less than `&`.
-            own = f"{name.upper()}_FORM"
-            return [
-                f"{name}: {own}",
-                f"{own}: {_unless(own + '_TEXT', begins)}",
-                f"{own}_TEXT: {form.terminal}",
-            ]
-        return [f"{name}: {'@form' if form.grammar is not None else form.rule}"]
-
-    def _text_or_calls(self, calls: CallGrammar, name: str, begins: tuple[str, ...]) -> list[str]:
-        start, behind = mark(calls.marker, self.special), f"{calls.body} {calls.more}"
-        ahead, rest = cut(calls.marker, self.special)
-        text, bare = f"{name.upper()}_TEXT", calls.bare
-        first = rf"/[ \t\r\n]*[^ \t\r\n{regex_escaped(bare)}](?s:.*)/" if bare else "/(?s:.+)/"
-        lines = [f"{text}: {_text(first, holding=self.marks, begins=begins)}"]
-        if bare:
-            lines.append(f"{name}: {text}? | {start}? {behind}")
-        elif rest and not ahead:
-            lines.append(f"{name}: {text}? ({start} {behind})?")
-        elif rest:
-            # The added token in the marker ends the text before it.
-            lead = f"{name.upper()}_LEAD"
-            pattern = f"/(?s:.*){regex_escaped(ahead)}/"
-            lines += [
-                f"{name}: {text}? | {lead} {rest} {behind}",
-                f"{lead}: {_text(pattern, holding=self.marks, begins=begins)}",
-            ]
-        else:
-            # A lazy lexeme ends with the first marker; text alone would swallow its beginning.
-            others = tuple(one for one in self.marks if one != calls.marker)
-            lead = f"{name.upper()}_LEAD"
-            lines += [
-                f"{name}: {text}? | {name}_lead {behind}",
-                f"{name}_lead[lazy]: {lead} {start}",
-                f"{lead}: {_text(holding=others, begins=begins)}",
-            ]
-        return lines
-
-    def _anything(self, name: str, begins: tuple[str, ...]) -> list[str]:
-        if not begins:
-            return [f"{name}: <[*]>*"]
-        opens = [name for name in self.special if any(one.startswith(name) for one in begins)]
-        tokens = [id for name, id in self.special.items() if name not in opens]
-        text = f"{name.upper()}_TEXT"
-        lines = [f"{text}: {_text('/(?s:.+)/', begins=begins)}"]
-        other = f" (<[{','.join(map(str, tokens))}]> <[*]>*)?" if tokens else ""
-        return [f"{name}: {text}?{other}", *lines]
-
-
-class _MessageRules(_AnswerRules, frozen=True):
-    """The same in messages, whose headers say what they are."""
-
-    messages: MessageGrammar
-
-    def rules(self, name: str, begins: tuple[str, ...]) -> list[str]:
-        calls, form = self.calls, self.form
-        text, options, lines = f"{name.upper()}_TEXT", [], []
-        if calls is not None:
-            start = f"{self._before_calls(text)} {mark(calls.marker, self.special)}"
-            options.append(f"{start} {calls.body} {calls.more}")
-        if form is not None and not self.required:
-            options.append(f"{self._header} {name}_form")
-            lines = self._form(f"{name}_form", ())
-        elif not self.required:
-            options.append(f"{self._header} {text}?")
-        if any(text in option for option in options):
-            lines.append(f"{text}: {_text('/(?s:.+)/', holding=self.marks)}")
-        return [f"{name}: {' | '.join(options)}", *lines]
-
-    @property
-    def _header(self) -> str:
-        header = self.messages.content
-        return mark(header, self.special) if header else ""
-
-    def _before_calls(self, text: str) -> str:
-        messages = self.messages
-        between = mark(messages.between, self.special)
-        alone = self.required or self.form is not None
-        if not messages.content:
-            return between if alone else f"{text}? {between}"
-        said = f"({mark(messages.before_calls, self.special)} {text} {between})?"
-        return "" if alone else said
-
-
-def _text(
-    pattern: str = "/(?s:.*)/", *, holding: Sequence[str] = (), begins: Sequence[str] = ()
-) -> str:
-    """An expression of a terminal: text that holds none of these marks, nor begins with one."""
-    never = f" & ~/(?s:.*){_one_of(holding)}(?s:.*)/" if holding else ""
-    return _unless(pattern, begins) + never
-
-
-def _unless(expression: str, begins: Sequence[str]) -> str:
-    """The same, but nothing that begins with one of these marks; parsers skip space before it."""
-    return expression + (rf" & ~/[ \t\r\n]*{_one_of(begins)}(?s:.*)/" if begins else "")
-
-
-def unpadded(form: GrammarFragment, padding: str) -> GrammarFragment:
-    """The texts of a form that do not begin with a padding; all of them where it is no terminal."""
-    if not padding or not form.terminal:
-        return form
-    return GrammarFragment(terminal=f"({form.terminal}) & ~/{regex_escaped(padding)}(?s:.*)/")
-
-
-def _one_of(marks: Sequence[str]) -> str:
-    return f"({'|'.join(map(regex_escaped, marks))})"
-
-
 def regex_escaped(text: str) -> str:
     """A text in an expression between slashes."""
     return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", r"\n")
+
+
+def any_of(texts: Sequence[str]) -> str:
+    """One of these texts, in an expression between slashes."""
+    return f"({'|'.join(map(regex_escaped, texts))})"

@@ -18,12 +18,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from swell.cluster.text.parsers import grammar
+from swell.cluster.text.parsers.answer_grammar import MessageGrammar
 from swell.cluster.text.parsers.base import Matcher
-from swell.cluster.text.parsers.calls import end_of
+from swell.cluster.text.parsers.calls import LiteralMatcher, end_of
 from swell.cluster.text.parsers.deltas import AnswerDelta, Arguments, Content, Reasoning, Tool
-from swell.cluster.text.parsers.grammar import CallGrammar, MessageGrammar
-from swell.cluster.text.parsers.tools import SPACE, ToolParser
+from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder, marker_expression
+from swell.cluster.text.parsers.tools import ToolParser
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, RETURN = "<|constrain|>", "<|return|>"
@@ -44,29 +44,26 @@ class HarmonyParser(ToolParser):
     start_markers = (START, CHANNEL)
     keeps_special_tokens = True
 
-    open = f"{CHANNEL}analysis{MESSAGE}"
-    close = f"<|end|>{_ASSISTANT}"
+    start_token = f"{CHANNEL}analysis{MESSAGE}"
+    end_token = f"<|end|>{_ASSISTANT}"
     padding = ""
     """How reasoning begins and ends behind the prompt, as a grammar writes it."""
-
-    _in_marker = False
-    _matcher_is_idle = True
 
     def __init__(
         self,
         make_id: Callable[[], str] | None = None,
         tools: Sequence[Tool] | None = (),
         prompt: str = "",
-        held: bool = False,
+        constrained: bool = False,
     ) -> None:
         """`tools`: None where none may be called. `prompt`: the end of its text, which may have
-        begun a message. `held`: a grammar ends the answer with the first content or call that
-        stands in the channel for it, so nothing in that is a marker."""
+        begun a message. `constrained`: a grammar ends the answer with the first content or call
+        that is in the channel for it, so nothing in that is a marker."""
         super().__init__(make_id, tools or ())
         self._may_call = tools is not None
-        self._held_to_last = False
+        self._ends_with_first = False
         self._begin_between()
-        self._make_part: Callable[[str], AnswerDelta] = Content
+        self._make_delta: Callable[[str], AnswerDelta] = Content
         self._num_header_chars = 0
         self._num_messages = 0
         """Those that have begun, and texts outside of any."""
@@ -75,11 +72,11 @@ class HarmonyParser(ToolParser):
             self._begin_header(START)
             self._read(begun)
             self._take()
-        self._held_to_last = held
+        self._ends_with_first = constrained
 
     @classmethod
     def opened_by_prompt(cls, prompt: str) -> bool:
-        return prompt.endswith(cls.open)
+        return prompt.endswith(cls.start_token)
 
     @classmethod
     def closed_by_prompt(cls, prompt: str) -> bool:
@@ -89,7 +86,7 @@ class HarmonyParser(ToolParser):
     def messages(cls, prompt: str, special: Mapping[str, int]) -> MessageGrammar:
         """How a grammar writes what follows this prompt."""
         header_follows = prompt.endswith(_ASSISTANT) or cls.opened_by_prompt(prompt)
-        constrain, message = (grammar.mark(text, special) for text in (CONSTRAIN, MESSAGE))
+        constrain, message = (marker_expression(text, special) for text in (CONSTRAIN, MESSAGE))
         free = CallGrammar(
             marker=_CALL,
             body=f'FREE_NAME ({constrain} "json")? {message} FREE_ARGUMENTS?',
@@ -98,76 +95,66 @@ class HarmonyParser(ToolParser):
         return MessageGrammar(
             content=f"{CHANNEL}final{MESSAGE}" if header_follows else "",
             before_calls=f"{CHANNEL}commentary{MESSAGE}",
-            between=cls.close,
+            between=cls.end_token,
             free=free,
             marks=(START, CHANNEL, *ENDS),
         )
 
     @classmethod
-    def calls(
-        cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
-    ) -> CallGrammar:
+    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
         """One call at most: the model ends its answer behind a call."""
-        constrain, message = (grammar.mark(text, special) for text in (CONSTRAIN, MESSAGE))
-        return CallGrammar(
-            marker=_CALL,
-            body="call",
-            rules=grammar.named_calls(tools, f'" " {constrain} "json" {message}'),
-        )
+        constrain, message = map(builder.marker, (CONSTRAIN, MESSAGE))
+        rules = builder.named_calls(f'" " {constrain} "json" {message}')
+        return CallGrammar(marker=_CALL, body="call", rules=rules)
 
     def flush(self) -> list[AnswerDelta]:
         held = "".join(self._held)
         if self._state == self._in_message:
-            self._parts.append(self._make_part(self._matcher.flush()))
+            self._deltas.append(self._make_delta(self._matcher.flush()))
         elif self._state == self._in_header and held.lstrip().startswith(TO):
-            self._begin_text(held, self._matcher.flush())
-        elif self._state == self._between:
-            rest = self._matcher.flush()
-            if rest or not self._num_messages:
-                self._begin_text("", rest)
+            self._begin_text(held, self._literals.begun)
+        elif self._state == self._between and (self._literals.begun or not self._num_messages):
+            self._begin_unmarked(self._literals.begun)
         return self._take()
 
     # --------------------------------------------------------------------------------- states
 
     def _between(self, text: str, at: int) -> int:
         """Before a message or text: whitespace is dropped if a message follows."""
-        if not self._in_marker:
-            end = end_of(SPACE, text, at)
-            self._leading_space.append(text[at:end])
-            self._in_marker = end < len(text)
-            return end
-        shown, marker, at = self._matcher.push(text, at)
-        if shown:
-            self._begin_text("", shown + (marker or "") + self._matcher.flush())
-        elif marker:
+        start = at
+        marker, possible, at = self._literals.push(text, at)
+        self._leading_space.append(text[start:at])
+        if marker is not None:
+            lead = "".join(self._leading_space)
+            self._leading_space[:] = [lead.removesuffix(marker)]
             self._on_marker(marker)
+        elif not possible:
+            self._begin_unmarked(self._literals.begun)
         return at
 
     def _in_header(self, text: str, at: int) -> int:
-        end = end_of(_HEADER, text, at) if self._matcher_is_idle else at
+        end = at if self._literals.begun else end_of(_HEADER, text, at)
         if end > at:
             self._hold_header(text[at:end])
             return end
-        shown, marker, at = self._matcher.push(text, at)
-        self._matcher_is_idle = bool(marker)
-        if shown:
-            rest = shown + (marker or "") + self._matcher.flush()
-            self._begin_text("".join(self._held), rest)
-        elif marker in (CHANNEL, CONSTRAIN, TO):
+        marker, possible, at = self._literals.push(text, at)
+        if marker in (CHANNEL, CONSTRAIN):
             self._hold_header(marker)
-        elif marker:
+        elif marker is not None:
             self._on_marker(marker)
+        elif not possible:
+            self._begin_text("".join(self._held), self._literals.begun)
         return at
 
     def _in_message(self, text: str, at: int) -> int:
         shown, marker, at = self._matcher.push(text, at)
-        self._parts.append(self._make_part(shown))
+        self._deltas.append(self._make_delta(shown))
         if marker:
             self._on_marker(marker)
         return at
 
     def _in_last(self, text: str, at: int) -> int:
-        self._parts.append(self._make_part(text[at:]))
+        self._deltas.append(self._make_delta(text[at:]))
         return len(text)
 
     # ---------------------------------------------------------------------------------- moves
@@ -184,16 +171,14 @@ class HarmonyParser(ToolParser):
     def _begin_between(self) -> None:
         self._held.clear()
         self._leading_space.clear()
-        self._in_marker = False
-        self._matcher = Matcher(TO, START, CHANNEL, MESSAGE, *ENDS)
+        self._literals = LiteralMatcher(TO, START, CHANNEL, MESSAGE, *ENDS)
         self._state = self._between
 
     def _begin_header(self, text: str) -> None:
         self._held[:] = [text]
         self._leading_space.clear()
         self._num_header_chars = len(text)
-        self._matcher = Matcher(*self.markers)
-        self._matcher_is_idle = True
+        self._literals = LiteralMatcher(*self.markers, skip_space=False)
         self._state = self._in_header
 
     def _hold_header(self, text: str) -> None:
@@ -202,10 +187,16 @@ class HarmonyParser(ToolParser):
         if self._num_header_chars > MAX_HEADER_CHARS:
             self._begin_text("".join(self._held), "")
 
+    def _begin_unmarked(self, begun: str) -> None:
+        """The lead ends with `begun`, where text begins instead of a marker."""
+        lead = "".join(self._leading_space).removesuffix(begun)
+        self._leading_space.clear()
+        self._begin_text(lead, begun)
+
     def _begin_text(self, known: str, rest: str) -> None:
         """Content outside of a message. `known` holds no marker that counts."""
-        self._make_part = Content
-        self._parts.append(Content("".join([*self._leading_space, known])))
+        self._make_delta = Content
+        self._deltas.append(Content("".join([*self._leading_space, known])))
         self._begin_body()
         self._read(rest)
 
@@ -213,14 +204,14 @@ class HarmonyParser(ToolParser):
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         name = self._function(recipient[1]) if recipient else ""
         if name:
-            self._begin_parts(name)
+            self._announce(name)
             index = self._num_calls - 1
-            self._make_part = lambda text: Arguments(index, text)
+            self._make_delta = lambda text: Arguments(index, text)
         else:
             reasons = channel is not None and channel[1] == "analysis"
-            self._make_part = Reasoning if reasons else Content
+            self._make_delta = Reasoning if reasons else Content
         self._begin_body()
-        if self._held_to_last and (name or (channel is not None and channel[1] == "final")):
+        if self._ends_with_first and (name or (channel is not None and channel[1] == "final")):
             self._state = self._in_last
 
     def _begin_body(self) -> None:

@@ -6,11 +6,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from swell.cluster.text.parsers.calls import end_of
+from swell.cluster.text.parsers.calls import behind_space, end_of
 
 JSON_TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"))
 
-_SPACE = re.compile(r"[ \t\r\n]*")
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
@@ -75,10 +74,8 @@ class JsonChecker:
 
     # ------------------------------------------------------------------------- between values
 
+    @behind_space
     def _before_value(self, text: str, at: int) -> int:
-        at = end_of(_SPACE, text, at)
-        if at == len(text):
-            return at
         char = text[at]
         kind = _FIRST.get(char)
         if kind is None or (not self._closers and kind not in self._types):
@@ -93,39 +90,29 @@ class JsonChecker:
         self._state = self._in_number if kind == "number" else self._in_word
         return at
 
+    @behind_space
     def _first_item(self, text: str, at: int) -> int:
-        at = end_of(_SPACE, text, at)
-        if at == len(text):
-            return at
         self._state = self._after_value if text[at] == "]" else self._before_value
         return at
 
+    @behind_space
     def _first_key(self, text: str, at: int) -> int:
-        at = end_of(_SPACE, text, at)
-        if at == len(text):
-            return at
         self._state = self._after_value if text[at] == "}" else self._before_key
         return at
 
+    @behind_space
     def _before_key(self, text: str, at: int) -> int:
-        at = end_of(_SPACE, text, at)
-        if at == len(text):
-            return at
         return self._begin_string(self._before_colon, at) if text[at] == '"' else self._break(at)
 
+    @behind_space
     def _before_colon(self, text: str, at: int) -> int:
-        at = end_of(_SPACE, text, at)
-        if at == len(text):
-            return at
         if text[at] != ":":
             return self._break(at)
         self._state = self._before_value
         return at + 1
 
+    @behind_space
     def _after_value(self, text: str, at: int) -> int:
-        at = end_of(_SPACE, text, at)
-        if at == len(text):
-            return at
         closer = self._closers[-1] if self._closers else ""
         if closer and text[at] == closer:
             self._closers.pop()

@@ -3,44 +3,37 @@ r"""Calls as Kimi K2 writes them.
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}
     <|tool_call_end|><|tool_calls_section_end|>
 
-`functions.f:0` is the call's id: the templates want it back. Of a model that writes the name alone,
-or the number alone where there is one tool, that is the id.
+`functions.f:0` is the call's id, which the templates need in the history. Some models write the
+name alone, or the number alone where there is one tool: then that is the id.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from swell.cluster.text.parsers import grammar
-from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, Call
-from swell.cluster.text.parsers.delimited import DelimitedArguments
+from swell.cluster.text.parsers.delimited import DelimitedCall
 from swell.cluster.text.parsers.deltas import Tool
-from swell.cluster.text.parsers.grammar import CallGrammar
+from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder, literal
 from swell.cluster.text.parsers.sections import SectionParser
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-CALL, ARGUMENTS, CALL_END = (
-    "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-)
+CALL, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+ARGUMENTS = "<|tool_call_argument_begin|>"
 
-_ID = re.compile(rf"[^\s<>]{{0,{MAX_NAME_CHARS + 1}}}")
 _NUMBERED = re.compile(r"(?:functions\.)?(.+):[0-9]+")
 
 
-class KimiCall(DelimitedArguments):
+class KimiCall(DelimitedCall):
     ends = (CALL_END,)
     fence = "<"
 
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         super().__init__()
         self._tools = tools
-        self._read_run(_ID, self._end_id)
 
-    def _end_id(self, text: str) -> None:
-        self.id, self.name = text, self._name(text)
+    def _end_word(self, word: str) -> None:
+        self.id, self.name = word, self._name(word)
         if self.name:
             self._expect({ARGUMENTS: self._begin_arguments})
         else:
@@ -58,25 +51,23 @@ class KimiCall(DelimitedArguments):
 class KimiK2Parser(SectionParser):
     markers = (SECTION, SECTION_END, CALL, ARGUMENTS, CALL_END)
     start_markers = (SECTION, CALL)
+    end_markers = (SECTION_END,)
     section = SECTION
-    section_ends = (SECTION_END,)
     call_begin = CALL
 
     @classmethod
-    def calls(
-        cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
-    ) -> CallGrammar:
-        begin, args, end, section_end = (
-            grammar.mark(text, special) for text in (CALL, ARGUMENTS, CALL_END, SECTION_END)
-        )
+    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+        begin, arguments, end = map(builder.marker, (CALL, ARGUMENTS, CALL_END))
         heads = [
-            f"{begin} {grammar.literal(f'functions.{tool.name}:')} INDEX {args}" for tool in tools
+            f"{begin} {literal(f'functions.{tool.name}:')} INDEX {arguments}"
+            for tool in builder.tools
         ]
+        calls = "call+" if builder.parallel else "call"
         return CallGrammar(
             marker=SECTION,
-            body=f"{'call+' if parallel else 'call'} {section_end}",
-            rules=[*grammar.delimited_calls(tools, heads, end), "INDEX: /[0-9]{1,3}/"],
+            body=f"{calls} {builder.marker(SECTION_END)}",
+            rules=[*builder.delimited_calls(heads, end), "INDEX: /[0-9]{1,3}/"],
         )
 
-    def _new_call(self, *, bare: bool) -> Call:
+    def _new_call(self, *, bare: bool) -> KimiCall:
         return KimiCall(self._tools)

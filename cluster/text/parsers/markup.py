@@ -11,16 +11,16 @@ JSON, which is closed only where the model closes its call.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from swell.cluster.text.parsers import markup_grammar
 from swell.cluster.text.parsers.base import Matcher
 from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, MarkedCall
 from swell.cluster.text.parsers.deltas import Tool
-from swell.cluster.text.parsers.grammar import CallGrammar
+from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
 from swell.cluster.text.parsers.json_check import JSON_TYPES
+from swell.cluster.text.parsers.markup_grammar import markup_calls
 from swell.cluster.text.parsers.sections import SectionParser
 from swell.cluster.text.parsers.values import STRING, TypedText, json_escaped, parameter_types
 
@@ -72,12 +72,11 @@ class MarkupCall(MarkedCall):
         self._key = ""
         self._value = TypedText(JSON_TYPES)
         self._matcher = Matcher(*markup.value_ends())
-        self._heads = [name + markup.name_end for name in names or ()]
-        self._head = ""
         if names is None:
             self._read_run(_NAME, self._end_name)
         else:
-            self._state = self._in_known_head
+            heads = [name + markup.name_end for name in names]
+            self._expect(dict.fromkeys(heads, self._end_known_head), skip_space=False)
 
     def take(self) -> str:
         taken, self._pieces = "".join(self._pieces), []
@@ -100,15 +99,9 @@ class MarkupCall(MarkedCall):
         else:
             self._begin_element("")
 
-    def _in_known_head(self, text: str, at: int) -> int:
-        self._head += text[at]
-        if self._head in self._heads:
-            self.name = self._head.removesuffix(self._markup.name_end)
-            self._end_head("")
-        elif not any(head.startswith(self._head) for head in self._heads):
-            self._break("")
-            return at
-        return at + 1
+    def _end_known_head(self, head: str) -> None:
+        self.name = head.removesuffix(self._markup.name_end)
+        self._end_head("")
 
     def _end_head(self, _: str) -> None:
         self._mark_known()
@@ -196,10 +189,8 @@ class MarkupParser(SectionParser):
         self._known_kinds: dict[tuple[str, str], frozenset[str]] = {}
 
     @classmethod
-    def calls(
-        cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
-    ) -> CallGrammar:
-        return markup_grammar.calls(cls, tools, parallel=parallel, special=special)
+    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+        return markup_calls(cls, builder)
 
     def _new_call(self, *, bare: bool) -> MarkupCall:
         return MarkupCall(self.markup, self._types, self._tools if bare else None)

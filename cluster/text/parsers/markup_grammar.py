@@ -13,15 +13,29 @@ object as a whole, beyond its properties, no such grammar can hold: it is refuse
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from swell.cluster.text.parsers import grammar
+from swell.cluster.text.lark_compiler import MAX_BYTES
 from swell.cluster.text.parsers.deltas import Tool
-from swell.cluster.text.parsers.grammar import CallGrammar
-from swell.cluster.text.parsers.text_grammar import ANNOTATIONS, TextGrammar, field, split_schema
+from swell.cluster.text.parsers.grammar import (
+    CallGrammar,
+    GrammarBuilder,
+    any_call,
+    any_of,
+    marker_expression,
+    parameters_of,
+)
+from swell.cluster.text.parsers.text_grammar import (
+    ANNOTATIONS,
+    DEFINITIONS,
+    TextGrammar,
+    field,
+    split_schema,
+    with_definitions,
+)
 from swell.cluster.text.parsers.values import STRING, schema_types
-from swell.cluster.text.structured_output import MAX_BYTES, inline_json
+from swell.cluster.text.structured_output import inline_json
 
 if TYPE_CHECKING:
     from swell.cluster.text.parsers.markup import Markup, MarkupParser
@@ -30,33 +44,29 @@ NAME = re.compile(r'[^\s<>"]{1,256}')
 KEY = re.compile(r'[^\s<>"]([^\r\n<>"]{0,254}[^\s<>"])?')
 _EXTRA_KEY = "[A-Za-z_][-.A-Za-z0-9_]{0,63}"
 
-_DEFS = ("$defs", "definitions")
-_OBJECT_KEYWORDS = frozenset(("type", "properties", "required", "additionalProperties", *_DEFS))
+_OBJECT_KEYWORDS = frozenset(("type", "properties", "required", "additionalProperties"))
+_KEYWORDS = _OBJECT_KEYWORDS | DEFINITIONS | ANNOTATIONS
 
 
-def calls(
-    kind: type[MarkupParser], tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
-) -> CallGrammar:
-    if not tools:
-        raise ValueError("a grammar of calls needs at least one tool")
-    markup, marker = kind.markup, grammar.mark(kind.section, special)
-    choice = " | ".join(f"call_{index}" for index in range(len(tools)))
-    begin = grammar.mark(kind.call_begin, special) if kind.call_begin else ""
-    one = f"nl {begin} ({choice}) {grammar.mark(markup.call_ends[0], special)}"
-    end = f"nl {grammar.mark(kind.section_ends[0], special)}" if kind.section_ends else ""
-    several = "+" if parallel and kind.calls_share_section else ""
+def markup_calls(kind: type[MarkupParser], builder: GrammarBuilder) -> CallGrammar:
+    choice, markup = any_call(builder.tools), kind.markup
+    begin = builder.marker(kind.call_begin) if kind.call_begin else ""
+    one = f"nl {begin} ({choice}) {builder.marker(markup.call_ends[0])}"
+    end = f"nl {builder.marker(kind.end_markers[0])}" if kind.end_markers else ""
+    several = "+" if builder.parallel and kind.calls_share_section else ""
     body = f"call{several} {end}".strip()
     rules, size = [f"call: {one}"], 0
-    for index, tool in enumerate(tools):
-        added = _ToolRules(markup, tool, str(index), special).rules()
+    for index, tool in enumerate(builder.tools):
+        added = _ToolRules(markup, tool, str(index), builder.special).rules()
         rules += added
         size += sum(map(len, added))
         if size > MAX_BYTES:
             raise ValueError(f"need a grammar of over {MAX_BYTES} bytes; ask for fewer at once")
+    more = "" if kind.calls_share_section else f"nl {builder.marker(kind.section)} {body}"
     return CallGrammar(
         marker=kind.section,
         body=body,
-        more=f"(nl {marker} {body})*" if parallel and not kind.calls_share_section else "",
+        more=builder.repeated(more) if more else "",
         rules=[*rules, 'nl: "\\n"?'],
     )
 
@@ -70,7 +80,7 @@ class _ToolRules:
         self._index = index
         self._special = special
         end = markup.padding + markup.value_end
-        self._end = grammar.mark(end, special)
+        self._end = marker_expression(end, special)
         self._text = TextGrammar(end, markup.value_ends(), special)
         self._schema = self._object()
         self._rules: list[str] = []
@@ -80,7 +90,7 @@ class _ToolRules:
     def rules(self) -> list[str]:
         if not NAME.fullmatch(self._tool.name):
             raise ValueError(f"tool {self._tool.name!r} has a name that no call can hold")
-        head = grammar.mark(self._tool.name + self._markup.name_end, self._special)
+        head = marker_expression(self._tool.name + self._markup.name_end, self._special)
         elements = [
             self._element(str(number), *argument)
             for number, argument in enumerate(self._arguments())
@@ -88,8 +98,8 @@ class _ToolRules:
         return [f"call_{self._index}: {' '.join([head, 'nl', *elements])}", *self._rules]
 
     def _object(self) -> dict[str, Any]:
-        schema = grammar.parameters_of(self._tool)
-        for keyword in sorted(set(schema) - _OBJECT_KEYWORDS - ANNOTATIONS):
+        schema = parameters_of(self._tool)
+        for keyword in sorted(set(schema) - _KEYWORDS):
             raise ValueError(
                 f"parameters of tool {self._tool.name!r} have {keyword!r}, which calls in this "
                 "model's format cannot be held to; describe each argument under 'properties'"
@@ -123,10 +133,9 @@ class _ToolRules:
     def _element(self, number: str, key: str, required: bool, schema: Any) -> str:
         """`key` is empty for those that the schema does not name."""
         rule, names = f"{self._index}_{number}", set(self._properties())
-        begin = grammar.mark(self._markup.key_begin + key, self._special)
+        begin = marker_expression(self._markup.key_begin + key, self._special)
         if not key:
-            taken = "|".join(map(grammar.regex_escaped, sorted(names)))
-            but = f" & ~/({taken})/" if names else ""
+            but = f" & ~/{any_of(sorted(names))}/" if names else ""
             self._rules.append(f"KEY_{rule}: /{_EXTRA_KEY}/{but}")
             begin = f"{begin} KEY_{rule}"
         try:
@@ -146,7 +155,7 @@ class _ToolRules:
             self._rules += self._text.rules(name, text, types)
             values.append(f"{self._begin(0)} {name}")
         if other is not None:
-            line = f"json_{rule}: {inline_json(self._with_defs(other))}"
+            line = f"json_{rule}: {inline_json(with_definitions(other, self._schema))}"
             self._rules.append(line)
             self._size += len(line)
             if self._size > MAX_BYTES:
@@ -157,19 +166,9 @@ class _ToolRules:
     def _begin(self, kind: int) -> str:
         markup = self._markup
         if not markup.value_begin:
-            return grammar.mark(markup.key_ends[kind] + markup.padding, self._special)
+            return marker_expression(markup.key_ends[kind] + markup.padding, self._special)
         ends = (markup.key_ends[kind], markup.value_begin + markup.padding)
-        return " nl ".join(grammar.mark(end, self._special) for end in ends)
-
-    def _with_defs(self, schema: Any) -> dict[str, Any]:
-        if not isinstance(schema, dict):
-            return {}
-        references = [*_references(schema)]
-        for reference in references:
-            if not reference.startswith(("#/$defs/", "#/definitions/")):
-                raise ValueError(f"refers to {reference!r}; only '#/$defs/...' is known here")
-        defs = {key: self._schema[key] for key in _DEFS if key in self._schema}
-        return {**defs, **schema} if references else schema
+        return " nl ".join(marker_expression(end, self._special) for end in ends)
 
     def _refused(self, key: object, reason: str) -> ValueError:
         what = f"argument {key!r}" if key else "additionalProperties"
@@ -177,15 +176,3 @@ class _ToolRules:
             f"{what} of tool {self._tool.name!r} {reason}: calls in this model's format cannot be "
             "held to it"
         )
-
-
-def _references(node: Any) -> Iterator[str]:
-    level = [node]
-    while level:
-        one = level.pop()
-        if isinstance(one, dict):
-            level += one.values()
-            if isinstance(reference := one.get("$ref"), str):
-                yield reference
-        elif isinstance(one, list):
-            level += one

@@ -15,7 +15,7 @@ class MiniMaxM2Parser(MarkupParser):
     markers = (OPEN, CLOSE)
     start_markers = (OPEN, "\n" + OPEN)
     section = OPEN
-    section_ends = (CLOSE,)
+    end_markers = (CLOSE,)
     call_begin = '<invoke name="'
     markup = Markup(
         name_end='">',

@@ -4,7 +4,7 @@
     [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]aB3dE6gH9[ARGS]{}
 
 The first is that of tokenizers before v11, the second of those since; `[ARGS]` may be missing. An
-id that the model gives is the call's.
+id that the model writes is the call's.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
 
-from swell.cluster.text.parsers import grammar
-from swell.cluster.text.parsers.arrays import ArrayParser
-from swell.cluster.text.parsers.calls import MAX_NAME_CHARS
-from swell.cluster.text.parsers.deltas import Tool
-from swell.cluster.text.parsers.grammar import CallGrammar
-from swell.cluster.text.parsers.json_stream import BareArguments
-from swell.cluster.text.parsers.tools import SPACE
+from swell.cluster.text.parsers.calls import MarkedCall
+from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
+from swell.cluster.text.parsers.json_call import BareArguments, CallReader
+from swell.cluster.text.parsers.lists import ListParser
 
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 CALL_ID_CHARS = 9
@@ -29,15 +25,46 @@ _NAME = re.compile(r"[-.:/\w]*")
 _ID = re.compile(r"[0-9A-Za-z]*")
 
 
-class MistralParser(ArrayParser):
+class MistralHead(MarkedCall):
+    """Name and id: `g[CALL_ID]aB3dE6gH9[ARGS]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read_run(_NAME, self._end_name, skip_space=False)
+
+    def _end_name(self, name: str) -> None:
+        self.name = name
+        self._state = self._after_name
+
+    def _after_name(self, text: str, at: int) -> int:
+        if text[at] == "{":
+            self._end_head("")
+        else:
+            self._expect({CALL_ID: self._begin_id, ARGS: self._end_head}, skip_space=False)
+        return at
+
+    def _begin_id(self, _: str) -> None:
+        self._read_run(_ID, self._end_id, max_chars=CALL_ID_CHARS, skip_space=False)
+
+    def _end_id(self, call_id: str) -> None:
+        self.id = call_id
+        if len(call_id) == CALL_ID_CHARS:
+            self._expect({ARGS: self._end_head}, skip_space=False)
+        else:
+            self._break("")
+
+    def _end_head(self, _: str) -> None:
+        self._begin_body(BareArguments(self.name, call_id=self.id))
+
+    def _break(self, unread: str) -> None:
+        """What was read of a marker is not read again: its bracket begins no other."""
+        super()._break("")
+
+
+class MistralParser(ListParser):
     markers = (TOOL_CALLS, CALL_ID, ARGS)
     start_markers = (TOOL_CALLS,)
     keeps_special_tokens = True
-
-    _in_array = False
-    _name = ""
-    _word = ""
-    """The beginning of `[CALL_ID]` or `[ARGS]`."""
 
     @staticmethod
     def random_id() -> str:
@@ -45,69 +72,19 @@ class MistralParser(ArrayParser):
         return "".join(secrets.choice(alphabet) for _ in range(CALL_ID_CHARS))
 
     @classmethod
-    def calls(
-        cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
-    ) -> CallGrammar:
-        if ARGS in special:
-            body, rules = "call", grammar.named_calls(tools, grammar.mark(ARGS, special))
-            more = f"({grammar.mark(TOOL_CALLS, special)} call)*" if parallel else ""
-        else:
-            rules, more = grammar.json_calls(tools, "arguments"), ""
-            body = '" "? "[" call (", " call)* "]"' if parallel else '" "? "[" call "]"'
-        return CallGrammar(marker=TOOL_CALLS, body=body, more=more, rules=rules)
+    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+        if ARGS not in builder.special:
+            body, rules = f'" "? {builder.call_list()}', builder.json_calls("arguments")
+            return CallGrammar(marker=TOOL_CALLS, body=body, rules=rules)
+        return CallGrammar(
+            marker=TOOL_CALLS,
+            body="call",
+            more=builder.repeated(f"{builder.marker(TOOL_CALLS)} call"),
+            rules=builder.named_calls(builder.marker(ARGS)),
+        )
 
-    def _on_marker(self, marker: str) -> None:
-        self._name = self._word = self._call_id = ""
-        self._open_head(marker, self._head)
+    def _new_element(self) -> CallReader:
+        return CallReader()
 
-    def _on_call_end(self) -> None:
-        self._state = self._after_element if self._in_array else self._gap
-
-    def _head(self, text: str, at: int) -> int:
-        _, at = self._hold(SPACE, text, at)
-        if at == len(text):
-            return at
-        self._in_array = text[at] == "["
-        self._state = self._before_array if self._in_array else self._in_name
-        return at
-
-    # ----------------------------------------------------------------------- name, id, [ARGS]
-
-    def _in_name(self, text: str, at: int) -> int:
-        more, at = self._hold(_NAME, text, at)
-        self._name += more
-        if len(self._name) > MAX_NAME_CHARS:
-            self._give_up()
-            return at
-        if at == len(text):
-            return at
-        if not self._name or text[at] not in "[{":
-            self._give_up()
-        elif text[at] == "[":
-            self._state = self._in_bracket
-        else:
-            self._begin_call(BareArguments(self._name))
-        return at
-
-    def _in_bracket(self, text: str, at: int) -> int:
-        expected = (ARGS,) if self._call_id else (CALL_ID, ARGS)
-        word = self._word + text[at]
-        if not any(one.startswith(word) for one in expected):
-            self._give_up()
-            return at
-        self._held.append(text[at])
-        self._word = "" if word in expected else word
-        if word == ARGS:
-            self._begin_call(BareArguments(self._name))
-        elif word == CALL_ID:
-            self._state = self._in_id
-        return at + 1
-
-    def _in_id(self, text: str, at: int) -> int:
-        more, at = self._hold(_ID, text, at)
-        self._call_id += more
-        if at < len(text) and text[at] == "[" and len(self._call_id) == CALL_ID_CHARS:
-            self._state = self._in_bracket
-        elif at < len(text) or len(self._call_id) > CALL_ID_CHARS:
-            self._give_up()
-        return at
+    def _new_single(self) -> MistralHead:
+        return MistralHead()

@@ -13,15 +13,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swell.cluster.text.parsers.deltas import Tool
-from swell.cluster.text.parsers.grammar import literal, mark, parameters_of
+from swell.cluster.text.parsers.grammar import any_call, literal, marker_expression, parameters_of
+from swell.cluster.text.parsers.notation import PYTHON, Notation
+from swell.cluster.text.parsers.text_grammar import ANNOTATIONS, DEFINITIONS, with_definitions
+from swell.cluster.text.parsers.values import resolve
 from swell.cluster.text.structured_output import inline_json
 
 MAX_DEPTH = 32
 """Of the values in a schema, one inside the other."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_NOTES = frozenset(("title", "description", "default", "examples", "$comment", "deprecated"))
-_DEFINITIONS = frozenset(("$defs", "definitions", "$schema", "$id", "readOnly", "writeOnly"))
 _OBJECT_KEYS = frozenset(("type", "properties", "required", "additionalProperties"))
 _KNOWN_KEYS = {
     "object": _OBJECT_KEYS,
@@ -33,13 +34,13 @@ _SCALARS = ("number", "integer", "boolean", "null")
 
 def python_calls(tools: Sequence[Tool]) -> list[str]:
     """Rules of `call`: `f(a=1, b="x")`."""
-    return _rules([_PythonArguments(tool, index) for index, tool in enumerate(tools)], ("", "()"))
+    return _rules([_PythonArguments(tool, index) for index, tool in enumerate(tools)], PYTHON)
 
 
-def gemma_calls(tools: Sequence[Tool], quote: str, special: Mapping[str, int]) -> list[str]:
+def gemma_calls(tools: Sequence[Tool], notation: Notation, special: Mapping[str, int]) -> list[str]:
     """Rules of `call`: `call:f{a:1,b:QUOTExQUOTE}`."""
     made = [_GemmaArguments(tool, index) for index, tool in enumerate(tools)]
-    return _rules(made, ("call:", "{}")) + _gemma_values(quote, special)
+    return _rules(made, notation) + _gemma_values(notation.mark, special)
 
 
 class _Arguments:
@@ -105,7 +106,7 @@ class _Arguments:
         return name
 
     def _check(self, schema: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-        for key in sorted(set(schema) - known - _NOTES - _DEFINITIONS):
+        for key in sorted(set(schema) - known - ANNOTATIONS - DEFINITIONS):
             raise ValueError(
                 f"{where} have {key!r} in their schema, which forced calls in this model's format "
                 f"cannot hold; leave it out, or let the model choose: tool_choice='auto' without "
@@ -119,13 +120,10 @@ class _PythonArguments(_Arguments):
 
     def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
         """A JSON value, with the definitions that it may refer to."""
-        for reference in re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema)):
-            if not reference.startswith(("#/$defs/", "#/definitions/")):
-                raise ValueError(f"{where} refer to {reference!r}, which is not in '#/$defs'")
-        shared: dict[str, Any] = {
-            key: self._root[key] for key in ("$defs", "definitions") if key in self._root
-        }
-        return self._rule(inline_json({**schema, **shared}))
+        try:
+            return self._rule(inline_json(with_definitions(schema, self._root)))
+        except ValueError as error:
+            raise ValueError(f"{where} {error}") from None
 
     def any_value(self) -> str:
         return self._rule(inline_json({}))
@@ -178,8 +176,8 @@ class _GemmaArguments(_Arguments):
         return f"({' | '.join(self._value(one, where, depth + 1) for one in schemas)})"
 
     def _referred(self, reference: str, where: str, depth: int) -> str:
-        kind, _, name = reference.removeprefix("#/").partition("/")
-        found = self._root.get(kind, {}).get(name) if kind in ("$defs", "definitions") else None
+        defined = reference.startswith(("#/$defs/", "#/definitions/"))
+        found = resolve(reference, self._root) if defined else None
         if found is None:
             raise ValueError(f"{where} refer to {reference!r}, which is not in '#/$defs'")
         if reference not in self._references:
@@ -206,7 +204,7 @@ def _gemma_values(quote: str, special: Mapping[str, int]) -> list[str]:
     """Rules of strings and of values without a schema."""
     text = "quote TEXT_INSIDE? quote" if quote in special else f"{literal(quote)} text_inside"
     return [
-        f"quote: {mark(quote, special)}",
+        f"quote: {marker_expression(quote, special)}",
         f"string: {text}",
         f"TEXT_INSIDE: /(?s:.+)/ & ~/(?s:.*){re.escape(quote)}(?s:.*)/"
         if quote in special
@@ -220,15 +218,11 @@ def _gemma_values(quote: str, special: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _rules(made: Sequence[_Arguments], form: tuple[str, str]) -> list[str]:
-    """`form`: what stands between the name and the arguments, and what before and behind all."""
-    if not made:
-        raise ValueError("a grammar of calls needs at least one tool")
-    names = " | ".join(f"call_{index}" for index in range(len(made)))
-    before, brackets = form
+def _rules(made: Sequence[_Arguments], notation: Notation) -> list[str]:
     calls = [
-        f"call_{index}: {literal(before + one.tool.name + brackets[0])} {one.all} "
-        f"{literal(brackets[1])}"
+        f"call_{index}: {literal(notation.prefix + one.tool.name + notation.open)} {one.all} "
+        f"{literal(notation.close)}"
         for index, one in enumerate(made)
     ]
-    return [f"call: {names}", *calls, *(rule for one in made for rule in one.rules)]
+    choice = any_call([one.tool for one in made])
+    return [f"call: {choice}", *calls, *(rule for one in made for rule in one.rules)]

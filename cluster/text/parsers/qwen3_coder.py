@@ -19,7 +19,7 @@ class Qwen3CoderParser(MarkupParser):
     markers = (OPEN, CLOSE, FUNCTION)
     start_markers = tuple("\n" * count + one for count in range(3) for one in (OPEN, FUNCTION))
     section = OPEN
-    section_ends = (CLOSE,)
+    end_markers = (CLOSE,)
     calls_share_section = False
     call_begin = FUNCTION
     markup = Markup(

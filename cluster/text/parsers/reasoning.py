@@ -20,20 +20,18 @@ call belong to it. A `</think>` behind the call is text.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
-from swell.cluster.text.parsers.base import ContentParser, Matcher, Parser, StateParser
+from swell.cluster.text.parsers.base import ContentParser, Parser, StateParser
+from swell.cluster.text.parsers.calls import LiteralMatcher
 from swell.cluster.text.parsers.deltas import AnswerDelta, Content, Reasoning, ToolCall
-
-_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class ThinkParser(StateParser):
     """The model writes `<think>` itself, or answers without reasoning (Qwen3). Where the prompt
     ends with `<think>`, the answer begins inside."""
 
-    open, close = "<think>", "</think>"
+    start_token, end_token = "<think>", "</think>"
     padding = "\n"
 
     def __init__(self, make_inner: Callable[[], Parser] = ContentParser, prompt: str = "") -> None:
@@ -41,62 +39,54 @@ class ThinkParser(StateParser):
         super().__init__(self._before)
         self._make_inner = make_inner
         self._inner = make_inner()
-        """Reads reasoning up to `close`, and another one the content behind it."""
-        self.markers = (self.open, self.close, *self._inner.markers)
+        """Reads reasoning up to `end_token`, and another one the content behind it."""
+        self.markers = (self.start_token, self.end_token, *self._inner.markers)
         self.keeps_special_tokens |= self._inner.keeps_special_tokens
-        self._matcher = Matcher(self.open)
-        self._space: list[str] = []
-        """Whitespace before what may be `<think>`."""
+        self._literals = LiteralMatcher(self.start_token)
+        self._lead: list[str] = []
+        """What may be whitespace and `start_token`."""
         self._padding: list[str] = []
-        """Before what may be `</think>` or a call."""
+        """Before what may be `end_token` or a call."""
         self._prompt_opened = self.opened_by_prompt(prompt)
 
     @classmethod
     def opened_by_prompt(cls, prompt: str) -> bool:
-        return prompt.rstrip().endswith(cls.open.rstrip())
+        return prompt.rstrip().endswith(cls.start_token.rstrip())
 
     @classmethod
     def closed_by_prompt(cls, prompt: str) -> bool:
-        return prompt.rstrip().endswith(cls.close)
+        return prompt.rstrip().endswith(cls.end_token)
 
     def flush(self) -> list[AnswerDelta]:
-        if self._state in (self._before, self._opening):
-            self._begin_unmarked("".join(self._space) + self._matcher.flush())
+        if self._state == self._before:
+            self._begin_unmarked()
         if self._state == self._inside:
             self._reason(self._inner.flush())
-            self._parts.append(Reasoning("".join(self._padding)))
+            self._deltas.append(Reasoning("".join(self._padding)))
         else:
-            self._parts += self._inner.flush()
+            self._deltas += self._inner.flush()
         return self._take()
 
     def _before(self, text: str, at: int) -> int:
-        found = _SPACE.match(text, at)
-        assert found is not None
-        end = found.end()
-        self._space.append(text[at:end])
-        if end < len(text):
-            self._state = self._opening
-        return end
-
-    def _opening(self, text: str, at: int) -> int:
-        """At the first character that is not whitespace: `<think>` begins here or nowhere."""
-        shown, marker, at = self._matcher.push(text, at)
-        if shown:
-            rest = (marker or "") + self._matcher.flush()
-            self._begin_unmarked("".join(self._space) + shown + rest)
-        elif marker:
+        """Behind whitespace `start_token` is first, or reasoning does not begin at all."""
+        start = at
+        found, possible, at = self._literals.push(text, at)
+        self._lead.append(text[start:at])
+        if found:
             self._state = self._after_open
+        elif not possible:
+            self._begin_unmarked()
         return at
 
-    def _begin_unmarked(self, text: str) -> None:
-        """The answer begins with `text` instead of `<think>`."""
+    def _begin_unmarked(self) -> None:
+        """The answer begins with other text."""
         self._state = self._after_open if self._prompt_opened else self._content
-        self._read(text)
+        self._read("".join(self._lead))
 
     def _after_open(self, text: str, at: int) -> int:
         at = self._padding_end(text, at)
         if at < len(text):
-            self._inner.until(self.close)
+            self._inner.stop_at(self.end_token)
             self._state = self._inside
         return at
 
@@ -112,21 +102,21 @@ class ThinkParser(StateParser):
         self._state = self._after_close
         return len(text) - len(rest)
 
-    def _reason(self, parts: list[AnswerDelta]) -> None:
+    def _reason(self, deltas: list[AnswerDelta]) -> None:
         """What the inner parser has read is reasoning until a call begins."""
-        for part in parts:
-            if isinstance(part, ToolCall) and self._state == self._inside:
+        for delta in deltas:
+            if isinstance(delta, ToolCall) and self._state == self._inside:
                 self._padding.clear()
                 self._state = self._content
-            if isinstance(part, Content) and self._state == self._inside:
-                self._show(part.text)
+            if isinstance(delta, Content) and self._state == self._inside:
+                self._show(delta.text)
             else:
-                self._parts.append(part)
+                self._deltas.append(delta)
 
     def _show(self, text: str) -> None:
         stripped = text.rstrip(self.padding)
         if stripped:
-            self._parts.append(Reasoning("".join([*self._padding, stripped])))
+            self._deltas.append(Reasoning("".join([*self._padding, stripped])))
             self._padding.clear()
         self._padding.append(text[len(stripped) :])
 
@@ -137,7 +127,7 @@ class ThinkParser(StateParser):
         return at
 
     def _content(self, text: str, at: int) -> int:
-        self._parts += self._inner.push(text[at:])
+        self._deltas += self._inner.push(text[at:])
         return len(text)
 
     def _padding_end(self, text: str, at: int) -> int:
@@ -155,7 +145,7 @@ class OpenThinkParser(ThinkParser):
 class MistralThinkParser(ThinkParser):
     """Magistral's and Ministral's, whose tags are control tokens."""
 
-    open, close = "[THINK]", "[/THINK]"
+    start_token, end_token = "[THINK]", "[/THINK]"
     padding = ""
     keeps_special_tokens = True
 
@@ -163,6 +153,6 @@ class MistralThinkParser(ThinkParser):
 class GemmaThinkParser(ThinkParser):
     """Gemma 4's channel of thoughts."""
 
-    open, close = "<|channel>thought\n", "<channel|>"
+    start_token, end_token = "<|channel>thought\n", "<channel|>"
     padding = ""
     keeps_special_tokens = True

@@ -20,7 +20,8 @@ ANNOTATIONS = frozenset(
         *("$schema", "$id", "$comment"),
     )
 )
-"""Keywords that ask for nothing."""
+"""Keywords that constrain nothing."""
+DEFINITIONS = frozenset(("$defs", "definitions"))
 MAX_LENGTH = 100_000
 """Of a string that has a `maxLength`; a longer one is not held to it."""
 
@@ -120,15 +121,30 @@ def _split_plain(
     return [schema], {**rest, "type": others} if others else None
 
 
+def with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    """A part of `root`, with the definitions that it refers to. ValueError for a reference to
+    anything else."""
+    refers, level = False, [schema]
+    while level:
+        node: Any = level.pop()
+        level += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        reference = node.get("$ref") if isinstance(node, dict) else None
+        if isinstance(reference, str):
+            refers = True
+            if not reference.startswith(("#/$defs/", "#/definitions/")):
+                raise ValueError(f"refers to {reference!r}; only '#/$defs/...' is known here")
+    shared = {key: root[key] for key in sorted(DEFINITIONS) if key in root}
+    return {**shared, **schema} if refers else schema
+
+
 class TextGrammar:
     """Rules of strings up to their end. `end` stands behind each of them, `forbidden` in none."""
 
     def __init__(self, end: str, forbidden: Sequence[str], special: Mapping[str, int]) -> None:
         self._end = end
-        self._lead, self._rest = grammar.cut(end, special)
+        self._lead, self._rest = grammar.split_marker(end, special)
         self._forbidden = forbidden
-        pattern = "|".join(map(grammar.regex_escaped, forbidden))
-        self._bare = f"~/(?s:.*)({pattern})(?s:.*)/"
+        self._bare = f"~/(?s:.*){grammar.any_of(forbidden)}(?s:.*)/"
 
     def rules(self, name: str, schema: dict[str, Any], others: frozenset[str]) -> list[str]:
         """Of the string and its end. `others`: the types that the parser looks for in the text.

@@ -1,28 +1,25 @@
-"""What the formats of tool calls share: where calls stand in an answer, and what becomes of them.
+"""What the formats of tool calls share: where an answer has calls, and which deltas they become.
 
-    content │ lead │ marker, head │ arguments │ rest │ lead │ marker, head │ ...
-      out   │ held │     held     │    out    │  -   │ held │     held     │
+    content │ lead │ start marker, head │ arguments │ rest, end marker │ lead │ start marker, ...
+      out   │ held │        held        │    out    │        -         │ held │     held
 
 *Lead* is whitespace where the answer begins or a call has ended: dropped if a call follows (or,
 behind a call, nothing), content otherwise. *Head* is what a format writes before the arguments.
 Once they begin the call is announced, and lead, marker and head are dropped; if they never do, all
-of it is content. What follows the arguments and belongs to the call is dropped; where it goes on
-differently, content begins.
+of it is content. What follows the arguments and belongs to the call is dropped. No end marker is
+required: an answer may end without it, and where it goes on differently, content begins.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 from swell.cluster.text.parsers.base import Matcher, StateParser
-from swell.cluster.text.parsers.calls import Call, end_of
+from swell.cluster.text.parsers.calls import SPACE, Call, LiteralMatcher, end_of
 from swell.cluster.text.parsers.deltas import AnswerDelta, Arguments, Content, Tool, ToolCall
-from swell.cluster.text.parsers.grammar import CallGrammar
-
-SPACE = re.compile(r"[ \t\r\n]*")
+from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
 
 
 def random_call_id() -> str:
@@ -33,14 +30,16 @@ class ToolParser(StateParser):
     """Content and tool calls. A format says what its markers begin."""
 
     start_markers: tuple[str, ...]
-    """The markers that may stand anywhere in content and begin calls."""
+    """The markers that may occur anywhere in content and begin calls."""
+    end_markers: tuple[str, ...] = ()
+    """One of them may follow a call, or several calls."""
 
     def __init__(
         self, make_id: Callable[[], str] | None = None, tools: Sequence[Tool] = ()
     ) -> None:
         self._make_id = make_id or self.random_id
         self._tools = {tool.name: tool for tool in tools}
-        """Those that the model was shown: the schemas say what the text of an argument means."""
+        """Those of the request: the schemas say what the text of an argument means."""
         self._matcher = Matcher(*self.start_markers)
         super().__init__(self._gap)
         self._leading_space: list[str] = []
@@ -49,9 +48,8 @@ class ToolParser(StateParser):
         self._call: Call | None = None
         self._announced = False
         self._num_calls = 0
-        self._call_id = ""
-        """An id that the model itself gave to the call."""
-        self._end: str | None = None
+        self._end_of_call = LiteralMatcher()
+        self._stop_marker: str | None = None
 
     @staticmethod
     def random_id() -> str:
@@ -59,7 +57,6 @@ class ToolParser(StateParser):
         return random_call_id()
 
     @classmethod
-    @abstractmethod
     def calls(
         cls, tools: Sequence[Tool], *, parallel: bool, special: Mapping[str, int]
     ) -> CallGrammar:
@@ -72,9 +69,10 @@ class ToolParser(StateParser):
 
         ValueError for a tool whose parameters are not those of an object, and without tools.
         """
+        return cls._call_grammar(GrammarBuilder(tools, parallel, special))
 
-    def until(self, marker: str) -> None:
-        self._end = marker
+    def stop_at(self, marker: str) -> None:
+        self._stop_marker = marker
         self._matcher = Matcher(*self.start_markers, marker)
         self._state = self._content
 
@@ -82,6 +80,8 @@ class ToolParser(StateParser):
         if self._call is not None and self._announced:
             self._call.flush()
             self._forward(self._call)
+        if self._state == self._after_call and self._end_of_call.begun:
+            self._flush_end_marker()
         rest = "".join(self._held) + self._matcher.flush()
         if rest or not self._num_calls:
             self._show(rest)
@@ -89,19 +89,39 @@ class ToolParser(StateParser):
 
     # ------------------------------------------------------------------------------- a format
 
+    @classmethod
+    @abstractmethod
+    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+        """As `calls`."""
+
     @abstractmethod
     def _on_marker(self, marker: str) -> None:
-        """The next character stands behind `marker`: `_open_head`, or `_show` it."""
+        """The next character follows the start marker: `_open_call`, or `_show` the marker."""
 
     def _on_call_end(self) -> None:
-        """The next character stands behind an announced call."""
+        """The next character follows an announced call."""
+        self._end_of_call = LiteralMatcher(*self.end_markers)
+        self._state = self._after_call
+
+    def _on_end_marker(self, marker: str) -> None:
+        self._leading_space.clear()
         self._state = self._gap
+
+    def _on_no_end_marker(self, begun: str) -> None:
+        """The lead ends with `begun`, where other text begins instead of an end marker."""
+        lead = "".join(self._leading_space)
+        self._leading_space[:] = [lead.removesuffix(begun)]
+        self._state = self._content
+        self._read(begun)
+
+    def _flush_end_marker(self) -> None:
+        """The answer ends within what may be an end marker."""
+        self._on_no_end_marker(self._end_of_call.begun)
 
     # --------------------------------------------------------------------------------- states
 
     def _gap(self, text: str, at: int) -> int:
-        end = end_of(SPACE, text, at)
-        self._leading_space.append(text[at:end])
+        end = self._read_lead(text, at)
         if end < len(text):
             self._state = self._content
         return end
@@ -110,7 +130,7 @@ class ToolParser(StateParser):
         shown, marker, at = self._matcher.push(text, at)
         if shown:
             self._show(shown)
-        if marker and marker == self._end:
+        if marker and marker == self._stop_marker:
             self.rest = text[at:]
             return len(text)
         if marker:
@@ -127,7 +147,9 @@ class ToolParser(StateParser):
             self._held.append(text[at:end])
         if call.ended:
             self._call = None
-            if not self._announced:
+            if call.body is not None:
+                self._begin_call(call.body)
+            elif not self._announced:
                 self._give_up(call.unread)
             elif call.unread:
                 self._read_again(call.unread, [])
@@ -135,22 +157,46 @@ class ToolParser(StateParser):
                 self._on_call_end()
         return end
 
-    # ---------------------------------------------------------------------------------- moves
+    def _after_call(self, text: str, at: int) -> int:
+        start = at
+        found, possible, at = self._end_of_call.push(text, at)
+        self._leading_space.append(text[start:at])
+        if found is not None:
+            self._on_end_marker(found)
+        elif not possible:
+            self._on_no_end_marker(self._end_of_call.begun)
+        return at
+
+    # ------------------------------------------------------------------------------ transitions
+
+    def _read_lead(self, text: str, at: int) -> int:
+        end = end_of(SPACE, text, at)
+        self._leading_space.append(text[at:end])
+        return end
 
     def _show(self, text: str) -> None:
         """Content, and whitespace before it is content too."""
-        self._parts.append(Content("".join([*self._leading_space, text])))
+        self._deltas.append(Content("".join([*self._leading_space, text])))
         self._leading_space.clear()
 
-    def _open_head(self, text: str, state: Callable[[str, int], int]) -> None:
+    def _hold(self, text: str, state: Callable[[str, int], int]) -> None:
         """`text` may begin a call, and `state` reads what follows."""
         self._held += [*self._leading_space, text]
         self._leading_space.clear()
         self._state = state
 
+    def _open_call(self, text: str, call: Call) -> None:
+        """`text` may begin a call, and `call` reads what follows."""
+        self._hold(text, self._in_call)
+        self._begin_call(call)
+
+    def _begin_call(self, call: Call) -> None:
+        self._call, self._announced = call, False
+        self._state = self._in_call
+
     def _give_up(self, unread: str = "") -> None:
-        """What is held is no call, and may have ended with the beginning of one: `unread`. Where it
-        broke content begins."""
+        """What is held is no call, and may have ended with the beginning of one: `unread`. Content
+        begins there."""
         self._read_again(unread, self._held)
 
     def _read_again(self, unread: str, held: list[str]) -> None:
@@ -162,22 +208,16 @@ class ToolParser(StateParser):
         self._state = self._content
         self._read(unread)
 
-    def _begin_call(self, call: Call) -> None:
-        self._call, self._announced = call, False
-        self._state = self._in_call
-
     def _forward(self, call: Call) -> None:
         if not self._announced:
             self._announced = True
             self._held.clear()
-            self._call_id = call.id or self._call_id
-            self._begin_parts(call.name)
-        self._parts.append(Arguments(self._num_calls - 1, call.take()))
+            self._announce(call.name, call.id)
+        self._deltas.append(Arguments(self._num_calls - 1, call.take()))
 
-    def _begin_parts(self, name: str) -> None:
-        """A call is certain. Reasoning that it stood in is over."""
-        if self._end is not None:
-            self._end, self._matcher = None, Matcher(*self.start_markers)
-        call_id, self._call_id = self._call_id or self._make_id(), ""
-        self._parts.append(ToolCall(self._num_calls, call_id, name))
+    def _announce(self, name: str, call_id: str = "") -> None:
+        """A call is certain. It ends the reasoning before it."""
+        if self._stop_marker is not None:
+            self._stop_marker, self._matcher = None, Matcher(*self.start_markers)
+        self._deltas.append(ToolCall(self._num_calls, call_id or self._make_id(), name))
         self._num_calls += 1

@@ -138,12 +138,11 @@ def _named(names: Any) -> frozenset[str]:
 
 
 def resolve(reference: str, root: dict[str, Any]) -> Any:
-    """What a reference like `#/$defs/Place` points to; True if that is not there."""
+    """What a reference like `#/$defs/Place` points to; None if that is not there."""
     if not reference.startswith("#"):
-        return True
+        return None
     node: Any = root
     for step in reference[1:].split("/")[1:]:
-        node = (
-            node.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
-        )
-    return True if node is None else node
+        name = step.replace("~1", "/").replace("~0", "~")
+        node = node.get(name) if isinstance(node, dict) else None
+    return node

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.sampling_params import BadRequest, Field, shown
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -115,8 +115,11 @@ class ChatMessage(HistoryPart, kw_only=True):
             check_named(self.function_call.name, f"{path}.function_call.name")
             if self.tool_calls:
                 raise BadRequest(
-                    f"{path}.function_call and {path}.tool_calls both say what was called; send "
-                    "tool_calls",
+                    [
+                        f"{path}.function_call and ",
+                        Field(f"{path}.tool_calls"),
+                        " both say what was called; send tool_calls",
+                    ],
                     f"{path}.function_call",
                 )
 
@@ -151,7 +154,9 @@ def _check_part(part: ContentPart, path: str) -> None:
     name = "refusal" if part.type == "refusal" else "text"
     if getattr(part, name) is None:
         raise BadRequest(
-            f"the required field '{path}.{name}' is missing", f"{path}.{name}", "missing_field"
+            ["the required field '", Field(f"{path}.{name}"), "' is missing"],
+            f"{path}.{name}",
+            "missing_field",
         )
     part.refuse_unsupported(path + ".")
 
@@ -343,7 +348,9 @@ def _check_tool(tool: ToolDefinition, path: str, before: list[str]) -> str:
     tool.refuse_unsupported(path + ".")
     if tool.function is None:
         raise BadRequest(
-            f"the required field '{path}.function' is missing", f"{path}.function", "missing_field"
+            ["the required field '", Field(f"{path}.function"), "' is missing"],
+            f"{path}.function",
+            "missing_field",
         )
     name = tool.function.name
     if not _NAME.match(name):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from swell.cluster.text.field_path import Key, join_path, rename_roots, split_path
 from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.json_size import check_size
 from swell.cluster.text.schema.request_body import RequestBody
@@ -43,6 +43,7 @@ _JSON_TYPE_NAMES = {
 
 
 _UNKNOWN = "Object contains unknown field"
+_MISSING = "Object missing required field"
 
 
 class Decoded(msgspec.Struct, Generic[Request], frozen=True):
@@ -64,7 +65,7 @@ def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") ->
     try:
         return Decoded(_request(body, kind, unknown, stripped), stripped)
     except BadRequest as error:
-        raise error.as_sent(stripped.aliases) from None
+        raise error.renamed(rename_roots(stripped.aliases)) from None
 
 
 def _request(
@@ -125,7 +126,7 @@ def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
 class _Location(NamedTuple):
     """Where a value stands; its path is only written once it is needed."""
 
-    key: str | int
+    key: Key
     outer: _Location | None
 
 
@@ -146,12 +147,11 @@ def _find_surrogate(value: object) -> str | None:
 
 
 def _path(place: _Location | None) -> str:
-    keys: list[str | int] = []
+    keys: list[Key] = []
     while place is not None:
         keys.append(place.key)
         place = place.outer
-    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in reversed(keys))
-    return path.removeprefix(".")[:_MAX_ERROR_CHARS]
+    return join_path(reversed(keys))[:_MAX_ERROR_CHARS]
 
 
 def _is_text(text: str) -> bool:
@@ -162,45 +162,51 @@ def _is_text(text: str) -> bool:
     return True
 
 
+class _Rejection(NamedTuple):
+    """What msgspec's message says; it gives text alone."""
+
+    rule: str
+    """Types have their JSON names: `expected integer or null, got string`."""
+    path: str
+    """Of the value; empty: of the body."""
+    name: str
+    """What the message quotes: the field that is missing or unknown."""
+
+    @classmethod
+    def parse(cls, message: str) -> _Rejection:
+        if len(message) > _MAX_ERROR_CHARS:
+            half = _MAX_ERROR_CHARS // 2
+            message = f"{message[:half]}...{message[-half:]}"
+        rule, found, path = message.rpartition(" - at `")
+        if not found:
+            rule, path = message, ""
+        name = rule[rule.find("`") + 1 : max(rule.rfind("`"), 0)]
+        texts = rule.split("`")
+        for place in range(1, len(texts) - 1, 2):
+            types = texts[place].split(" | ")
+            texts[place] = " or ".join(_JSON_TYPE_NAMES.get(one, one) for one in types)
+        unpaired = "`" if len(texts) % 2 == 0 else ""
+        rule = "".join(texts[:-1]) + unpaired + texts[-1]
+        path = path.rstrip("`").removeprefix("$").removeprefix(".")
+        return cls(rule[:1].lower() + rule[1:], path, name)
+
+
 def _explain_validation(
     error: msgspec.ValidationError, body: bytes, kind: type[RequestBody]
 ) -> BadRequest:
     """msgspec tells the rule and the path; the value is looked up in the body."""
-    told = str(error)
-    if len(told) > _MAX_ERROR_CHARS:
-        told = f"{told[: _MAX_ERROR_CHARS // 2]}...{told[-_MAX_ERROR_CHARS // 2 :]}"
-    head, sign, tail = told.rpartition(" - at `")
-    text, where = (head, tail) if sign else (told, "")
-    path = where.rstrip("`").removeprefix("$").removeprefix(".")
-    name = _quoted(text)
-    if text.startswith(_UNKNOWN):
-        return BadRequest(
-            _unknown_field(_join(path, name), name, path, kind), _join(path, name), "unknown_field"
-        )
-    if text.startswith("Object missing required field"):
+    rule, path, name = _Rejection.parse(str(error))
+    if str(error).startswith(_UNKNOWN):
+        full = _join(path, name)
+        return BadRequest(_unknown_field(full, name, path, kind), full, "unknown_field")
+    if str(error).startswith(_MISSING):
         full = _join(path, name)
         return BadRequest(f"the required field {full!r} is missing", full, "missing_field")
-    text = _with_json_types(text)
     if not path:
-        return BadRequest(f"the body is wrong: {text}", None, "invalid_type")
+        return BadRequest(f"the body is wrong: {rule}", None, "invalid_type")
     found, value = _lookup(body, path)
     head = f"{path}={shown(value)}" if found else path
-    return BadRequest(f"{head}: {text}", path, "invalid_type")
-
-
-def _quoted(text: str) -> str:
-    found = re.search("`(.*)`", text, re.DOTALL)
-    return found.group(1) if found else ""
-
-
-def _with_json_types(text: str) -> str:
-    """``Expected `int | null`, got `str` `` -> expected integer or null, got string."""
-
-    def words(match: re.Match[str]) -> str:
-        return " or ".join(_JSON_TYPE_NAMES.get(part, part) for part in match.group(1).split(" | "))
-
-    text = re.sub("`([^`]*)`", words, text)
-    return text[:1].lower() + text[1:]
+    return BadRequest(f"{head}: {rule}", path, "invalid_type")
 
 
 def _unknown_field(full: str, name: str, path: str, kind: type[RequestBody]) -> str:
@@ -218,8 +224,8 @@ def _lookup(body: bytes, path: str) -> tuple[bool, Any]:
     """The value at `path`, where one can be found."""
     try:
         value = msgspec.json.decode(body)
-        for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
-            value = value[key] if key else value[int(index)]
+        for key in split_path(path):
+            value = value[key]
     except (ValueError, LookupError, TypeError, RecursionError):
         return False, None
     return "[...]" not in path, value

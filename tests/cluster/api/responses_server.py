@@ -1,5 +1,5 @@
 """A cluster whose `/v1/responses` OpenAI's client asks: over HTTP, through an ingress, to an engine
-that writes what the test says. The manager is a store in this process, with a clock that the test
+that writes what the test says. The store is in this process, with a clock that the test
 moves."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOK = {
 
 
 class FakeStoreManager:
-    """The manager's part: its store, which counts what it is asked; `away` says nothing."""
+    """The store, which counts what it is asked; `away` says nothing."""
 
     def __init__(self) -> None:
         self.limit, self.limit_bytes = 100, 10**7
@@ -38,7 +38,7 @@ class FakeStoreManager:
         self.heartbeats = 0
         self.now_s = 0.0
         self.away = False
-        self.stored = SimpleNamespace(remote=self._handle)
+        self.handle = SimpleNamespace(remote=self._handle)
         self.forget()
 
     def manager_handle(self) -> ManagerHandle:
@@ -55,7 +55,7 @@ class FakeStoreManager:
     async def _handle(self, wish: StoreRequest) -> Any:
         if self.away:
             self.missed.append(wish)
-            raise ConnectionError("no manager")
+            raise ConnectionError("no store")
         if isinstance(wish, Heartbeat):
             self.heartbeats += 1
         if not isinstance(wish, Heartbeat) or wish.ids:  # an idle ingress heartbeats in between
@@ -70,11 +70,11 @@ class ManagerHandle:
         self.away = False
         self.wishes: list[StoreRequest] = []
         self._store_manager = store_manager
-        self.stored = SimpleNamespace(remote=self._handle)
+        self.handle = SimpleNamespace(remote=self._handle)
 
     async def _handle(self, wish: StoreRequest) -> Any:
         if self.away:
-            raise ConnectionError("no manager")
+            raise ConnectionError("no store")
         self.wishes.append(wish)
         return await self._store_manager._handle(wish)
 
@@ -90,7 +90,7 @@ class ResponsesServer:
         self.store_manager = FakeStoreManager()
         self.manager_handle = self.store_manager.manager_handle()
         self.cluster = FakeCluster(folder, tokens, **{"serve.tool_parser": "hermes", **settings})
-        self.cluster.manager = self.manager_handle  # type: ignore[assignment]
+        self.cluster.store = self.manager_handle
         self.engine: FakeEngine
         self.client: openai.AsyncOpenAI
 

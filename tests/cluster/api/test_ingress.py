@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import load
@@ -60,8 +60,10 @@ class ThreadedCluster:
                 "cluster": {"heartbeat_s": 0.2},
             }
         )
-        self.seat = CoordinatorEndpoint(make_keys(), secrets.token_hex(8), free_port("127.0.0.1"))
-        self.coordinator = CoordinatorService(self.config.cluster, seat=self.seat)
+        self.endpoint = CoordinatorEndpoint(
+            make_keys(), secrets.token_hex(8), free_port("127.0.0.1")
+        )
+        self.coordinator = CoordinatorService(self.config.cluster, endpoint=self.endpoint)
         self.engines: dict[int, EngineServer] = {}
         self.threads: list[threading.Thread] = []
         self.url = ""
@@ -78,20 +80,21 @@ class ThreadedCluster:
         self.coordinator.join([server.member], 10)
 
     def remove_engine(self, rank: int) -> None:
-        self.coordinator.lose([rank])
+        self.coordinator.remove_failed([rank])
         self.engines[rank].stop()
 
     def replace_coordinator(self) -> None:
         """The next one is at the same place and knows nothing."""
         self.coordinator.stop()
-        self.coordinator = CoordinatorService(self.config.cluster, seat=self.seat, recover=True)
+        self.coordinator = CoordinatorService(
+            self.config.cluster, endpoint=self.endpoint, recover=True
+        )
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[httpx.AsyncClient]:
         manager = SimpleNamespace()
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
-        ingress = Ingress(self.config, connect, manager)
-        await ingress.start()
+        ingress = await build_ingress(self.config, connect, manager)
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
         await edge.start()
         try:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jiter import from_json
 
-from swell.cluster.api.messages.convert import chat_messages, chat_request, tokenize_request
+from swell.cluster.api.messages.convert import chat_messages, conversation, to_generation_request
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
+from swell.cluster.text.generation_request import Conversation
 from swell.cluster.text.object_text import MAX_DEPTH, PartialObject, read_partial_object
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
@@ -135,22 +136,22 @@ def test_a_conversation_with_tools_in_our_terms() -> None:
 @pytest.mark.parametrize(
     ("choice", "name", "parallel"),
     [
-        ({"type": "auto"}, "auto", None),
+        ({"type": "auto"}, "auto", True),
         ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
-        ({"type": "none"}, "none", None),
-        ({"type": "tool", "name": "add"}, {"type": "function", "function": {"name": "add"}}, None),
+        ({"type": "none"}, "none", True),
+        ({"type": "tool", "name": "add"}, {"type": "function", "function": {"name": "add"}}, True),
     ],
 )
 def test_choices_among_tools(choice: object, name: object, parallel: object) -> None:
     body = payload(tools=[{**ADD, "type": "custom", "strict": True}], tool_choice=choice)
-    chat = chat_request(body)
+    chat = conversation(body)
     assert msgspec.to_builtins(chat.tool_choice) == name
     assert chat.parallel_tool_calls is parallel
-    assert chat.tools is not None and chat.tools[0].function is not None
-    assert chat.tools[0].function.parameters == ADD["input_schema"]
-    assert chat.tools[0].function.strict
-    assert bool(tokenize_request(body).tools) == (name != "none")
-    chat.check()
+    tools = chat.template.tools
+    assert bool(tools) == (name != "none")
+    for tool in tools:
+        assert tool.function is not None and tool.function.strict
+        assert tool.function.parameters == ADD["input_schema"]
 
 
 def test_request_fields_reach_sampling_and_template() -> None:
@@ -164,23 +165,25 @@ def test_request_fields_reach_sampling_and_template() -> None:
         thinking={"type": "enabled", "budget_tokens": 2000},
         output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}},
     )
-    chat = chat_request(body)
-    chat.check()
-    params = chat.sampling_params()
+    request = to_generation_request(body, {"top_k": 9, "min_p": 0.25})
+    params = request.params
+    assert params.min_p == 0.25
     assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 3)
     assert params.stop == ["a", "b"] and params.max_tokens is None
+    assert request.max_tokens_in_context == 5000
     assert params.structured_outputs is not None and params.structured_outputs.json == schema
     told = {"enable_thinking": True, "thinking_budget": 2000, "reasoning_effort": "low"}
-    assert chat.chat_template_kwargs == told == tokenize_request(body).chat_template_kwargs
-    off = chat_request(payload(thinking={"type": "disabled"}, chat_template_kwargs={"x": 1}))
-    assert off.chat_template_kwargs == {"enable_thinking": False, "x": 1}
+    assert isinstance(request.prompt, Conversation)
+    assert request.prompt.template.variables == told == conversation(body).template.variables
+    off = conversation(payload(thinking={"type": "disabled"}, chat_template_kwargs={"x": 1}))
+    assert off.template.variables == {"enable_thinking": False, "x": 1}
 
 
 def test_an_answer_goes_on_with_the_last_word_of_the_assistant() -> None:
     prefill = [*QUESTION, {"role": "assistant", "content": "It is"}]
-    for kind, convert in ((MessagesRequest, chat_request), (CountTokensRequest, tokenize_request)):
-        assert convert(payload(kind, messages=prefill)).continue_final_message is True
-        assert convert(payload(kind)).continue_final_message is False
+    for kind in (MessagesRequest, CountTokensRequest):
+        assert conversation(payload(kind, messages=prefill)).template.continue_final_message is True
+        assert conversation(payload(kind)).template.continue_final_message is False
 
 
 def _content(*blocks: object, role: str = "user") -> dict[str, object]:
@@ -231,9 +234,11 @@ def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param:
 def test_tools_and_a_form_in_one_request() -> None:
     schema = {"type": "object", "properties": {}}
     config = {"format": {"type": "json_schema", "schema": schema}}
-    chat = chat_request(payload(tools=[{**ADD, "type": "custom"}], output_config=config))
-    chat.check()
-    assert chat.tools and chat.form().json == schema
+    body = payload(tools=[{**ADD, "type": "custom"}], output_config=config)
+    request = to_generation_request(body, {})
+    assert request.params.structured_outputs is not None
+    assert request.params.structured_outputs.json == schema
+    assert request.structured_outputs_field == "output_config.format.schema"
 
 
 @pytest.mark.parametrize(
@@ -246,4 +251,4 @@ def test_tools_and_a_form_in_one_request() -> None:
     ],
 )
 def test_budgets_of_thinking(thinking: object, budget: int | None) -> None:
-    assert chat_request(payload(thinking=thinking, max_tokens=2000)).thinking_token_budget == budget
+    assert conversation(payload(thinking=thinking, max_tokens=2000)).thinking_token_budget == budget

@@ -20,8 +20,8 @@ from swell.cluster.api.chat.protocol import (
     ChatResponseMessage,
 )
 from swell.cluster.api.completions.protocol import Completion, CompletionChoice, CompletionRequest
-from swell.cluster.api.models import DetokenizeRequest, TokenizeRequest
 from swell.cluster.api.protocol_base import error_body, usage
+from swell.cluster.api.tokenize import DetokenizeRequest, TokenizeRequest
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from starlette.routing import Route
 
 from swell.cluster.api.admin.protocol import DrainRequest, ScaleRequest
 from swell.cluster.api.chat.protocol import ChatCompletionRequest as CHAT
-from swell.cluster.api.ingress import Ingress
+from swell.cluster.api.ingress import Ingress, TextServices
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.api.protocol_base import error_body
 from swell.cluster.text.sampling_params import BadRequest
@@ -29,7 +30,10 @@ OPERATIONS = [
 
 def served() -> set[tuple[str, str]]:
     """(method, path) of the ingress; the last route catches what does not exist."""
-    ingress = Ingress(load({"model": {"path": "."}}), None, None)  # type: ignore[arg-type]
+    prompts = SimpleNamespace(set_limits=None)
+    text = TextServices(prompts, None, None, {})  # type: ignore[arg-type]
+    connect = lambda *_, **__: None  # noqa: E731
+    ingress = Ingress(load({"model": {"path": "."}}), connect, None, text)  # type: ignore[arg-type]
     routes = [route for route in ingress.app.routes if isinstance(route, Route)]
     return {
         (method.lower(), route.path.replace(":path}", "}"))

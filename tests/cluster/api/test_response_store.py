@@ -230,7 +230,7 @@ def test_it_answers_as_a_plain_list(story: list[tuple[StoreRequest, float]]) -> 
         if isinstance(reply, StoredLookup) and not isinstance(wish, Delete):
             told = final.get(wish.id, reply)  # type: ignore[union-attr]
             assert told == reply
-            if reply.fate is not StoredStatus.RUNNING:
+            if reply.status is not StoredStatus.RUNNING:
                 final[wish.id] = reply  # type: ignore[union-attr]
         if reply is True or isinstance(wish, Delete):
             final.pop(getattr(wish, "id", ""), None)
@@ -243,7 +243,7 @@ def running(store: ResponseStore, id: str = "a", runner: str = "one") -> None:
 def fate(store: ResponseStore, now_s: float, id: str = "a") -> StoredStatus:
     found = store.handle(Read(id), now_s)
     assert isinstance(found, StoredLookup)
-    return found.fate
+    return found.status
 
 
 def pass_by(store: ResponseStore, from_s: float, until_s: float) -> float:

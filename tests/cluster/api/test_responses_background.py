@@ -119,9 +119,7 @@ def test_what_has_cost_ingresses_again_and_again_has_failed(tmp_path: Path) -> N
 
 def core(request: EngineCoreRequest) -> EngineCoreRequest:
     """What the answer depends on."""
-    return msgspec.structs.replace(
-        request, request_id="", external_req_id="", client_index=0, arrival_time=0.0
-    )
+    return msgspec.structs.replace(request, request_id="", external_req_id="")
 
 
 @pytest.mark.parametrize("seed", [{}, {"seed": 7}])
@@ -265,7 +263,7 @@ def test_a_failed_heartbeat_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
     async def story() -> None:
         async with ResponsesServer(tmp_path, "the fox").open(steps=0) as server:
             runs = server.cluster.ingress._responses._background
-            beat, failed = runs._store.beat, []
+            beat, failed = runs._store.heartbeat, []
 
             async def once(*args: object) -> object:
                 if not failed:
@@ -273,7 +271,7 @@ def test_a_failed_heartbeat_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
                     raise ZeroDivisionError("planted")
                 return await beat(*args)  # type: ignore[arg-type]
 
-            monkeypatch.setattr(runs._store, "beat", once)
+            monkeypatch.setattr(runs._store, "heartbeat", once)
             begun = await server.ask(background=True)
             await server.client.responses.cancel(begun.id)
             await until(lambda: server.engine.aborted)

@@ -15,7 +15,7 @@ from openai.types.responses import ResponseItemList, ResponseOutputItem
 from pydantic import TypeAdapter
 
 from swell.cluster.api.responses import items as api
-from swell.cluster.api.responses.convert import as_responses_error, chat_messages, chat_request
+from swell.cluster.api.responses.convert import chat_messages, chat_request, name_of
 from swell.cluster.api.responses.input_items import read_input
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.responses.response import begin_response, item_list
@@ -374,7 +374,7 @@ def test_a_stored_call_that_was_cut_off_is_taken() -> None:
     ],
 )
 def test_errors_name_the_fields_of_this_api(theirs: str, ours: str) -> None:
-    error = as_responses_error(BadRequest(f"{theirs}=3 is wrong", theirs, "code"))
+    error = BadRequest(f"{theirs}=3 is wrong", theirs, "code").renamed(name_of)
     assert (error.message, error.param, error.code) == (f"{ours}=3 is wrong", ours, "code")
 
 

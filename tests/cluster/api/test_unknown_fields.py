@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.models import TokenizeRequest
+from swell.cluster.api.tokenize import TokenizeRequest
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode, read
 from tests.cluster.api.test_request_fields import HELLO, MINIMAL

@@ -16,8 +16,8 @@ from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_core_client import EngineId
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.outputs import RequestOutputKind
-from swell.cluster.client.parallel_sampling import children
-from swell.cluster.client.request_state import Ticket
+from swell.cluster.client.request_state import RequestState
+from swell.cluster.text.child_params import child_sampling_params
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.sampling_params import SamplingParams, to_core_request
 from swell.configs.schema import load
@@ -78,7 +78,7 @@ class ScriptedCluster:
         if isinstance(message, EngineCoreRequest):
             assert core.add_request(message, CLIENT) is None
         elif isinstance(message, AbortRequests):
-            core.abort_requests(message.request_ids)
+            core.abort_requests(message.request_ids, message.attempts)
 
     # ---------------------------------------------------------------- engines
 
@@ -145,13 +145,13 @@ class ScriptedCluster:
         """One step of an engine, which takes so long; its outputs come at the end."""
         outputs = self.cores[rank].step()
         self.now += seconds
-        self._on_outputs(EngineCoreOutputs(rank, outputs.get(CLIENT, [])))
+        self._on_outputs(EngineCoreOutputs(outputs.get(CLIENT, [])))
 
-    def submit(self, prompt: list[int], tokens: int, **changes: Any) -> list[Ticket]:
+    def submit(self, prompt: list[int], tokens: int, **changes: Any) -> list[RequestState]:
         """The children of one answer; no end token ends them early."""
         params = replace(SamplingParams(max_tokens=tokens, seed=3), **changes)
-        tickets = []
-        for index, child in enumerate(children(params)):
+        states = []
+        for index, child in enumerate(child_sampling_params(params)):
             core = to_core_request(
                 child,
                 external_req_id="r",
@@ -159,11 +159,11 @@ class ScriptedCluster:
                 max_tokens=tokens,
                 eos_token_ids=[],
             )
-            tickets.append(self.llm.submit(core, child, RequestOutputKind.FINAL_ONLY, index))
-        return tickets
+            states.append(self.llm.submit(core, child, RequestOutputKind.FINAL_ONLY, index))
+        return states
 
-    def abort(self, tickets: list[Ticket]) -> None:
-        self.llm.abort([ticket.request.request_id for ticket in tickets])
+    def abort(self, states: list[RequestState]) -> None:
+        self.llm.abort([state.request_id for state in states])
 
     def shown(self) -> dict[str, float]:
         """What a scrape shows and is not zero, without buckets; of engines the sum."""

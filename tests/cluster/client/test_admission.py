@@ -225,12 +225,11 @@ def test_what_was_sent_counts_until_reports_tell_of_it():
     router = Router(4)
     assert router.backlog(0) == Backlog()
     told = joined(router, EngineReport(0, 7))
-    for name in "abc":
-        router.choose(name, [1, 2, 3, 4, 5])
+    first, second, _ = [router.choose(name, [1, 2, 3, 4, 5]) for name in "abc"]
     # One token of "b" and "c" must be computed anew: the block before it was sent for "a".
     assert router.backlog(0) == Backlog(0, 0, 3, 5 + 1 + 1)
-    router.answered("a")
-    router.done("b")
+    first.on_first_token()
+    second.release()
     assert router.backlog(0) == Backlog(0, 0, 1, 1)
     report = EngineReport(0, 7, waiting=1, waiting_tokens=1, steps=1)
     router.update(ClusterView(told.roster, [report]))
@@ -335,9 +334,9 @@ def test_tokens_that_wait_for_an_engine_count():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
         cluster.lose(0)
-        tickets = cluster.submit([1] * 10, 2)
+        states = cluster.submit([1] * 10, 2)
         assert refused(cluster)
-        cluster.abort(tickets)
+        cluster.abort(states)
         assert not refused(cluster)
 
     run(scenario, serve__max_waiting_tokens=10)

@@ -47,7 +47,7 @@ class BlockedLinks:
             return
         loop = asyncio.get_running_loop()
         raw = msgspec.Raw(msgspec.msgpack.encode("idle"))
-        self._answer = EngineCoreOutputs(0, utility_output=UtilityOutput(call.call_id, None, raw))
+        self._answer = EngineCoreOutputs(utility_output=UtilityOutput(call.call_id, None, raw))
         loop.add_reader(self._event, self._arrive)
         loop.call_soon(self._block)
 
@@ -107,7 +107,7 @@ def test_an_ingress_that_was_stopped_looks_for_an_engine_before_it_gives_up(come
         llm, links = open_llm(**settings)
         links.on_view(ClusterView(Roster(2)), [EngineId.of(links.view.roster.members[0])])
         request = EngineCoreRequest("r", [1], SamplerParams(), max_tokens=3)
-        ticket = llm.submit(request, SamplingParams(), RequestOutputKind.DELTA)
+        state = llm.submit(request, SamplingParams(), RequestOutputKind.DELTA)
         time.sleep(0.1 + 2 * TIMEOUT_S)
         for _ in range(3):  # timers that are due fire here
             await asyncio.sleep(0)
@@ -117,7 +117,7 @@ def test_an_ingress_that_was_stopped_looks_for_an_engine_before_it_gives_up(come
             assert [sent.request_id for sent in links.sent] == ["r"]
         else:
             with pytest.raises(NoEngine, match=r"waited 0\.02 s"):
-                await asyncio.wait_for(ticket.collector.get(), 20)
+                await asyncio.wait_for(state.queue.get(), 20)
         llm.close()
 
     asyncio.run(story())

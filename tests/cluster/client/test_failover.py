@@ -32,7 +32,7 @@ def play(folder: Path, scene: Scene, **settings: object) -> None:
         async with FakeCluster(folder, **settings).serving() as cluster:
             await scene(cluster)
             llm = cluster.ingress.llm
-            await until(lambda: not (llm._tickets or llm._attempts or llm._awaiting_placement))
+            await until(lambda: not (llm._processor.request_states or llm._placer._queue))
 
     asyncio.run(run())
 
@@ -97,7 +97,7 @@ def test_a_repairing_engine_keeps_what_it_has_if_it_is_alone(folder: Path) -> No
         await stream.has(3)
         await cluster.mark(0, MemberState.REPAIRING)
         late = Stream(cluster, body([9], 10))
-        await until(lambda: cluster.ingress.llm._awaiting_placement)
+        await until(lambda: cluster.ingress.llm._placer._queue)
         await cluster.mark(0, MemberState.ACTIVE)
         first.allow()
         assert (await stream.done).ids == truth([1], 20)
@@ -170,9 +170,9 @@ def test_a_request_waits_for_an_engine(folder: Path) -> None:
             for payload in wishes
         ]
         leaving = asyncio.create_task(cluster.client.post("/v1/completions", json=body([3], 5)))
-        await until(lambda: len(cluster.ingress.llm._awaiting_placement) == 3)
+        await until(lambda: len(cluster.ingress.llm._placer._queue) == 3)
         leaving.cancel()
-        await until(lambda: len(cluster.ingress.llm._awaiting_placement) == 2)
+        await until(lambda: len(cluster.ingress.llm._placer._queue) == 2)
         first = await cluster.join(1)
         answer = await waiting[0]
         assert answer.json()["choices"][0]["token_ids"] == truth([1], 5)
@@ -238,8 +238,8 @@ def test_a_request_that_costs_two_engines_goes_no_further(folder: Path, begun: b
             await until(lambda: len(engine.requests) == held)
             await cluster.join(rank + 1, steps=0)
             engine.begin()
-            tickets = cluster.ingress.llm._tickets.values()
-            await until(lambda: all(t.started for t in tickets))
+            states = cluster.ingress.llm._processor.request_states.values()
+            await until(lambda: all(state.started for state in states))
             await cluster.kill(engine)
 
         await lose(0, 1 + begun)

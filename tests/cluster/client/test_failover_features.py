@@ -2,7 +2,7 @@
 engines, any number of moves.
 
 No socket and no clock: the desk of `tests/engine/engine_harness.py` steps both engines by hand, and
-what a request has said goes to the other one as `RequestState.resubmission` writes it. The oracle
+what a request has said goes to the other one as `RequestState.engine_request` writes it. The oracle
 is the same payload alone on one engine (`Plain`).
 """
 

@@ -24,7 +24,7 @@ class Only(Collector):
         self._part = part
 
     def collect(self) -> Iterator[Metric]:
-        yield self._part.shown(self._part.numbers)
+        yield self._part.to_family(self._part.numbers)
 
 
 def shown(registry: CollectorRegistry) -> list[str]:

@@ -83,20 +83,18 @@ async def engines_come_and_go(cluster: FakeCluster, draw: random.Random) -> None
 def held(cluster: FakeCluster) -> dict[str, Any]:
     """What is not zero, or empty."""
     ingress, llm = cluster.ingress, cluster.ingress.llm
+    router = llm._placer._router
     found = {
-        "tickets": llm._tickets,
-        "runs": llm._attempts,
-        "waiting for an engine": llm._awaiting_placement,
-        "their tokens": llm._awaiting_placement_tokens,
         "requests": llm._processor.request_states,
-        "placed": llm._router._placed,
+        "waiting for an engine": len(llm._placer._queue),
+        "their tokens": llm._placer._queue.num_tokens,
         "bodies": ingress._reader.held_bytes,
         "readers": ingress._reader._readers,
-        "backlog": sum(llm._router.own_backlog(1)),
+        "backlog": sum(router.own_backlog(1)),
         "handlers": cluster.edge._server.server_state.tasks,
         "timers": far_timers(),
     }
-    for rank, engine in llm._router._engines.items():
+    for rank, engine in router._engines.items():
         load = engine.sent
         found[f"engine {rank}"] = any(
             (load.uncomputed_tokens, load.requests, load.blocks, load.unanswered)

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.cluster.client.metrics import PrometheusStats
-from swell.cluster.client.output_processor import (
-    OutputProcessor,
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.outputs import (
     RequestOutput,
     RequestOutputCollector,
     RequestOutputKind,
 )
+from swell.cluster.client.request_state import MigrationReason
 from swell.cluster.client.stats import IterationStats
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.sampling_params import SamplingParams, to_core_request
@@ -95,7 +96,7 @@ def test_a_reader_of_any_speed_gets_everything_once(
     assert answers[-1].num_output_tokens == len(ids)
     assert answers[-1].finish_reason == "length"
     assert kind != FINAL or len(got) == 1
-    assert not out.has_unfinished_requests()
+    assert not out.request_states
 
 
 @settings(max_examples=100, deadline=None)
@@ -135,7 +136,7 @@ def test_a_stop_string_ends_and_aborts() -> None:
     text, aborts, used = "", [], 0
     for token_id in ids:
         result = out.process_outputs([EngineCoreOutput(request.request_id, [token_id])])
-        aborts += result.reqs_to_abort
+        aborts += [state.request_id for state in result.reqs_to_abort]
         for output in result.request_outputs:
             text += output.outputs[0].text
             used += len(output.outputs[0].token_ids)
@@ -201,15 +202,14 @@ def test_abort_gives_what_there_is() -> None:
             out.add_request(request, params, kind=CUMULATIVE, queue=collector)
             out.process_outputs([EngineCoreOutput(request.request_id, ids_of("a fox"))])
         ids = [request.request_id for request in requests]
-        assert out.abort_requests(["same", "unknown"], internal=False) == ids[:2]
-        assert out.abort_requests(["other"], internal=True) == []
-        assert out.abort_requests([ids[2], ids[2]], internal=True) == ids[2:]
+        assert [s.request_id for s in out.abort_requests([*ids[:2], "unknown"])] == ids[:2]
+        assert out.abort_requests(["same"]) == [], "an external id"
+        assert [s.request_id for s in out.abort_requests([ids[2], ids[2]])] == ids[2:]
         for collector in collectors:
             last = await collector.get()
             assert last.finished
             assert (last.outputs[0].text, last.outputs[0].finish_reason) == ("a fox", "abort")
-        assert not out.has_unfinished_requests()
-        assert out.internal_ids("same") == []
+        assert not out.request_states
         late = out.process_outputs([EngineCoreOutput(ids[0], [1])])
         assert (late.request_outputs, late.reqs_to_abort) == ([], [])
 
@@ -228,30 +228,13 @@ def test_an_error_reaches_everyone_after_what_came_before() -> None:
         waiting = [asyncio.create_task(collector.get()) for collector in collectors[1:]]
         await asyncio.sleep(0)
         ended = out.propagate_error(RuntimeError("gone"), [collectors[0].request_id])
-        assert ended == [collectors[0].request_id]
+        assert [state.request_id for state in ended] == [collectors[0].request_id]
         assert len(out.propagate_error(RuntimeError("gone"))) == 2
         assert (await collectors[0].get()).outputs[0].text == "fox"
         for failed in [collectors[0].get(), collectors[0].get(), *waiting]:
             with pytest.raises(RuntimeError, match="gone"):
                 await failed
-        await asyncio.wait_for(out.wait_for_requests_to_drain(), 1)
-
-    asyncio.run(run())
-
-
-def test_drain_waits_for_the_last_request() -> None:
-    async def run() -> None:
-        out, params = processor(), SamplingParams()
-        await asyncio.wait_for(out.wait_for_requests_to_drain(), 1)
-        requests = [core(params), core(params)]
-        for request in requests:
-            out.add_request(request, params)
-        drained = asyncio.create_task(out.wait_for_requests_to_drain())
-        for request in requests:
-            await asyncio.sleep(0)
-            assert not drained.done()
-            out.process_outputs([EngineCoreOutput(request.request_id, [5], FinishReason.LENGTH)])
-        await asyncio.wait_for(drained, 1)
+        assert not out.request_states
 
     asyncio.run(run())
 
@@ -294,11 +277,14 @@ def test_a_resubmission_continues_where_the_first_run_stood(
         ]
         got = out.process_outputs(outputs).request_outputs
         if not got:
-            again = state.resubmission(priority=5)
-            assert (again.output_token_ids, again.priority) == (ids[:cut], 5)
+            state.unassign(MigrationReason.DIED)
+            again = state.engine_request()
+            assert (again.output_token_ids, again.attempt) == (ids[:cut], 2)
             assert (again.request_id, again.sampler) == (request.request_id, request.sampler)
             rest = steps(request.request_id, ids[cut:], sizes, FinishReason.LENGTH)
-            got = out.process_outputs(rest).request_outputs
+            got = out.process_outputs(
+                msgspec.structs.replace(output, attempt=2) for output in rest
+            ).request_outputs
         results.append((got[0].outputs[0], got[0].num_cached_tokens))
     assert results[0][0] == results[1][0]
 
@@ -370,7 +356,7 @@ def test_metrics_have_the_contracts_names_and_values() -> None:
     params = SamplingParams()
     request = core(params)
     out.add_request(request, params)
-    out.abort_requests([request.request_id], internal=True)
+    out.abort_requests([request.request_id])
     text = stats.render().decode()
     for line in (
         "swell_time_to_first_token_seconds_sum 2.0",
@@ -465,7 +451,7 @@ def test_an_engine_that_does_not_tell_what_it_was_asked_fails_that_request_alone
     result = out.process_outputs([EngineCoreOutput(r.request_id, [5]) for r in requests])
     reasons = {o.request_id: o.outputs[0].finish_reason for o in result.request_outputs}
     assert reasons == {"asking": "error", "silent": None}
-    assert result.reqs_to_abort == [requests[0].request_id]
+    assert [s.request_id for s in result.reqs_to_abort] == [requests[0].request_id]
 
 
 PROMPT_TOLD = [(2, 9), (3, 8)]
@@ -486,15 +472,17 @@ def test_a_prompt_is_told_of_once_over_failover(kind: RequestOutputKind) -> None
     params = SamplingParams(prompt_logprobs=1)
     out, request = processor(), core(params)
     state = out.add_request(request, params, kind=kind)
-    assert state.resubmission() == request
+    assert state.engine_request() is request
 
     first = msgspec.structs.replace(
         of_prompt(request.request_id, 1, -1.0, []),
         extras=[PromptLogprobs(1, [[2, 9]], [[-1.0, -0.5]], [2])],
     )
     assert out.process_outputs([first]).request_outputs == []
-    assert state.resubmission() == request
+    state.unassign(MigrationReason.DIED)
+    assert state.engine_request() == msgspec.structs.replace(request, attempt=2)
     second = of_prompt(request.request_id, 1, -2.0, [7])
+    second = msgspec.structs.replace(second, attempt=2)
     (output,) = out.process_outputs([second]).request_outputs
     table = output.prompt_logprobs
     assert table is not None
@@ -505,10 +493,11 @@ def test_a_prompt_is_told_of_once_over_failover(kind: RequestOutputKind) -> None
         -1.0,
         -2.0,
     ]
-    again = state.resubmission(priority=3)
+    state.unassign(MigrationReason.DIED)
+    again = state.engine_request()
     assert (again.sampler.prompt_logprobs, again.skip_prefix_cache) == (None, False)
-    assert (again.output_token_ids, again.priority) == ([7], 3)
-    third = of_prompt(request.request_id, 1, -3.0, [7])
+    assert (again.output_token_ids, again.attempt) == ([7], 3)
+    third = msgspec.structs.replace(of_prompt(request.request_id, 1, -3.0, [7]), attempt=3)
     (output,) = out.process_outputs([third]).request_outputs
     assert output.prompt_logprobs == (None if kind == DELTA else table)
 

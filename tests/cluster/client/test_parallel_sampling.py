@@ -17,7 +17,8 @@ from swell.cluster.client.outputs import (
     RequestOutputCollector,
     RequestOutputKind,
 )
-from swell.cluster.client.parallel_sampling import ParentRequest, best, children, merge_outputs
+from swell.cluster.client.parallel_sampling import ParentRequest, merge_outputs, select_best_of
+from swell.cluster.text.child_params import child_sampling_params
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.sampling_params import SEED_BITS, SamplingParams, to_core_request
 from swell.cluster.text.token_texts import TokenTexts
@@ -41,7 +42,7 @@ def test_children_differ_in_their_seeds_alone(n, more, seed, logprobs) -> None:
     params = SamplingParams(
         n=n, best_of=None if more is None else n + more, seed=seed, logprobs=logprobs, stop=["x"]
     )
-    found = children(params)
+    found = child_sampling_params(params)
     assert len(found) == n + (more or 0)
     told = 0 if more and logprobs is None else logprobs
     for index, child in enumerate(found):
@@ -59,7 +60,7 @@ def test_the_first_child_draws_what_one_answer_alone_would(seed) -> None:
         return core.sampler.seed
 
     params = SamplingParams(seed=seed, n=3)
-    first, *others = map(drawn, children(params))
+    first, *others = map(drawn, child_sampling_params(params))
     assert first == drawn(params)
     assert others == [(first + i) % 2**63 for i in (1, 2)]
 
@@ -69,7 +70,7 @@ def test_children_without_a_seed_draw_apart() -> None:
         to_core_request(
             p, external_req_id="r", prompt_token_ids=[1], max_tokens=1, eos_token_ids=[]
         )
-        for p in children(SamplingParams(n=8))
+        for p in child_sampling_params(SamplingParams(n=8))
     ]
     assert len({core.sampler.seed for core in cores}) == 8
     assert {core.external_req_id for core in cores} == {"r"}
@@ -202,7 +203,7 @@ def test_logprobs_that_nobody_asked_for_are_left_out() -> None:
         outputs = list(spoken(0, [[1]], FINAL)) + list(spoken(1, [[2]], FINAL))
         for output in outputs:
             output.outputs[0].logprobs = table
-        found = best(merge_outputs(outputs), SamplingParams(best_of=2, logprobs=asked))
+        found = select_best_of(merge_outputs(outputs), SamplingParams(best_of=2, logprobs=asked))
         assert [part.logprobs for part in found.outputs] == [shown]
 
 
@@ -226,7 +227,7 @@ def test_an_abort_of_the_answer_ends_all_children_with_what_they_have(best_of) -
     params = SamplingParams(n=2, best_of=best_of, max_tokens=9)
     processor = OutputProcessor(Detokenizer(TOKENIZER))
     parent, collectors, ids = ParentRequest(params, FINAL), [], []
-    for index, child in enumerate(children(params)):
+    for index, child in enumerate(child_sampling_params(params)):
         core = to_core_request(
             child, external_req_id="r", prompt_token_ids=[1], max_tokens=9, eos_token_ids=[]
         )
@@ -235,7 +236,7 @@ def test_an_abort_of_the_answer_ends_all_children_with_what_they_have(best_of) -
         processor.add_request(core, child, kind=FINAL, queue=collectors[-1], index=index)
     if best_of is None:
         processor.process_outputs([EngineCoreOutput(ids[1], [5])])
-    assert processor.abort_requests(["r"], internal=False) == ids
+    assert [state.request_id for state in processor.abort_requests(ids)] == ids
     told = [parent.add(output) for c in collectors if (output := c.get_nowait()) is not None]
     assert len(told) == len(ids)
     assert told[-1] is not None and told[-1].finished

@@ -13,22 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swell.cluster.api.admin import serving as admin
-from swell.cluster.client.engine_core_client import EngineId, SequenceChecker
-from swell.cluster.client.outputs import RequestOutputKind
+from swell.cluster.client.engine_core_client import SequenceChecker
 from swell.cluster.client.readiness import ReadinessTracker
-from swell.cluster.client.request_state import (
-    MAX_LOST_ATTEMPTS,
-    EngineGone,
-    MigrationReason,
-    Ticket,
-)
-from swell.cluster.control.backoff import MAX_DEATHS
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineReport
-from swell.engine.request import MAX_FAILED_ATTEMPTS
-from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
 from tests.cluster.fake_cluster import FakeCluster, until
 from tests.cluster.text import tokenizers_for_tests
 
@@ -107,49 +96,9 @@ def test_a_tally_finds_every_loss_at_the_next_message(arrives: list[bool]) -> No
     tally, lost = SequenceChecker(), False
     for seq, heard in enumerate(arrives, 1):
         if heard:
-            assert tally.follows(seq) is not lost
+            assert tally.is_next(seq) is not lost
         lost = not heard
-    assert tally.follows(0)
-
-
-def ticket() -> Ticket:
-    request = EngineCoreRequest("r", [1], SamplerParams(), max_tokens=9)
-    return Ticket(request, RequestOutputKind.DELTA)
-
-
-LOSSES = (MigrationReason.DIED, MigrationReason.REPAIRING)
-ENDS = {
-    # why runs end -> how many of them, in a row and in vain
-    **dict.fromkeys(LOSSES, MAX_FAILED_ATTEMPTS),
-    **dict.fromkeys(
-        (MigrationReason.DROPPED, MigrationReason.MESSAGES_LOST), MAX_LOST_ATTEMPTS + 1
-    ),
-}
-
-
-@pytest.mark.parametrize("started", [True, False])
-@pytest.mark.parametrize("gained", [0, 1])
-@pytest.mark.parametrize("reason", list(MigrationReason))
-def test_only_what_loses_many_engines_in_vain_is_given_up(
-    reason: MigrationReason, gained: int, started: bool
-) -> None:
-    """Whoever only waited where an engine was lost had no part in it."""
-    endless = gained or reason is MigrationReason.LEFT or (reason in LOSSES and not started)
-    one, names = ticket(), set()
-    for run in range(40):
-        one.place(EngineId(run % 2, 1), run * gained)
-        one.started = started
-        names.add(one.attempt_id)
-        if not endless and run == ENDS[reason] - 1:
-            with pytest.raises(EngineGone, match=str(reason)):
-                one.unassign(reason, (run + 1) * gained)
-            break
-        one.unassign(reason, (run + 1) * gained)
-    assert len(names) == len(one.ranks), "every run has a name of its own"
-
-
-def test_a_request_costs_fewer_engines_than_the_manager_replaces() -> None:
-    assert MAX_FAILED_ATTEMPTS < MAX_DEATHS
+    assert tally.is_next(0)
 
 
 @pytest.fixture

@@ -1,76 +1,172 @@
-"""What several requests give is read as it comes, all that is there at once."""
+"""One request over its attempts: what each engine gets, and when the request is given up."""
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from swell.cluster.client.outputs import CompletionOutput, RequestOutput, RequestOutputKind
-from swell.cluster.client.request_state import EngineGone, OutputBatch, Outputs, Ticket
-from swell.engine.wire import EngineCoreRequest
+from swell.cluster.client.engine_core_client import EngineId
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.outputs import RequestOutputCollector, RequestOutputKind
+from swell.cluster.client.request_state import (
+    MAX_LOST_ATTEMPTS,
+    EngineGone,
+    MigrationReason,
+    RequestState,
+)
+from swell.cluster.client.router import Router
+from swell.cluster.control.backoff import MAX_DEATHS
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.sampling_params import SamplingParams
+from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.roster import Member, Roster
+from swell.coordinator.wire import ClusterView
+from swell.engine.request import MAX_FAILED_ATTEMPTS
+from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import SamplerParams
+from tests.cluster.text.tokenizers_for_tests import byte_level
+from tests.engine.fake_worker import expected, make_core
 
-DEADLINE_S = 5.0
-
-
-def ticket(name: str) -> Ticket:
-    return Ticket(EngineCoreRequest(name, [1], SamplerParams(), 9), RequestOutputKind.DELTA)
-
-
-def output(text: str, *, finished: bool = False) -> RequestOutput:
-    part = CompletionOutput(index=0, text=text, token_ids=[1], num_output_tokens=1)
-    return RequestOutput(request_id="r", prompt_token_ids=[1], outputs=[part], finished=finished)
+DETOKENIZER = Detokenizer(byte_level())
+REQUEST = EngineCoreRequest(
+    "r", [1, 2], SamplerParams(), max_tokens=9, data_parallel_rank=0, cache_salt="s"
+)
 
 
-def texts(batch: OutputBatch) -> list[tuple[int, str]]:
-    return [(number, one.outputs[0].text) for number, one in batch]
+def make_router() -> Router:
+    router = Router(4)
+    address = ChannelAddress("", "", "")
+    router.update(ClusterView(Roster(1, (Member(0, address), Member(1, address)))))
+    return router
 
 
-async def after(reader: Outputs, *puts: tuple[Ticket, RequestOutput]) -> list[tuple[int, str]]:
-    """What a reader that waits already gets."""
-    waiting = asyncio.ensure_future(anext(reader))
-    await asyncio.sleep(0)
-    for one, given in puts:
-        one.collector.put(given)
-    return texts(await asyncio.wait_for(waiting, DEADLINE_S))
+def make_state(processor: OutputProcessor, request: EngineCoreRequest = REQUEST) -> RequestState:
+    queue = RequestOutputCollector(RequestOutputKind.DELTA)
+    return processor.add_request(request, SamplingParams(), queue=queue)
 
 
-def test_all_that_is_there_comes_at_once_and_what_was_not_taken_is_merged():
-    async def read() -> None:
-        one, two = ticket("a"), ticket("b")
-        reader = Outputs([one, two])
-        assert await after(reader, (two, output("x"))) == [(1, "x")]
-        assert await after(reader, (one, output("y")), (two, output("z")), (one, output("!"))) == [
-            (0, "y!"),
-            (1, "z"),
-        ]
-        last = [(one, output("1", finished=True)), (two, output("2", finished=True))]
-        assert await after(reader, *last) == [(0, "1"), (1, "2")]
-        assert [batch async for batch in reader] == []
-
-    asyncio.run(read())
+def assign(state: RequestState, router: Router, rank: int = 0) -> EngineCoreRequest:
+    route = router.choose(state.request_id, state.request.prompt_token_ids, rank=rank)
+    state.assign(EngineId(rank, 1), route, 0.0)
+    return state.engine_request()
 
 
-def test_the_first_batch_can_be_looked_at_and_comes_again():
-    async def read() -> None:
-        one = ticket("a")
-        one.collector.put(output("x", finished=True))
-        reader = Outputs([one])
-        first = await reader.first()
-        assert [batch async for batch in reader] == [first]
+LOSSES = (MigrationReason.DIED, MigrationReason.REPAIRING)
+ENDS = {
+    # why attempts end -> how many of them, in a row and without a token
+    **dict.fromkeys(LOSSES, MAX_FAILED_ATTEMPTS),
+    **dict.fromkeys(
+        (MigrationReason.DROPPED, MigrationReason.MESSAGES_LOST), MAX_LOST_ATTEMPTS + 1
+    ),
+}
 
-    asyncio.run(read())
+
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("gained", [0, 1])
+@pytest.mark.parametrize("reason", list(MigrationReason))
+def test_only_what_loses_many_engines_in_vain_is_given_up(
+    reason: MigrationReason, gained: int, started: bool
+) -> None:
+    """A request that only waited where an engine was lost is not the reason."""
+    endless = gained or reason is MigrationReason.LEFT or (reason in LOSSES and not started)
+    state, router, numbers = make_state(OutputProcessor(DETOKENIZER)), make_router(), []
+    for attempt in range(40):
+        assign(state, router, attempt % 2)
+        state.started = started
+        numbers.append(state.attempt)
+        state.output_token_ids += [7] * gained
+        if not endless and attempt == ENDS[reason] - 1:
+            with pytest.raises(EngineGone, match=str(reason)):
+                state.unassign(reason)
+            break
+        state.unassign(reason)
+    assert numbers == list(range(1, len(state.ranks) + 1))
+    assert not router.own_backlog(1).own_tokens
 
 
-def test_what_was_there_comes_before_a_failure():
-    async def read() -> None:
-        one, two = ticket("a"), ticket("b")
-        reader = Outputs([one, two])
-        one.collector.put(output("x"))
-        two.collector.put(EngineGone("no more"))
-        assert texts(await anext(reader)) == [(0, "x")]
-        with pytest.raises(EngineGone, match="no more"):
-            await asyncio.wait_for(anext(reader), DEADLINE_S)
+def test_a_request_costs_fewer_engines_than_the_manager_replaces() -> None:
+    assert MAX_FAILED_ATTEMPTS < MAX_DEATHS
 
-    asyncio.run(read())
+
+def test_the_first_attempt_is_the_request_itself() -> None:
+    assert assign(make_state(OutputProcessor(DETOKENIZER)), make_router()) is REQUEST
+
+
+def test_a_later_attempt_continues_after_the_outputs_on_any_engine() -> None:
+    processor, router = OutputProcessor(DETOKENIZER), make_router()
+    state = make_state(processor)
+    assign(state, router)
+    processor.process_outputs([EngineCoreOutput("r", [5, 6])])
+    state.unassign(MigrationReason.DIED)
+    processor.process_outputs([EngineCoreOutput("r", [7])])  # late
+    assert assign(state, router, 1) == replace(
+        REQUEST, output_token_ids=[5, 6], data_parallel_rank=None, attempt=2
+    )
+    late = [EngineCoreOutput("r", [8]), EngineCoreOutput("r", [], FinishReason.ABORT)]
+    result = processor.process_outputs([*late, EngineCoreOutput("r", [9], attempt=2)])
+    assert result.dropped == [] and state.output_token_ids == [5, 6, 9]
+    dropped = EngineCoreOutput("r", [], FinishReason.ABORT, attempt=2)
+    assert processor.process_outputs([dropped]).dropped == [state]
+    assert processor.find("r", 2) is state and processor.find("r", 1) is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    script=st.lists(
+        st.tuples(st.sampled_from(["step", "hear", "move", "abort late"]), st.integers(0, 1)),
+        max_size=40,
+    ),
+    depth=st.integers(1, 3),
+)
+def test_messages_of_any_age_give_the_answer_of_one_engine(
+    script: list[tuple[str, int]], depth: int
+) -> None:
+    """Two engines, and a client that moves its request between them, or to the same again. Outputs
+    and aborts are on the way for any time, and may come after the request that was sent behind
+    them."""
+    whole = EngineCoreRequest("r", [1, 2, 3], SamplerParams(), max_tokens=9)
+    cores = [make_core(steps_in_flight=depth) for _ in range(2)]
+    processor, router = OutputProcessor(DETOKENIZER), make_router()
+    state = make_state(processor, whole)
+    outputs: list[list[EngineCoreOutput]] = [[], []]
+    aborts: list[list[int]] = [[], []]
+
+    def send(rank: int) -> None:
+        assert cores[rank].add_request(assign(state, router, rank), b"c") is None
+
+    def hear(rank: int) -> None:
+        processor.process_outputs(outputs[rank])
+        outputs[rank].clear()
+
+    def step(rank: int) -> None:
+        for answers in cores[rank].step().values():
+            outputs[rank] += answers
+
+    send(0)
+    for event, rank in script:
+        if state.finish_reason is not None:
+            break
+        match event:
+            case "step":
+                step(rank)
+            case "hear":
+                hear(rank)
+            case "abort late":
+                cores[rank].abort_requests(["r"] * len(aborts[rank]), aborts[rank])
+                aborts[rank].clear()
+            case "move":
+                assert state.engine is not None
+                aborts[state.engine.rank].append(state.attempt)
+                state.unassign(MigrationReason.LEFT)
+                send(rank)
+    while any(core.has_work for core in cores):
+        for rank in range(2):
+            step(rank)
+            hear(rank)
+    assert state.output_token_ids == expected(whole)
+    assert not processor.request_states
+    assert sum(router.own_backlog(1)) == 0
+    for core in cores:
+        core.check_idle()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from swell.cluster.client import router as routing
-from swell.cluster.client.router import SLACK_TOKENS, TOKENS_PER_ROW, NoEngine, Router
+from swell.cluster.client.router import SLACK_TOKENS, TOKENS_PER_ROW, NoEngine, Route, Router
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState, Roster, update_members
 from swell.coordinator.wire import ClusterView, EngineReport
@@ -45,10 +45,6 @@ def counters(router: Router) -> dict[int, tuple[int, int]]:
     }
 
 
-def uncomputed(router: Router, request_id: str) -> int:
-    return router._placed[request_id].uncomputed_tokens
-
-
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only equal scores are equal."""
@@ -77,18 +73,17 @@ def test_the_smaller_backlog_wins(zero, one, chosen) -> None:
         for rank, load in enumerate((zero, one))
     )
     router = router_of(0, 1, reports=reports)
-    assert router.choose("r", prompt(1, 1)) == chosen
+    assert router.choose("r", prompt(1, 1)).rank == chosen
 
 
 @pytest.mark.parametrize(("extra", "stays"), [(0, True), (1, False)])
 def test_a_cached_prefix_is_worth_its_tokens(extra: int, stays: bool) -> None:
     """An engine with the prefix may be busier by just what the prefix saves, and the slack."""
     router = router_of(0, 1)
-    home = router.choose("first", prompt(7, 10 * BLOCK))
-    router.done("first")
+    home = finish(router, 7, length=10 * BLOCK)
     worth = 10 * BLOCK + SLACK_TOKENS
     router.update(view(0, 1, reports=(EngineReport(home, waiting_tokens=worth + extra),)))
-    assert (router.choose("second", [*prompt(7, 10 * BLOCK), 8, 9]) == home) is stays
+    assert (router.choose("second", [*prompt(7, 10 * BLOCK), 8, 9]).rank == home) is stays
 
 
 def test_only_whole_blocks_from_the_start_count_as_cached() -> None:
@@ -99,16 +94,14 @@ def test_only_whole_blocks_from_the_start_count_as_cached() -> None:
     assert counters(router)[0] == (2, 3 * BLOCK + 2 + 2)
     router.choose("c", [*prompt(2, BLOCK), *prompt(1, 2 * BLOCK)])
     assert counters(router)[0] == (3, 3 * BLOCK + 2 + 2 + 3 * BLOCK)
-    router.choose("d", prompt(1, 2 * BLOCK))
-    assert uncomputed(router, "d") == 1, "the last token is always computed"
+    route = router.choose("d", prompt(1, 2 * BLOCK))
+    assert route.uncomputed_tokens == 1, "the last token is always computed"
 
 
 def test_a_salt_separates_prefixes() -> None:
     router = router_of(0)
-    router.choose("a", prompt(1), salt="tenant")
-    router.choose("b", prompt(1))
-    router.choose("c", prompt(1), salt="tenant")
-    assert [uncomputed(router, name) for name in "abc"] == [2 * BLOCK, 2 * BLOCK, 1]
+    routes = [router.choose("r", prompt(1), salt=salt) for salt in ("tenant", None, "tenant")]
+    assert [route.uncomputed_tokens for route in routes] == [2 * BLOCK, 2 * BLOCK, 1]
 
 
 def test_names_that_were_not_used_for_long_are_forgotten(monkeypatch) -> None:
@@ -117,18 +110,17 @@ def test_names_that_were_not_used_for_long_are_forgotten(monkeypatch) -> None:
     for name, conversation in [("a", 1), ("b", 2), ("a2", 1), ("c", 3)]:
         router.choose(name, prompt(conversation))
     assert len(router._engines[0].blocks) == 4
-    router.choose("a3", prompt(1))
-    router.choose("b2", prompt(2))
-    assert (uncomputed(router, "a3"), uncomputed(router, "b2")) == (1, 2 * BLOCK)
+    routes = [router.choose("r", prompt(conversation)) for conversation in (1, 2)]
+    assert [route.uncomputed_tokens for route in routes] == [1, 2 * BLOCK]
 
 
 # -------------------------------------------------------------------------------- where things go
 
 
 def finish(router: Router, conversation: int, name: str = "r", length: int = 2 * BLOCK) -> int:
-    rank = router.choose(name, prompt(conversation, length))
-    router.done(name)
-    return rank
+    route = router.choose(name, prompt(conversation, length))
+    route.release()
+    return route.rank
 
 
 def test_a_conversation_keeps_its_engine_as_it_grows() -> None:
@@ -166,15 +158,16 @@ def test_an_ingress_finds_a_conversation_that_another_one_placed() -> None:
     routers = [router_of(*range(4)) for _ in range(2)]
     for router in routers:
         for rank in range(4):
-            router.choose(f"warm{rank}", system, rank=rank)
-            router.done(f"warm{rank}")
+            router.choose(f"warm{rank}", system, rank=rank).release()
     homes = set()
     for user in range(40):
         first = [*system, *prompt(100 + user)]
-        homes.add(home := routers[0].choose("turn", first))
-        assert routers[1].choose("turn", [*first, *prompt(200 + user, 50 * BLOCK)]) == home
-        for router in routers:
-            router.done("turn")
+        longer = [*first, *prompt(200 + user, 50 * BLOCK)]
+        routes = [routers[0].choose("turn", first), routers[1].choose("turn", longer)]
+        assert routes[0].rank == routes[1].rank
+        homes.add(routes[0].rank)
+        for route in routes:
+            route.release()
     assert homes == set(range(4))
 
 
@@ -196,7 +189,7 @@ def test_a_burst_is_spread_over_stale_reports(
     router = router_of(*range(engines), reports=reports)
     placed = Counter()
     for index in range(engines * rounds * 5):
-        placed[router.choose(f"r{index}", prompt(seed * 1000 + index))] += 1
+        placed[router.choose(f"r{index}", prompt(seed * 1000 + index)).rank] += 1
         router.update(view(*range(engines), reports=reports))
     weight = 2 * BLOCK + TOKENS_PER_ROW
     counts = [placed[rank] for rank in range(engines)]
@@ -206,27 +199,28 @@ def test_a_burst_is_spread_over_stale_reports(
 @pytest.mark.usefixtures("exact")
 def test_a_prompt_that_was_sent_weighs_until_it_is_answered() -> None:
     router = router_of(0, 1)
-    router.choose("long", prompt(1, 200), rank=0)
+    long = router.choose("long", prompt(1, 200), rank=0)
     for index in range(2):
         router.choose(f"short{index}", prompt(2 + index, 1), rank=1)
-    assert router.choose("during", prompt(9, 1)) == 1
-    router.done("during")
-    router.answered("long")
-    assert router.choose("after", prompt(9, 1)) == 0
+    during = router.choose("during", prompt(9, 1))
+    assert during.rank == 1
+    during.release()
+    long.on_first_token()
+    assert router.choose("after", prompt(9, 1)).rank == 0
 
 
 def test_what_others_sent_is_seen_in_the_report() -> None:
     router = router_of(0, 1, reports=(EngineReport(0, running=8, waiting_tokens=500),))
-    assert [router.choose(f"r{i}", prompt(i)) for i in range(5)] == [1] * 5
+    assert [router.choose(f"r{i}", prompt(i)).rank for i in range(5)] == [1] * 5
 
 
 def test_an_answer_ends_the_wait_of_its_prompt_only() -> None:
     router = router_of(0)
-    router.choose("a", prompt(1))
-    router.answered("a")
+    route = router.choose("a", prompt(1))
+    route.on_first_token()
     assert counters(router)[0] == (1, 0)
-    router.answered("a")
-    router.done("a")
+    route.on_first_token()
+    route.release()
     assert counters(router)[0] == (0, 0)
 
 
@@ -235,7 +229,7 @@ def test_an_engine_that_joins_gets_its_share_of_what_follows() -> None:
     old = tuple(EngineReport(rank, running=4, waiting_tokens=300) for rank in range(3))
     routers = [router_of(*range(4), reports=(*old, EngineReport(3))) for _ in range(3)]
     placed = Counter(
-        routers[index % 3].choose(f"r{index}", prompt(index, 100)) for index in range(120)
+        routers[index % 3].choose(f"r{index}", prompt(index, 100)).rank for index in range(120)
     )
     # Each may fill the gap once: 428 tokens and the slack are at most 6 requests of 132.
     assert 30 <= placed[3] <= 30 + 3 * 6 and min(placed.values()) >= 15
@@ -301,13 +295,13 @@ def names_of(token_ids: list[int]) -> list[bytes]:
 def test_an_engine_that_was_started_again_has_an_empty_cache() -> None:
     router = Router(BLOCK)
     router.update(ClusterView(Roster(1, (member(0, incarnation=1),))))
-    router.choose("old", prompt(1))
+    old = router.choose("old", prompt(1))
     reborn = Roster(2, (member(0, incarnation=2),))
     router.update(ClusterView(reborn, [EngineReport(0, incarnation=1, waiting_tokens=900)]))
     engine = router._engines[0]
     assert engine.cached_blocks(names_of(prompt(1))) == 0
     assert engine.cost(0, BLOCK) == 0, "neither the dead one's requests nor its last report"
-    router.done("old")
+    old.release()
     assert counters(router)[0] == (0, 0)
 
 
@@ -348,16 +342,17 @@ def test_without_an_active_engine_there_is_no_place() -> None:
     for router in (Router(BLOCK), router_of(), router_of(leaving=(0, 1))):
         with pytest.raises(NoEngine, match="no engine"):
             router.choose("r", prompt(1))
-        assert router.rank_of("r") is None and router.active_ranks == []
+        assert router.active_ranks == []
 
 
 def test_a_rank_can_be_asked_for() -> None:
     router = router_of(0, 1, 2, leaving=(3,))
-    assert [router.choose(f"r{rank}", prompt(1), rank=rank) for rank in (2, 0, 1)] == [2, 0, 1]
+    routes = [router.choose("r", prompt(1), rank=rank) for rank in (2, 0, 1)]
+    assert [route.rank for route in routes] == [2, 0, 1]
     for rank in (3, 9):
         with pytest.raises(NoEngine, match=rf"engine {rank} .*\[0, 1, 2\]"):
             router.choose("r", prompt(1), rank=rank)
-    assert router.rank_of("r") is None
+    assert counters(router)[3] == (0, 0)
 
 
 def test_leaving_engines_get_nothing_though_they_hold_the_prefix() -> None:
@@ -365,23 +360,12 @@ def test_leaving_engines_get_nothing_though_they_hold_the_prefix() -> None:
     home = finish(router, 5, length=10 * BLOCK)
     router.update(view(1 - home, leaving=(home,)))
     for index in range(20):
-        assert router.choose(f"r{index}", prompt(5, 10 * BLOCK)) == 1 - home
+        assert router.choose(f"r{index}", prompt(5, 10 * BLOCK)).rank == 1 - home
 
 
 def test_reports_of_engines_outside_of_the_roster_are_ignored() -> None:
     router = router_of(0, reports=(EngineReport(0), EngineReport(4)))
-    assert router.active_ranks == [0] and router.choose("r", prompt(1)) == 0
-
-
-def test_where_requests_are() -> None:
-    router = router_of(0, 1)
-    router.choose("a", prompt(1), rank=1)
-    router.choose("b", prompt(1), rank=0)
-    assert (router.rank_of("a"), router.rank_of("b"), router.rank_of("c")) == (1, 0, None)
-    assert router.placed_on(1) == ["a"]
-    router.done("a")
-    router.done("a")
-    assert router.rank_of("a") is None and router.placed_on(1) == []
+    assert router.active_ranks == [0] and router.choose("r", prompt(1)).rank == 0
 
 
 class Conservation(RuleBasedStateMachine):
@@ -396,8 +380,8 @@ class Conservation(RuleBasedStateMachine):
         self.router = Router(BLOCK)
         self.states: dict[int, MemberState] = {}
         self.lives: dict[int, int] = {}
-        self.placed: dict[str, tuple[int, int]] = {}
-        """Where each request is: rank, and which life of that rank."""
+        self.routes: dict[str, tuple[Route, int]] = {}
+        """Of each request, with the incarnation of its engine."""
         self.unanswered: set[str] = set()
         self.count = 0
         self.reports: dict[int, EngineReport] = {}
@@ -456,34 +440,37 @@ class Conservation(RuleBasedStateMachine):
             with pytest.raises(NoEngine):
                 self.router.choose(name, prompt(conversation, length))
             return
-        rank = self.router.choose(name, prompt(conversation, length))
-        assert rank in active
-        self.placed[name] = (rank, self.lives[rank])
+        route = self.router.choose(name, prompt(conversation, length))
+        assert route.rank in active
+        self.routes[name] = (route, self.lives[route.rank])
         self.unanswered.add(name)
 
     @rule(data=st.data(), ends=st.booleans())
     def a_request_goes_on(self, data: st.DataObject, ends: bool) -> None:
-        if self.placed:
-            name = data.draw(st.sampled_from(sorted(self.placed)))
+        if self.routes:
+            name = data.draw(st.sampled_from(sorted(self.routes)))
             self.unanswered.discard(name)
             if ends:
-                self.router.done(name)
-                del self.placed[name]
+                self.routes.pop(name)[0].release()
             else:
-                self.router.answered(name)
+                self.routes[name][0].on_first_token()
 
     @invariant()
     def an_engine_counts_what_it_has(self) -> None:
         for rank, (requests, uncomputed) in counters(self.router).items():
-            here = [n for n, where in self.placed.items() if where == (rank, self.lives[rank])]
+            here = [
+                name
+                for name, (route, life) in self.routes.items()
+                if (route.rank, life) == (rank, self.lives[rank])
+            ]
             assert requests == len(here)
             assert (uncomputed > 0) == any(name in self.unanswered for name in here)
-            for load in self.router._engines[rank].unheard.values():
+            for load in self.router._engines[rank].unreported.values():
                 assert min(load.uncomputed_tokens, load.requests, load.blocks) >= 0
 
     def teardown(self) -> None:
-        for name in list(self.placed):
-            self.router.done(name)
+        for route, _ in self.routes.values():
+            route.release()
         assert set(counters(self.router).values()) <= {(0, 0)}
 
 

@@ -173,8 +173,8 @@ def test_a_request_whose_first_engine_gave_nothing_waited_until_the_second_began
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
         cluster.join(1)
-        (ticket,) = cluster.submit(PROMPT, 3)
-        first = ticket.ranks[0]
+        (state,) = cluster.submit(PROMPT, 3)
+        first = state.ranks[0]
         cluster.wait(5.0)
         cluster.lose(first)
         cluster.wait(1.0)
@@ -216,10 +216,10 @@ def test_a_request_for_which_no_engine_comes_has_waited_all_its_life():
     async def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
         cluster.lose(0)
-        (ticket,) = cluster.submit(PROMPT, 3)
+        (state,) = cluster.submit(PROMPT, 3)
         cluster.wait(7.0)
         with pytest.raises(NoEngine):
-            await ticket.collector.get()
+            await state.queue.get()
 
     assert serving(scenario, serve__no_engine_timeout_s=0.01) == {
         **ENDED,
@@ -233,9 +233,9 @@ def test_a_request_for_which_no_engine_comes_has_waited_all_its_life():
 def test_a_request_that_is_aborted_in_the_queue_has_no_prefill():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
-        tickets = cluster.submit(PROMPT, 3)
+        states = cluster.submit(PROMPT, 3)
         cluster.wait(7.0)
-        cluster.abort(tickets)
+        cluster.abort(states)
 
     assert serving(scenario) == {
         **ENDED,
@@ -247,12 +247,12 @@ def test_a_request_that_is_aborted_in_the_queue_has_no_prefill():
 def test_a_request_that_is_aborted_between_its_tokens():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
-        tickets = cluster.submit(PROMPT, 9)
+        states = cluster.submit(PROMPT, 9)
         cluster.wait(1.0)
         cluster.step(0, 2.0)
         cluster.step(0, 0.5)
         cluster.wait(3.0)
-        cluster.abort(tickets)
+        cluster.abort(states)
 
     assert serving(scenario) == finished(
         "abort", ttft=3.0, e2e=6.5, queue=1.0, prefill=2.0, decode=0.5, tokens=2.0

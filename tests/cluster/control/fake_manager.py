@@ -11,6 +11,7 @@ from typing import Any
 from swell.cluster.control import actor_names as names
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.checkpoint_store import ClusterCheckpoint
+from swell.cluster.control.fleet_view import Intent
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.placement import EngineHandle, StartFailed
 from swell.configs.schema import load
@@ -110,29 +111,25 @@ class FakeCoordinator:
     async def leave(self, ranks: list[int]) -> None:
         self._change(roster.leave(self.roster, ranks), "leave", ranks)
 
-    async def stay(self, ranks: list[int]) -> None:
-        self._change(roster.stay(self.roster, ranks), "stay", ranks)
+    async def cancel_leave(self, ranks: list[int]) -> None:
+        self._change(roster.cancel_leave(self.roster, ranks), "cancel_leave", ranks)
 
-    async def part(self, ranks: list[int]) -> None:
+    async def detach(self, ranks: list[int]) -> None:
         await asyncio.sleep(self.group_s)
-        self._change(roster.remove(self.roster, ranks), "part", ranks)
+        self._change(roster.remove(self.roster, ranks), "detach", ranks)
 
-    async def lose(self, ranks: list[int]) -> None:
+    async def remove_failed(self, ranks: list[int]) -> None:
         self._lost |= set(ranks)
-        self._change(roster.remove(self.roster, ranks), "lose", ranks)
+        self._change(roster.remove(self.roster, ranks), "remove_failed", ranks)
 
-    async def hold(self) -> None:
+    async def pause(self) -> None:
         self.state = "paused"
 
-    async def release(self) -> None:
+    async def resume(self) -> None:
         self.state = "serving"
 
-    async def take_over(self, owner: str) -> ManagerState:
-        before, self.kept = (
-            self.kept,
-            ManagerState(owner, self.kept.target, self.kept.pause_requested),
-        )
-        return before
+    async def take_over(self, owner: str) -> None:
+        self.kept = ManagerState(owner, self.kept.phase)
 
     def note(self, note: ManagerState) -> None:
         if self.kept.owner in ("", note.owner):
@@ -222,7 +219,8 @@ class FakePlacement:
             handle = EngineHandle(name.rank, str(name), ready=ready[name])
             self.processes[str(name)].handle = handle
             member = listed.find(name.rank, starts[name]) if ready[name] else None
-            handle.leaving = member is not None and member.state is MemberState.LEAVING
+            if member is not None and member.state is MemberState.LEAVING:
+                handle.intent = Intent.LEAVE
             (newcomers if member is None else serving).append(handle)
         gone = set(listed.ranks) - {handle.rank for handle in serving}
         if gone:
@@ -310,8 +308,8 @@ class FakePlacement:
         self._end(handle, "kill")
 
     def _end(self, handle: EngineHandle, event: str) -> None:
-        if handle.watcher is not None and handle.watcher is not asyncio.current_task():
-            handle.watcher.cancel()
+        if handle.exit_watcher is not None and handle.exit_watcher is not asyncio.current_task():
+            handle.exit_watcher.cancel()
         self._known.discard(handle.name)
         if handle.name in self.processes or handle.name in self.groups:
             self.groups.discard(handle.name)

@@ -11,7 +11,7 @@ from swell.cluster.control.backoff import MAX_DEATHS, MAX_FAILURES, YOUNG_S, Bac
 def test_waits_double_from_nothing() -> None:
     backoff, waits = Backoff(), []
     for _ in range(8):
-        backoff.failed(0, 100.0)
+        backoff = backoff.failed(0, 100.0)
         waits.append(backoff.wait_s(0, 100.0))
     assert waits == [0, 0.5, 1, 2, 4, 8, 16, 32]
     assert backoff.wait_s(0, 104.0) == 28.0 and backoff.wait_s(0, 132.0) == 0.0
@@ -20,9 +20,9 @@ def test_waits_double_from_nothing() -> None:
 def test_the_first_replacement_starts_at_once() -> None:
     backoff = Backoff()
     assert backoff.wait_s(0, 0.0) == 0.0
-    backoff.died(0, 1.0, 0.0)
+    backoff = backoff.died(0, 1.0, 0.0)
     assert backoff.wait_s(0, 0.0) == 0.0
-    backoff.died(0, 1.0, 5.0)
+    backoff = backoff.died(0, 1.0, 5.0)
     assert backoff.wait_s(0, 5.0) == 0.5
 
 
@@ -30,8 +30,8 @@ def test_engines_that_die_young_are_a_trouble_although_each_start_succeeds() -> 
     backoff = Backoff()
     for death in range(MAX_DEATHS + 1):
         assert not backoff.exhausted(0) and backoff.trouble([], 0.0) is None
-        backoff.started(0)
-        backoff.died(0, 1.0, 10.0 * death, "no memory")
+        backoff = backoff.started(0)
+        backoff = backoff.died(0, 1.0, 10.0 * death, "no memory")
     trouble = backoff.trouble([], 10.0 * MAX_DEATHS)
     assert backoff.exhausted(0) and trouble is not None
     for part in ("engine 0 dies again", f"{MAX_DEATHS + 1} times", "no memory", "again in 8 s"):
@@ -42,7 +42,7 @@ def test_engines_that_die_young_are_a_trouble_although_each_start_succeeds() -> 
 def test_no_rank_is_ever_given_up_and_waits_have_a_limit() -> None:
     backoff, now, waits = Backoff(), 0.0, []
     for _ in range(5000):
-        backoff.failed(0, now, "no room")
+        backoff = backoff.failed(0, now, "no room")
         waits.append(backoff.wait_s(0, now))
         now += waits[-1]
         assert backoff.wait_s(0, now) == 0.0
@@ -52,38 +52,36 @@ def test_no_rank_is_ever_given_up_and_waits_have_a_limit() -> None:
 def test_an_engine_that_lived_clears_what_was_before() -> None:
     backoff = Backoff()
     for _ in range(MAX_DEATHS):
-        backoff.died(0, 1.0, 0.0)
-    backoff.died(0, YOUNG_S, 1.0)
+        backoff = backoff.died(0, 1.0, 0.0)
+    backoff = backoff.died(0, YOUNG_S, 1.0)
     assert backoff.wait_s(0, 1.0) == 0.0
     for _ in range(50):
-        backoff.died(0, 1.0, 2.0)
-        backoff.died(0, YOUNG_S, 2.0)
+        backoff = backoff.died(0, 1.0, 2.0)
+        backoff = backoff.died(0, YOUNG_S, 2.0)
         assert not backoff.exhausted(0) and backoff.wait_s(0, 2.0) == 0.0
 
 
 def test_failed_starts_are_a_trouble_and_one_success_forgets_them() -> None:
     backoff = Backoff()
     for _ in range(MAX_FAILURES - 1):
-        backoff.failed(0, 0.0, "no room")
+        backoff = backoff.failed(0, 0.0, "no room")
     trouble = backoff.trouble([], 0.0)
     assert not backoff.exhausted(0) and str(trouble) == "no room"
-    backoff.started(0)
-    backoff.failed(0, 0.0)
+    backoff = backoff.started(0)
+    backoff = backoff.failed(0, 0.0)
     assert not backoff.exhausted(0)
     for _ in range(MAX_FAILURES - 1):
-        backoff.failed(0, 0.0, "no room")
+        backoff = backoff.failed(0, 0.0, "no room")
     assert backoff.exhausted(0)
     assert str(backoff.trouble([], 0.0)) == "no room (tried 5 times; tried again in 4 s)"
     assert str(backoff.trouble([], 9.0)) == "no room (tried 5 times; tried again now)"
-    backoff.forget()
-    assert not backoff.exhausted(0) and backoff.wait_s(0, 0.0) == 0.0
 
 
 def test_what_cannot_succeed_is_a_trouble_at_once_and_tried_again_all_the_same() -> None:
     backoff = Backoff()
-    backoff.failed(0, 0.0, "no such model", permanent=True)
+    backoff = backoff.failed(0, 0.0, "no such model", permanent=True)
     assert backoff.exhausted(0) and backoff.wait_s(0, 0.0) == 4.0
-    backoff.failed(0, 4.0, "no such model", permanent=True)
+    backoff = backoff.failed(0, 4.0, "no such model", permanent=True)
     assert backoff.wait_s(0, 4.0) == 8.0
 
 
@@ -91,12 +89,13 @@ def test_what_cannot_succeed_is_a_trouble_at_once_and_tried_again_all_the_same()
 def test_ranks_have_nothing_to_do_with_each_other(events) -> None:
     """What is decided for a rank is what would be decided if there were no other."""
     together, alone, now = Backoff(), Backoff(), 0.0
-    for rank, starts, lived_s in events:
+    for rank, dies, lived_s in events:
         now += 1.0
-        for backoff in (together, alone) if rank == 0 else (together,):
-            if starts:
-                backoff.died(rank, lived_s, now)
-            else:
-                backoff.failed(rank, now)
+
+        def after(backoff: Backoff) -> Backoff:
+            return backoff.died(rank, lived_s, now) if dies else backoff.failed(rank, now)  # noqa: B023
+
+        together = after(together)
+        alone = after(alone) if rank == 0 else alone
         assert together.wait_s(0, now) == alone.wait_s(0, now) <= 300.0
         assert together.exhausted(0) == alone.exhausted(0)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swell.cluster.control.manager import ScaleRefused
+from swell.cluster.control.control_state import ScaleRefused
 from swell.coordinator.wire import EngineReport
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run
 
@@ -64,8 +64,8 @@ def test_scale_down_leaves_then_removes_then_ends_the_highest_ranks() -> None:
         await harness.settle()
         assert harness.active == [0] and list(harness.placement.alive) == [0]
         names = [name for name, _ in harness.placement.events]
-        assert names == ["leave", "part", "end", "end"]
-        assert harness.placement.did("leave") == harness.placement.did("part") == [[1, 2]]
+        assert names == ["leave", "detach", "end", "end"]
+        assert harness.placement.did("leave") == harness.placement.did("detach") == [[1, 2]]
 
     run(scenario, data=3)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.control.manager import ScaleRefused
+from swell.cluster.control.control_state import ScaleRefused
 from swell.coordinator.roster import MemberState
 from tests.cluster.control.fake_manager import (
     NOTES_S,

@@ -176,7 +176,7 @@ def test_a_dead_engine_is_removed_at_once_and_replaced() -> None:
         assert harness.active == [0, 1, 2] and harness.manager.phase == "idle"
         assert [harness.placement.alive[r] for r in (0, 2)] == others
         names = [name for name, _ in harness.placement.events]
-        assert names == ["lose", "end", "start", "join"]
+        assert names == ["remove_failed", "end", "start", "join"]
 
     run(scenario, data=3)
 
@@ -286,7 +286,7 @@ def test_an_engine_that_stopped_is_killed_and_replaced() -> None:
         assert 1 not in harness.placement.alive
         await harness.settle()
         assert harness.active == [0, 1] and harness.manager.phase == "idle"
-        names = [name for name, _ in harness.placement.events if name != "lose"]
+        names = [name for name, _ in harness.placement.events if name != "remove_failed"]
         assert names == ["stopped", "kill", "start", "join"]
 
     run(scenario, data=2)

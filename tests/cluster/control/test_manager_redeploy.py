@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from swell.cluster.control.checkpoint_store import ClusterCheckpoint
-from swell.cluster.control.manager import ScaleRefused
+from swell.cluster.control.control_state import ScaleRefused
 from tests.cluster.control.fake_manager import (
     NOTES_S,
     FakeCheckpointStore,

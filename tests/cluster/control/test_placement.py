@@ -90,7 +90,7 @@ class FakeCoordinator:
     async def view(self) -> ClusterView:
         return ClusterView(self.roster)
 
-    async def lose(self, ranks: list[int]) -> None:
+    async def remove_failed(self, ranks: list[int]) -> None:
         self.lost += ranks
 
 
@@ -160,7 +160,7 @@ def test_names_differ_with_each_start(table: Table) -> None:
 def test_strays_that_do_not_go_hold_up_a_start_for_some_time_only(
     table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "_GONE_S", 0.05)
+    monkeypatch.setattr(placement, "_STRAYS_TIMEOUT_S", 0.05)
     stuck = table.engine(0, "a", DEAD)
     monkeypatch.setattr(remains, "destroy", lambda actor, group: None)
     assert asyncio.run(made(FakeCoordinator()).end_strays()) and stuck in table.actors

@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from swell.cluster.api.chat.convert import conversation, to_generation_request
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
-from swell.cluster.text.model_formats import ModelFormats
-from swell.cluster.text.parsers import detect_tools
+from swell.cluster.text.chat_template import ChatTemplate
+from swell.cluster.text.model_formats import ModelFormats, RequestFormat
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.parsers.deltas import Message, collect
+from swell.cluster.text.parsers.detection import detect_tools
 from swell.cluster.text.schema.decode import decode
 from swell.configs.schema import ServeConfig
 from swell.worker.sample.vocabulary import load_vocabulary
@@ -72,6 +73,10 @@ def formats(name: str) -> ModelFormats:
     return ModelFormats(kind(name).tokenizer, kind(name).template, ServeConfig())
 
 
+def format_of(name: str, body: ChatCompletionRequest) -> RequestFormat:
+    return formats(name).of(to_generation_request(body, {}), conversation(body))
+
+
 def request(**fields: Any) -> ChatCompletionRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "How is it?"}], **fields}
     return decode(msgspec.json.encode(body), ChatCompletionRequest)
@@ -90,15 +95,8 @@ def walk(
 
     one = kind(name)
     tokenizer, ends = one.tokenizer, set(one.end_ids)
-    request_format = formats(name).of(body)
-    continues = bool(body.continue_final_message)
-    options = TemplateOptions(
-        tools=request_format.tools,
-        add_generation_prompt=not continues,
-        continue_final_message=continues,
-        variables=body.template_variables(),
-    )
-    prompt = ChatTemplate(tokenizer, name).render(body.messages, options)
+    request_format = format_of(name, body)
+    prompt = ChatTemplate(tokenizer, name).render(body.messages, conversation(body).template)
     answer = request_format.of(prompt[-40:])
     assert answer.grammar is not None, "the request asks for a grammar"
     matcher = LLMatcher(load_vocabulary(str(one.folder())), answer.grammar().lark, log_level=0)

@@ -10,8 +10,9 @@ import pytest
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
-from swell.cluster.text.parsers import detect_tools, make_parser
+from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.parsers.deltas import collect
+from swell.cluster.text.parsers.detection import detect_tools
 from swell.cluster.text.prompts import load_tokenizer
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.chat_messages import ChatMessage

@@ -10,7 +10,14 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.cluster.text.grammar_samples import SCHEMA, TOOLS, GrammarSample, formats, request, walk
+from tests.cluster.text.grammar_samples import (
+    SCHEMA,
+    TOOLS,
+    GrammarSample,
+    format_of,
+    request,
+    walk,
+)
 from tests.cluster.text.test_answer_grammars import FORM, NAMED, STRICT, allowed, check_calls
 from tests.conformance.in_process_server import start_in_process_server
 from tests.kinds import kind
@@ -143,7 +150,7 @@ def test_the_message_that_the_prompt_has_begun_is_continued() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
 def test_without_tools_there_are_no_calls(fields: dict[str, Any]) -> None:
-    answer = formats(NAME).of(request(**fields)).of("<|start|>assistant")
+    answer = format_of(NAME, request(**fields)).of("<|start|>assistant")
     assert answer.grammar is None
     parser = answer.make_parser()
     parts = parser.push("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}")

@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.messages.convert import chat_messages
 from swell.cluster.api.messages.protocol import MessagesRequest
-from swell.cluster.api.models import TokenizeRequest
 from swell.cluster.api.responses.protocol import ResponsesRequest
+from swell.cluster.api.tokenize import TokenizeRequest
 from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
 from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import BadRequest

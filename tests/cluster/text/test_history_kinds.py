@@ -79,9 +79,9 @@ def test_special_tokens_are_added_and_prompts_are_cut(name: str) -> None:
     for add, ids in ((False, whole), (True, marked)):
         for side, cut in (("left", ids[-20:]), ("right", ids[:20])):
             options = TokenizeOptions(add, Truncation(20, side, 1))  # type: ignore[arg-type]
-            assert prompts.completion_prompts(text, options) == [cut]
+            assert prompts.completion_prompts([text], options) == [cut]
     window = TokenizeOptions(False, Truncation(-1, "left", 10))
-    assert prompts.completion_prompts(text, window) == [whole[-54:]]
+    assert prompts.completion_prompts([text], window) == [whole[-54:]]
 
 
 @pytest.mark.parametrize("name", CALLING)

@@ -16,12 +16,12 @@ import msgspec
 import pytest
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.messages.convert import chat_request as of_messages
+from swell.cluster.api.messages.convert import conversation as of_messages
 from swell.cluster.api.messages.protocol import MessagesRequest
-from swell.cluster.api.responses.convert import as_responses_error, chat_messages
+from swell.cluster.api.responses.convert import chat_messages, name_of
 from swell.cluster.api.responses.input_items import read_input
 from swell.cluster.api.server.access import host_name
-from swell.cluster.text import structured_output as structured
+from swell.cluster.text import lark_compiler, structured_output, user_grammar
 from swell.cluster.text.object_text import PartialObject
 from swell.cluster.text.parsers import PARSERS, REASONING, make_parser
 from swell.cluster.text.parsers.reasoning import ThinkParser
@@ -93,19 +93,19 @@ def chat(text: str) -> None:
 
 
 READERS: dict[str, Callable[[str], object]] = {
-    "grammar tokens": lambda text: list(structured._lark_tokens(text)),
-    "GBNF": lambda text: structured._GBNF_RULE.search(text),
-    "GBNF escapes": lambda text: structured._GBNF_ESCAPE.sub(structured._plain_escape, text),
-    "excerpts": lambda text: structured._EXCERPT.split("\n" + text),
-    "places": lambda text: structured._PLACE.sub("", "at 1(1" + text),
-    "quoted": structured._quoted,
-    "regex": lambda text: structured._regex(text, "p"),
+    "grammar tokens": lambda text: list(user_grammar._lark_tokens(text)),
+    "GBNF": lambda text: user_grammar._GBNF_RULE.search(text),
+    "GBNF escapes": lambda text: user_grammar._GBNF_ESCAPE.sub(user_grammar._plain_escape, text),
+    "excerpts": lambda text: lark_compiler._EXCERPT.split("\n" + text),
+    "places": lambda text: lark_compiler._PLACE.sub("", "at 1(1" + text),
+    "quoted": structured_output._quoted,
+    "regex": lambda text: structured_output._regex(text, "p"),
     "counted": lambda text: list(count_json(text.encode())),
     "counted outside": lambda text: list(count_json(text.replace('"', "").encode())),
     "body": chat,
     "no body": lambda text: decode(text.encode(), ChatCompletionRequest),
     "unknown field": lambda text: decode(json.dumps({text: 1}).encode(), ChatCompletionRequest),
-    "wrong words": lambda text: as_responses_error(BadRequest(text)),
+    "wrong field": lambda text: BadRequest(text, text).renamed(name_of),
     "shown": shown,
     "host": host_name,
     "end of a prompt": ThinkParser.opened_by_prompt,

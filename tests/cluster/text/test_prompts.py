@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.cluster.text.chat_template import TemplateOptions
+from swell.cluster.text.generation_request import split_prompts
 from swell.cluster.text.prompts import PromptProcessor, end_token_ids, load_tokenizer
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.chat_messages import ChatMessage, ContentPart
@@ -39,9 +40,9 @@ def refusal(call: Any, *args: Any, **kwargs: Any) -> BadRequest:
 def test_the_four_forms_of_a_prompt() -> None:
     ids = TOKENIZER.encode("the fox")
     other = TOKENIZER.encode("a dog")
-    assert PROMPTS.completion_prompts("the fox") == [ids]
+    assert PROMPTS.completion_prompts(split_prompts("the fox")) == [ids]
     assert PROMPTS.completion_prompts(["the fox", "a dog"]) == [ids, other]
-    assert PROMPTS.completion_prompts(ids) == [ids]
+    assert PROMPTS.completion_prompts(split_prompts(ids)) == [ids]
     assert PROMPTS.completion_prompts([ids, other]) == [ids, other]
 
 
@@ -63,7 +64,7 @@ def test_the_four_forms_of_a_prompt() -> None:
     ],
 )
 def test_refused_prompts(prompt: Any, param: str) -> None:
-    error = refusal(PROMPTS.completion_prompts, prompt)
+    error = refusal(lambda: PROMPTS.completion_prompts(split_prompts(prompt)))
     assert error.param == param
     assert error.message.startswith(("prompt", "This model's"))
 

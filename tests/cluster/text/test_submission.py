@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.client.parallel_sampling import check_num_children
 from swell.cluster.text import input_processor as asks
+from swell.cluster.text.child_params import check_num_children
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams, internal_request_id
 from tests.cluster.fake_cluster import FakeCluster, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
@@ -96,7 +96,7 @@ def test_what_fails_in_the_middle_leaves_no_answer_running(folder: Path, stream:
             assert answer.status_code == 500
             await until(lambda: len(engine.arrived) == len(engine.aborted) == 69)
             assert engine.requests == {}
-            assert llm._tickets == llm._attempts == {} == llm._processor.request_states
+            assert llm._processor.request_states == {}
             del llm.submit  # type: ignore[method-assign]
             engine.allow()
             answer = await cluster.client.post("/v1/completions", json=body([7], 3))
@@ -114,10 +114,10 @@ def test_one_request_that_cannot_be_placed_leaves_nothing_behind(folder: Path) -
             def broken(*args: Any, **kwargs: Any) -> int:
                 raise RuntimeError("no choice")
 
-            llm._router.choose = broken  # type: ignore[method-assign]
+            llm._placer._router.choose = broken  # type: ignore[method-assign]
             answer = await cluster.client.post("/v1/completions", json=body([1], 2))
             assert answer.status_code == 500
-            assert llm._tickets == llm._attempts == {} == llm._processor.request_states
+            assert llm._processor.request_states == {}
 
     asyncio.run(ask())
 

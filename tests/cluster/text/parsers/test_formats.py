@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from swell.cluster.text.parsers import (
     PARSERS,
     REASONING,
-    detect_reasoning,
-    detect_tools,
     make_parser,
     tool_format,
 )
@@ -28,6 +26,7 @@ from swell.cluster.text.parsers.deltas import (
     WholeCall,
     collect,
 )
+from swell.cluster.text.parsers.detection import detect_reasoning, detect_tools
 from swell.cluster.text.parsers.hermes import HermesParser
 from tests.cluster.text.parsers.sample_outputs import (
     CALLS,

@@ -10,8 +10,9 @@ import jsonschema
 import pytest
 
 from swell.cluster.text.parsers import PARSERS, tool_format
+from swell.cluster.text.parsers.answer_grammar import answer
 from swell.cluster.text.parsers.deltas import Content, Tool, ToolCall, collect
-from swell.cluster.text.parsers.grammar import answer, mark
+from swell.cluster.text.parsers.grammar import marker_expression
 from swell.cluster.text.parsers.markup import MarkupParser
 from tests.cluster.text.parsers.sample_outputs import MARKERS, read
 
@@ -223,7 +224,7 @@ def test_text_is_free_unless_calls_are_required(
 def test_markers_are_special_tokens_where_the_tokenizer_has_them(name: str) -> None:
     marker = MARKERS[name][0]
     both = [written(name, required=True, special=special) for special in ({}, SPECIAL)]
-    texts = [mark(marker, special) for special in ({}, SPECIAL)]
+    texts = [marker_expression(marker, special) for special in ({}, SPECIAL)]
     assert texts[0].strip('"') in both[0] and "<[" not in both[0]
     assert texts[0] not in both[1] and texts[1] in both[1] and "<[" in texts[1]
 

@@ -9,14 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swell.cluster.text.parsers.json_call import CallReader
 from swell.cluster.text.parsers.json_check import JsonChecker
-from swell.cluster.text.parsers.json_stream import (
-    CallReader,
-    RawValue,
-    StringArguments,
-    StringValue,
-    Value,
-)
+from swell.cluster.text.parsers.json_values import RawValue, StringArguments, StringValue, Value
 
 pytestmark = pytest.mark.slow
 

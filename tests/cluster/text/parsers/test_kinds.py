@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.text.parsers import detect_reasoning, detect_tools, make_parser
+from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.parsers.deltas import Message, Tool, collect
+from swell.cluster.text.parsers.detection import detect_reasoning, detect_tools
 from tests.kinds import KINDS, kind
 
 QUESTION = {"role": "user", "content": "How is the sky?"}
@@ -61,7 +62,7 @@ def read(name: str, prompt: str, answer: str) -> Message:
     one = kind(name)
     for end in sorted(map(one.tokenizer.decode, one.end_ids), key=len):
         answer = answer.strip("\n").removesuffix(end)
-    parser = make_parser(one.tools, one.reasoning, shown=SHOWN, prompt=prompt)
+    parser = make_parser(one.tools, one.reasoning, request_tools=SHOWN, prompt=prompt)
     return collect([*parser.push(answer), *parser.flush()])
 
 

@@ -15,9 +15,8 @@ from swell.cluster.text.parsers.notation import (
     PYTHON,
     Notation,
     NotationCall,
-    QuotedString,
-    as_json_number,
 )
+from swell.cluster.text.parsers.notation_values import QuotedString, as_json_number
 
 _KEY = st.from_regex(r"[a-z_]{1,5}", fullmatch=True)
 _TEXT = st.text(st.characters(blacklist_categories=["Cs"]), max_size=8)

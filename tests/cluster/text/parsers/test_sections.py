@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text.parsers import detect_tools, make_parser
+from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.parsers.deltas import Tool, collect
+from swell.cluster.text.parsers.detection import detect_tools
 from tests.cluster.text.parsers.sample_outputs import dumped, elements, read
 from tests.kinds import kind
 

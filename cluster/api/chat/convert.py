@@ -1,0 +1,48 @@
+"""A body of `/v1/chat/completions` to a `GenerationRequest`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.text.chat_template import TemplateOptions
+from swell.cluster.text.generation_request import Conversation, GenerationRequest
+
+
+def to_generation_request(
+    body: ChatCompletionRequest, defaults: Mapping[str, Any]
+) -> GenerationRequest:
+    """Of a checked body. `defaults`: the model's, for fields of `SamplingParams` that the body
+    leaves out. Raises `BadRequest`."""
+    return GenerationRequest(
+        prompt=conversation(body),
+        prompt_field="messages",
+        params=body.sampling_params(defaults),
+        structured_outputs_field=body.structured_outputs_field,
+        tokenize_options=body.tokenize_options(add_special_tokens=False),
+        stream=bool(body.stream),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        data_parallel_rank=body.data_parallel_rank,
+    )
+
+
+def conversation(body: ChatCompletionRequest) -> Conversation:
+    continues = bool(body.continue_final_message)
+    begins = body.add_generation_prompt
+    template = TemplateOptions(
+        tools=body.tools if body.tools and body.tool_choice != "none" else (),
+        add_generation_prompt=not continues if begins is None else begins,
+        continue_final_message=continues,
+        template=body.chat_template,
+        documents=body.documents or (),
+        variables=body.template_variables(),
+    )
+    return Conversation(
+        messages=body.messages,
+        template=template,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        thinking_token_budget=body.thinking_token_budget,
+    )

@@ -1,0 +1,105 @@
+"""The outputs of all requests that answer one HTTP request, as one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swell.cluster.client.outputs import Event, RequestOutput, RequestOutputKind
+from swell.cluster.client.parallel_sampling import ParentRequest
+from swell.cluster.client.request_state import RequestFailed, RequestState
+from swell.cluster.text.child_params import num_children
+from swell.cluster.text.sampling_params import SamplingParams
+
+OutputBatch = list[tuple[int, RequestOutput]]
+"""Outputs, each with the number of its request."""
+
+
+class MergedOutputs:
+    """An async iterator over batches, each of them all outputs that are there. One task reads it.
+
+    `states`: the children of each prompt, with the sampling parameters `params`, in a row.
+    """
+
+    def __init__(
+        self, states: Sequence[RequestState], params: SamplingParams, kind: RequestOutputKind
+    ) -> None:
+        self._states = states
+        self._children = num_children(params)
+        """Of each prompt."""
+        self._parents = [ParentRequest(params, kind) for _ in range(len(states) // self._children)]
+        self._ready = Event()
+        self._first: OutputBatch | None = None
+        self._error: Exception | None = None
+        self._unfinished = {}
+        for number, state in enumerate(states):
+            assert state.queue is not None, "the outputs of the request go elsewhere"
+            state.queue.ready = self._ready
+            self._unfinished[number] = state.queue
+
+    @property
+    def served_ranks(self) -> str:
+        """The ranks that served so far, in order, comma-separated; of several requests each rank
+        once."""
+        ranks = [rank for state in self._states for rank in state.ranks]
+        if len(self._states) > 1:
+            ranks = list(dict.fromkeys(ranks))
+        return ",".join(map(str, ranks))
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled so far by all requests."""
+        return sum(parent.num_output_tokens for parent in self._parents)
+
+    async def whole(self) -> list[RequestOutput]:
+        """All answers to each prompt (of kind FINAL_ONLY). Raises what a request failed with."""
+        outputs: dict[int, RequestOutput] = {}
+        async for batch in self:
+            for number, output in batch:
+                outputs[number // self._children] = output
+        return [outputs[prompt] for prompt in range(len(self._parents))]
+
+    async def first(self) -> OutputBatch:
+        """The first batch, which the iterator then returns again. Raises what a request failed
+        with."""
+        self._first = await anext(self)
+        return self._first
+
+    def __aiter__(self) -> MergedOutputs:
+        return self
+
+    async def __anext__(self) -> OutputBatch:
+        """Raises what a request failed with, after everything that was there before."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        while self._unfinished or self._error:
+            batch = self._take()
+            if batch:
+                return batch
+            if self._error is not None:
+                raise self._error
+            if self._unfinished:
+                await self._ready.wait()
+        raise StopAsyncIteration
+
+    def _take(self) -> OutputBatch:
+        batch: OutputBatch = []
+        try:
+            for number, queue in list(self._unfinished.items()):
+                output = queue.get_nowait()
+                if output is None:
+                    continue
+                if output.finished:
+                    del self._unfinished[number]
+                merged = self._merge(number, output)
+                if merged is not None:
+                    batch.append((number, merged))
+        except Exception as error:
+            self._error = error
+        return batch
+
+    def _merge(self, number: int, output: RequestOutput) -> RequestOutput | None:
+        (completion,) = output.outputs
+        if completion.finish_reason == "error":
+            raise RequestFailed(str(completion.stop_reason or "the request failed"))
+        return self._parents[number // self._children].add(output)

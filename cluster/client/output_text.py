@@ -1,0 +1,80 @@
+"""The text of one answer, from its tokens and its stop strings."""
+
+from __future__ import annotations
+
+from swell.cluster.text.detokenizer import Detokenizer, TextStart
+from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.text.stop_strings import stop_checker
+from swell.cluster.text.token_texts import TokenTexts
+
+
+class OutputText:
+    """Detokenizes output tokens one by one. Text that may begin a stop string is held back; a stop
+    string ends the text."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        detokenizer: Detokenizer,
+        texts: TokenTexts,
+        text_start: TextStart,
+        prompt_token_ids: list[int],
+    ) -> None:
+        skip = params.skip_special_tokens
+        self._machine = detokenizer.start(skip, text_start, prompt_token_ids)
+        self._writer = texts.text_writer(self._machine, skip)
+        """Writes to the machine where offsets of tokens are needed too."""
+        self._stops = stop_checker(
+            params.stop_strings,
+            include_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        self._pieces: list[str] = []
+        """Visible text; of a stream of deltas only what has not been taken."""
+        self._num_chars = 0
+        """Of all text so far, also of what is held back or stands behind a stop string."""
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.matched
+
+    def push(self, token_id: int, num_tokens: int, *, is_text: bool) -> bool:
+        """Append a token, output token number `num_tokens`. An end token is no text. True: a stop
+        string has ended the text."""
+        return self._append(self._machine.push(token_id) if is_text else "", num_tokens)
+
+    def push_with_offset(
+        self, token_id: int, num_tokens: int, *, is_text: bool
+    ) -> tuple[bool, int, bool]:
+        """The same; also the number of characters before the token, and whether the token has the
+        text of a beginning."""
+        if is_text:
+            text, offset, at_beginning = self._writer.write(token_id)
+        else:
+            text, offset, at_beginning = "", self._machine.pending_chars, False
+        offset += self._num_chars
+        return self._append(text, num_tokens), offset, at_beginning
+
+    def finish(self, num_tokens: int) -> bool:
+        """Append what was held back: the answer has ended. True: it holds a stop string."""
+        if self._append(self._machine.flush(), num_tokens):
+            return True
+        self._pieces.append(self._stops.flush())
+        return False
+
+    def take(self, *, delta_only: bool) -> str:
+        """All visible text; with `delta_only`, what is new since the last time."""
+        text = "".join(self._pieces)
+        self._pieces = [] if delta_only else [text]
+        return text
+
+    def clear(self) -> None:
+        self._pieces.clear()
+
+    def _append(self, text: str, num_tokens: int) -> bool:
+        if not text:
+            return False
+        self._num_chars += len(text)
+        self._pieces.append(self._stops.push(text, num_tokens))
+        return self._stops.matched is not None

@@ -1,0 +1,152 @@
+"""Which engine has which request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from swell.cluster.client.admission import Backlog
+from swell.cluster.client.engine_core_client import EngineCoreClient, EngineId
+from swell.cluster.client.metrics import PrometheusStats
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.placement_queue import PlacementQueue
+from swell.cluster.client.request_state import EngineGone, MigrationReason, RequestState
+from swell.cluster.client.router import NoEngine, Router
+from swell.configs.log import StructuredLogger
+from swell.configs.schema import Config
+from swell.coordinator.roster import MemberState, Roster
+from swell.coordinator.wire import ClusterView
+from swell.engine.wire import AbortRequests
+
+
+class RequestPlacer:
+    """Places requests on engines, and moves those whose engine cannot continue.
+
+    Resumption: what an engine held that has left the roster, that replaces a worker while another
+    one could compute, that dropped it, or whose messages were lost, is sent to another engine, or
+    to the same again, as the next attempt, with the outputs that were already seen; that engine
+    recomputes them and continues. Without an engine a request waits: for `cluster.start_timeout_s`
+    if it had one, else for `serve.no_engine_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        processor: OutputProcessor,
+        client: EngineCoreClient,
+        metrics: PrometheusStats,
+        log: StructuredLogger,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._processor = processor
+        self._client = client
+        self._metrics = metrics
+        self._log = log
+        self._clock = clock
+        self._roster = Roster()
+        self._router = Router(config.cache.block_tokens)
+        self._queue = PlacementQueue()
+
+    @property
+    def active_ranks(self) -> list[int]:
+        return self._router.active_ranks
+
+    def backlog(self, *, own_only: bool) -> Backlog:
+        """What waits to be computed; with `own_only`, of this ingress alone."""
+        router, queue = self._router, self._queue
+        get_backlog = router.own_backlog if own_only else router.backlog
+        backlog = get_backlog(self._config.scheduler.max_rows)
+        return backlog._replace(
+            own_requests=backlog.own_requests + len(queue),
+            own_tokens=backlog.own_tokens + queue.num_tokens,
+        )
+
+    def on_view(self, view: ClusterView, lost: Sequence[EngineId]) -> None:
+        """Route by the new view; then move the requests of lost engines, then those of engines that
+        compute nothing, then place those that have no engine."""
+        before, self._roster = self._roster, view.roster
+        self._router.update(view)
+        for engine in lost:
+            was = before.find(*engine)
+            left = was is not None and was.state is MemberState.LEAVING
+            self.migrate_all(engine, MigrationReason.LEFT if left else MigrationReason.DIED)
+        if self._router.active_ranks:
+            for member in view.roster.members:
+                if member.state is MemberState.REPAIRING:
+                    self.migrate_all(EngineId.of(member), MigrationReason.REPAIRING)
+            for request_id in self._queue.request_ids:
+                self.place(self._processor.request_states[request_id])
+
+    def place(self, state: RequestState) -> None:
+        """Begin the request's next attempt, or keep the request until there is an engine. Attempts
+        after the first may run on any engine."""
+        request = state.request
+        try:
+            route = self._router.choose(
+                request.request_id,
+                request.prompt_token_ids + state.output_token_ids,
+                salt=request.cache_salt,
+                rank=None if state.ranks else request.data_parallel_rank,
+            )
+        except NoEngine as error:
+            self._enqueue(state, str(error))
+            return
+        member = self._roster.find(route.rank)
+        assert member is not None, f"the router chose engine {route.rank}, which is not here"
+        engine = EngineId.of(member)
+        state.assign(engine, route, self._clock())
+        self._client.send(engine, state.engine_request())
+        if state.attempt > 1:
+            self._metrics.resubmitted()
+
+    def migrate_all(self, engine: EngineId, reason: MigrationReason) -> None:
+        """Continue the requests of an engine elsewhere."""
+        states = self._processor.request_states.values()
+        self.migrate([state for state in states if state.engine == engine], reason)
+
+    def migrate(self, states: Sequence[RequestState], reason: MigrationReason) -> None:
+        """End the attempts of these requests, also in their engine if it is there, and place the
+        requests again."""
+        if not states:
+            return
+        self._log.warning(
+            "requests move",
+            reason=str(reason),
+            rank=states[0].ranks[-1],
+            epoch=self._roster.epoch,
+            requests=len(states),
+        )
+        self.abort_in_engines(states)
+        for state in states:
+            try:
+                state.unassign(reason)
+            except EngineGone as error:
+                self._fail(state, error)
+            else:
+                self.place(state)
+
+    def abort_in_engines(self, states: Iterable[RequestState]) -> None:
+        """Drop the running attempts of requests in their engines; engines that have left get no
+        message."""
+        by_engine: dict[EngineId, list[RequestState]] = {}
+        for state in states:
+            if state.engine is not None:
+                by_engine.setdefault(state.engine, []).append(state)
+        for engine, here in by_engine.items():
+            ids, attempts = [s.request_id for s in here], [s.attempt for s in here]
+            self._client.send(engine, AbortRequests(ids, attempts))
+
+    def _enqueue(self, state: RequestState, reason: str) -> None:
+        """Keep a request until an engine comes, for a limited time."""
+        if state.is_queued:
+            return
+        config = self._config
+        begun = bool(state.ranks)
+        limit_s = config.cluster.start_timeout_s if begun else config.serve.no_engine_timeout_s
+        error = NoEngine(f"{reason}; waited {limit_s:g} s for one")
+        queued = self._queue.add(state.request_id, len(state.request.prompt_token_ids))
+        state.enqueue(queued)
+        queued.fail_after(limit_s, lambda: self._fail(state, error), config.cluster.heartbeat_s)
+
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        self._processor.propagate_error(error, [state.request_id])

@@ -1,0 +1,263 @@
+"""What a manager decides: one state, one `Change`, and what to do next. Pure: time is an argument.
+
+The manager follows one change of the number of engines, the newest one:
+
+               +------------------- scale: the newest target replaces the older one --------------+
+               v                                                                                  |
+           REQUESTED --- plan ---> IN_PROGRESS --- all are there, none leaves ---> SETTLED -------+
+                                       |                                                          |
+                                       +--- one of its engines does not start ---> FAILED --------+
+
+An engine that died is replaced in every stage, and its failed starts are tried again, ever more
+slowly. Only the failure of a start that belongs to a requested change ends that change: the target
+is then what it was while the cluster was whole last, or what else has come to serve.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from swell.cluster.control.backoff import Backoff, Trouble
+from swell.cluster.control.checkpoint_store import ClusterCheckpoint
+from swell.cluster.control.fleet_view import FleetView
+from swell.configs.schema import ClusterConfig, Config
+
+
+class ScaleRefused(ValueError):
+    """A change that cannot be made, and why."""
+
+
+class Leadership(enum.Enum):
+    """Of the managers of one application, the one that took over last leads."""
+
+    CANDIDATE = "candidate"
+    """It has not taken over yet."""
+    LEADER = "leader"
+    DEPOSED = "deposed"
+    """Another one has taken over: this one does nothing more."""
+
+
+class ChangeStage(enum.Enum):
+    REQUESTED = "requested"
+    """Nothing has been done for it yet."""
+    IN_PROGRESS = "in progress"
+    SETTLED = "settled"
+    """As many engines as wanted have served at once. One that dies later is no change."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Change:
+    """The newest requested number of engines, and how far the cluster is with it."""
+
+    target: int
+    fallback: int
+    """The target if one of its engines does not start: the smallest one requested since the cluster
+    was whole."""
+    drain_timeout_s: float
+    """How long engines that leave may finish their requests."""
+    stage: ChangeStage = ChangeStage.IN_PROGRESS
+    error: str | None = None
+    """Why it failed; None in every other stage."""
+
+
+@dataclass(frozen=True)
+class ControlState:
+    """What the manager wants, and what it remembers of what it did."""
+
+    change: Change
+    leadership: Leadership = Leadership.CANDIDATE
+    pause_requested: bool = False
+    """An operator wants a pause."""
+    has_served: bool = False
+    """The cluster was up once: a start that fails from then on never ends the application."""
+    backoff: Backoff = field(default_factory=Backoff)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do now, by rank."""
+
+    keep: tuple[int, ...] = ()
+    """Engines that leave, and are wanted again."""
+    cancel: tuple[int, ...] = ()
+    """Engines that start, and are not wanted any more."""
+    leave: tuple[int, ...] = ()
+    start: tuple[int, ...] = ()
+    is_requested: bool = False
+    """The starts belong to a requested change; else they replace engines, or are the first."""
+    wait_s: float | None = None
+    """When to plan again if nothing happens; None: not before something does."""
+
+
+def initial(config: Config) -> ControlState:
+    count = config.parallel.data
+    return ControlState(Change(count, count, config.cluster.drain_timeout_s))
+
+
+def take_over(
+    state: ControlState, checkpoint: ClusterCheckpoint, *, is_paused: bool, limits: ClusterConfig
+) -> ControlState:
+    """Lead, with what the manager before has left. `is_paused`: the engines are, which counts where
+    it has left nothing."""
+    target = _within(checkpoint.target or state.change.target, limits)
+    return replace(
+        state,
+        change=replace(state.change, target=target, fallback=target),
+        leadership=Leadership.LEADER,
+        pause_requested=checkpoint.pause_requested if checkpoint.target else is_paused,
+        has_served=checkpoint.served,
+    )
+
+
+def adopt(state: ControlState, fleet: FleetView, limits: ClusterConfig) -> ControlState:
+    """Keep every engine that was found serving: nobody has said how many are wanted."""
+    target = _within(max(state.change.target, len(fleet.staying)), limits)
+    return replace(state, change=replace(state.change, target=target, fallback=target))
+
+
+def step_down(state: ControlState) -> ControlState:
+    return replace(state, leadership=Leadership.DEPOSED)
+
+
+def scale(
+    state: ControlState,
+    fleet: FleetView,
+    engines: int,
+    limits: ClusterConfig,
+    drain_timeout_s: float | None = None,
+) -> ControlState:
+    """Set how many engines are wanted. Raises ScaleRefused."""
+    if engines != _within(engines, limits):
+        raise ScaleRefused(
+            f"engines={engines} lies outside of cluster.min_engines={limits.min_engines} .. "
+            f"cluster.max_engines={limits.max_engines}"
+        )
+    change = _settle(state.change, fleet)
+    under_way = change.stage in (ChangeStage.REQUESTED, ChangeStage.IN_PROGRESS)
+    change = Change(
+        engines,
+        min(change.fallback if under_way else change.target, engines),
+        limits.drain_timeout_s if drain_timeout_s is None else drain_timeout_s,
+        ChangeStage.REQUESTED,
+    )
+    return replace(state, change=change, backoff=Backoff())
+
+
+def drain(state: ControlState, fleet: FleetView, rank: int, limits: ClusterConfig) -> ControlState:
+    """One engine leaves, and the target falls with it. Raises ScaleRefused."""
+    if rank not in fleet.staying:
+        raise ScaleRefused(f"there is no engine {rank}; engines: {fleet.staying}")
+    return scale(state, fleet, state.change.target - 1, limits)
+
+
+def set_pause(state: ControlState, pause_requested: bool) -> ControlState:
+    return replace(state, pause_requested=pause_requested)
+
+
+def plan(state: ControlState, fleet: FleetView, now: float) -> tuple[ControlState, Plan]:
+    """Undo first what is not wanted any more: a drain, then starts, and only then engines that
+    serve. Then start what is missing, at the lowest free ranks, as far as the back-off allows."""
+    change = _settle(state.change, fleet)
+    is_requested = change.stage is ChangeStage.REQUESTED
+    missing = change.target - fleet.num_present
+    keep = fleet.can_be_kept[: max(0, missing)] if is_requested else []
+    surplus = len(fleet.staying) + len(keep) + len(fleet.starting) - change.target
+    cancel = fleet.can_be_cancelled[::-1][: max(0, surplus)]
+    surplus -= len(cancel)
+    can_leave = surplus > 0 and len(cancel) == len(fleet.starting)
+    leave = fleet.staying[-surplus:] if can_leave else []
+    ranks = fleet.free_ranks(max(0, missing - len(keep)))
+    waits = {rank: state.backoff.wait_s(rank, now) for rank in ranks}
+    start = [rank for rank in ranks if not waits[rank]]
+    if is_requested and (start or not ranks):
+        change = replace(change, stage=ChangeStage.IN_PROGRESS)
+    return replace(state, change=change), Plan(
+        tuple(keep),
+        tuple(cancel),
+        tuple(leave),
+        tuple(start),
+        is_requested,
+        min((wait_s for wait_s in waits.values() if wait_s), default=None),
+    )
+
+
+@dataclass(frozen=True)
+class StartFailure:
+    reason: str
+    permanent: bool = False
+    """It would fail again in the same way."""
+
+
+def on_starts_finished(
+    state: ControlState,
+    fleet: FleetView,
+    started: Iterable[int],
+    failures: Mapping[int, StartFailure],
+    now: float,
+    *,
+    is_requested: bool,
+) -> ControlState:
+    """Engines that were started together serve, or have failed. `fleet` is without the latter."""
+    backoff, has_served = state.backoff, state.has_served
+    for rank in started:
+        backoff, has_served = backoff.started(rank), True
+    for rank, failure in failures.items():
+        backoff = backoff.failed(rank, now, failure.reason, permanent=failure.permanent)
+    state = replace(state, backoff=backoff, has_served=has_served)
+    back = max(fleet.num_present, state.change.fallback)
+    if not (is_requested and failures and back < state.change.target):
+        return state
+    reason = next(reversed(list(failures.values()))).reason
+    change = replace(
+        state.change,
+        target=back,
+        stage=ChangeStage.FAILED,
+        error=f"{state.change.target} engines were not reached, the target is {back}: {reason}",
+    )
+    return replace(state, change=change, backoff=Backoff())
+
+
+def on_death(
+    state: ControlState, rank: int, lived_s: float, now: float, reason: str
+) -> ControlState:
+    """An engine died that was wanted, after it had served for `lived_s`."""
+    return replace(state, backoff=state.backoff.died(rank, lived_s, now, reason))
+
+
+def trouble(state: ControlState, fleet: FleetView, now: float) -> Trouble | None:
+    """What keeps engines that are missing from being there."""
+    if len(fleet.staying) >= state.change.target:
+        return None
+    return state.backoff.trouble(fleet.serving, now)
+
+
+def phase(state: ControlState, fleet: FleetView, now: float) -> str:
+    """idle, prepare, commit, drain or failed, as `/admin/cluster` names them. It is failed while
+    nothing happens before the next attempt, too."""
+    if fleet.is_committing:
+        return "commit"
+    if fleet.starting:
+        return "prepare"
+    if fleet.any_leaving:
+        return "drain"
+    found = trouble(state, fleet, now)
+    if state.change.stage is ChangeStage.FAILED or (found is not None and found.exhausted):
+        return "failed"
+    missing = state.change.target - len(fleet.staying)
+    return "idle" if not missing else "prepare" if missing > 0 else "drain"
+
+
+def _settle(change: Change, fleet: FleetView) -> Change:
+    whole = len(fleet.staying) == change.target and not (
+        fleet.is_committing or fleet.starting or fleet.any_leaving
+    )
+    if whole and change.stage is not ChangeStage.FAILED:
+        return replace(change, stage=ChangeStage.SETTLED, fallback=change.target)
+    return change
+
+
+def _within(engines: int, limits: ClusterConfig) -> int:
+    return min(max(limits.min_engines, engines), limits.max_engines)

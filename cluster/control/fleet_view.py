@@ -1,0 +1,99 @@
+"""The engines of a cluster as its manager counts them, at one moment. Pure."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Place(enum.Enum):
+    """Where an engine is between its start and its end."""
+
+    STARTING = "starting"
+    """It loads, or waits to join."""
+    SERVING = "serving"
+    """It has joined, and is in the roster unless the coordinator has just removed it."""
+    ENDING = "ending"
+    """It is out of the roster; its rank is taken until its resources are free again."""
+
+
+class Intent(enum.Enum):
+    """What the manager has decided about an engine."""
+
+    STAY = "stay"
+    LEAVE = "leave"
+    """There are more than the target: it may be kept, if the target grows again."""
+    DRAIN = "drain"
+    """An operator has named it: it is not kept."""
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    rank: int
+    place: Place
+    intent: Intent = Intent.STAY
+    in_transition: bool = False
+    """A change of its place in the roster is under way: it is neither kept nor cancelled."""
+
+
+@dataclass(frozen=True)
+class FleetView:
+    """Every engine that has to be ended some day, by rank."""
+
+    engines: tuple[EngineStatus, ...] = ()
+    is_committing: bool = False
+    """The group of the engines changes."""
+
+    @property
+    def serving(self) -> list[int]:
+        """Ranks of engines that serve, and of those that leave."""
+        return [engine.rank for engine in self.engines if engine.place is Place.SERVING]
+
+    @property
+    def staying(self) -> list[int]:
+        """Ranks of engines that serve and do not leave."""
+        return self._ranks(Place.SERVING)
+
+    @property
+    def starting(self) -> list[int]:
+        """Ranks of engines that start and are wanted."""
+        return self._ranks(Place.STARTING)
+
+    @property
+    def any_leaving(self) -> bool:
+        return any(engine.intent is not Intent.STAY for engine in self.engines)
+
+    @property
+    def num_present(self) -> int:
+        """Engines that count towards the target. One that has died counts until its rank is free
+        for its replacement."""
+        return sum(engine.intent is Intent.STAY for engine in self.engines)
+
+    @property
+    def can_be_kept(self) -> list[int]:
+        """Ranks of engines that leave, and need not."""
+        return [
+            engine.rank
+            for engine in self.engines
+            if engine.place is Place.SERVING
+            and engine.intent is Intent.LEAVE
+            and not engine.in_transition
+        ]
+
+    @property
+    def can_be_cancelled(self) -> list[int]:
+        """Ranks of engines that start, and do not join yet."""
+        moving = {engine.rank for engine in self.engines if engine.in_transition}
+        return [rank for rank in self.starting if rank not in moving]
+
+    def free_ranks(self, count: int) -> list[int]:
+        """The lowest ones."""
+        taken = {engine.rank for engine in self.engines}
+        return [rank for rank in range(count + len(taken)) if rank not in taken][:count]
+
+    def _ranks(self, place: Place) -> list[int]:
+        return [
+            engine.rank
+            for engine in self.engines
+            if engine.place is place and engine.intent is Intent.STAY
+        ]

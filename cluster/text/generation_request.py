@@ -1,0 +1,79 @@
+"""A request for answers, whatever the API: what the bodies of all endpoints are converted to, and
+what `InputProcessor` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from swell.cluster.text.chat_template import TemplateOptions
+from swell.cluster.text.sampling_params import BadRequest, SamplingParams, shown
+from swell.cluster.text.schema.chat_messages import ChatMessage, ToolChoice
+from swell.cluster.text.truncation import PLAIN_TEXT, TokenizeOptions
+
+Prompt = str | list[int]
+"""A text, or token ids."""
+MAX_PROMPTS = 1024
+"""Of one request."""
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that the chat template writes, and the rules for its answer's reasoning and tool
+    calls."""
+
+    messages: Sequence[ChatMessage]
+    template: TemplateOptions = TemplateOptions()
+    tool_choice: ToolChoice | None = None
+    """Among `template.tools`, which are checked; not `none` where there are tools."""
+    parallel_tool_calls: bool = True
+    """False: one call at most."""
+    thinking_token_budget: int | None = None
+    """The most tokens of reasoning; then its end is forced. -1: no limit; None: no limit, but no
+    reasoning at all where the template's variable `reasoning_effort` is `none`."""
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers to prompts, or to one conversation."""
+
+    prompt: list[Prompt] | Conversation
+    params: SamplingParams
+    """Not checked yet."""
+    prompt_field: str = "prompt"
+    """The field of the API that gives the prompt, as error messages name it."""
+    structured_outputs_field: str | None = None
+    """The path of the field that gives the structured output, if it is not `structured_outputs`."""
+    tokenize_options: TokenizeOptions = PLAIN_TEXT
+    max_tokens_in_context: int | None = None
+    """The answer has at most so many tokens, or as many as the context has room for, without an
+    error where that is less. Unlike `params.max_tokens`, which must fit."""
+    echo: bool = False
+    """The text of each prompt is needed: its answers begin with it."""
+    stream: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+
+
+def split_prompts(prompt: str | Sequence[Any]) -> list[Prompt]:
+    """The prompts of one request, each a text or a list of ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    parts = list(prompt)
+    if not parts:
+        raise BadRequest("prompt=[] is empty; a prompt needs at least one token", "prompt")
+    kinds = {type(part) for part in parts}
+    if kinds == {int}:
+        return [parts]
+    if kinds not in ({str}, {list}):
+        raise BadRequest(
+            f"prompt={shown(parts)} mixes its forms: send a text, a list of texts, a list of "
+            "token ids, or a list of lists of token ids",
+            "prompt",
+        )
+    if len(parts) > MAX_PROMPTS:
+        raise BadRequest(
+            f"prompt holds {len(parts)} prompts; at most {MAX_PROMPTS} are allowed", "prompt"
+        )
+    return parts

@@ -1,0 +1,84 @@
+"""Grammars in Lark's notation, compiled once before a worker gets them."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import re
+import threading
+from collections import OrderedDict
+
+from swell.cluster.text.grammar_check import GrammarChecker
+from swell.cluster.text.sampling_params import BadRequest
+from swell.worker.sample.wire import GRAMMAR_LIMITS, Grammar
+
+MAX_BYTES = 256 * 1024
+"""Of a schema or any other text that a grammar is made from, as UTF-8."""
+MAX_REASON_CHARS = 300
+
+_EXCERPT = re.compile(r"\n[ \t]*\d+ \| ")
+_PLACE = re.compile(r"^(?:at )?\d+\(\d+\): ")
+
+_checker = GrammarChecker(GRAMMAR_LIMITS)
+atexit.register(_checker.close)
+
+
+def compile_lark(text: str, param: str) -> Grammar:
+    """The grammar that a text in Lark's notation describes, as `llguidance` reads it.
+
+    `param` is the path of the field that it was made from. Raises `BadRequest`.
+    """
+    check_bytes(text, param)
+    reason = _compile_errors.error(text)
+    if reason:
+        raise BadRequest(f"{param} is refused: {reason}", param, "invalid_grammar")
+    return Grammar(text)
+
+
+def check_bytes(text: str, param: str) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise BadRequest(f"{param} holds a lone surrogate, which is no text", param) from None
+    if size > MAX_BYTES:
+        raise BadRequest(f"{param} has {size} bytes; at most {MAX_BYTES} are allowed", param)
+
+
+class _CompileErrorCache:
+    """The errors of the last texts, by their digests: the texts themselves may be long."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._reasons: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def error(self, lark: str) -> str:
+        """Why the text does not compile, as people read it; empty: it does."""
+        digest = hashlib.sha256(lark.encode()).digest()
+        with self._lock:
+            if digest in self._reasons:
+                self._reasons.move_to_end(digest)
+                return self._reasons[digest]
+        reason = _reason(lark)
+        with self._lock:
+            self._reasons[digest] = reason
+            while len(self._reasons) > self._limit:
+                self._reasons.popitem(last=False)
+        return reason
+
+
+_compile_errors = _CompileErrorCache(limit=128)
+
+
+def _reason(lark: str) -> str:
+    reason = _EXCERPT.split(_checker.check(lark))[0].strip()
+    if "failed to compile JSON schema: " in reason:
+        reason = _PLACE.sub("", reason).removeprefix("failed to compile JSON schema: ")
+    head, _, error = reason.partition("\nerror: ")
+    reason = f"{head.splitlines()[0].rstrip(':')}: {error}" if error else reason
+    reason = reason.replace(
+        "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf "
+        "with anyOf",
+        "oneOf is only supported where its schemas evidently exclude each other; use anyOf",
+    )
+    return " ".join(reason.split())[:MAX_REASON_CHARS]

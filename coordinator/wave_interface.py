@@ -1,0 +1,171 @@
+"""What both kinds of waves declare: those of engines that share experts (`waves.py`), and the
+null kind of engines that share nothing (`null_waves.py`).
+
+Each kind has two halves, one in every engine and one in the coordinator. Both halves are pure:
+messages in, messages out; no sockets, no clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from swell.coordinator.wire import (
+    CoordinatorMessage,
+    EngineCommand,
+    EngineHello,
+    Pause,
+    ReconfigureDistributedRequest,
+    Resume,
+    StartDPWave,
+)
+
+
+class Phase(enum.IntEnum):
+    """Whether an engine steps."""
+
+    OUT = 0
+    """Its groups are broken, or being formed: no steps."""
+    STOPPED = 1
+    RUNNING = 2
+    PAUSED = 3
+
+
+class GroupState(enum.StrEnum):
+    """What the coordinator does about the group."""
+
+    SERVING = "serving"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    FORMING = "forming"
+
+
+RankedCommands = list[tuple[int, EngineCommand]]
+"""Commands, each with the rank that it is for."""
+
+
+@dataclass
+class EngineWaves(ABC):
+    """The half of an engine: says when to submit a step. Every method that returns messages
+    returns those that the engine must send to the coordinator, in order."""
+
+    rank: int
+    incarnation: int
+    depth: int
+    """Steps in flight: equal on all engines."""
+    epoch: int = 0
+    wave: int = 0
+    phase: Phase = Phase.OUT
+    ranks: tuple[int, ...] = ()
+    """The group, in order."""
+    voting: bool = False
+    """It votes for a pause."""
+    in_flight: int = 0
+    """Steps submitted whose results were not read."""
+
+    lockstep: ClassVar[bool]
+    """Engines step together: also those without rows, as long as one of them has work."""
+
+    @abstractmethod
+    def may_submit(self) -> bool:
+        """Whether another step may be submitted now; under lockstep it must be."""
+
+    def submitted(self) -> None:
+        self.in_flight += 1
+
+    @abstractmethod
+    def on_all_reduce(self, working: int, pausing: int, has_work: bool) -> list[CoordinatorMessage]:
+        """The oldest step in flight is done: `working` engines want another, `pausing` engines
+        vote for a pause. `has_work`: this engine has requests."""
+
+    @abstractmethod
+    def work_arrived(self) -> list[CoordinatorMessage]:
+        """A request came."""
+
+    @abstractmethod
+    def start(self, message: StartDPWave) -> list[CoordinatorMessage]:
+        """Another engine has begun a wave."""
+
+    @abstractmethod
+    def pause(self, message: Pause) -> list[CoordinatorMessage]: ...
+
+    @abstractmethod
+    def resume(self, message: Resume) -> list[CoordinatorMessage]: ...
+
+    @abstractmethod
+    def reconfigure(self, message: ReconfigureDistributedRequest) -> bool:
+        """Leave the group for the one of a newer epoch; False: the message is stale. The engine
+        then forms the groups and calls `joined` or `broken`. An engine that is not in
+        `message.ranks` stays out until the next such message."""
+
+    @abstractmethod
+    def joined(self) -> list[CoordinatorMessage]:
+        """The groups have formed."""
+
+    @abstractmethod
+    def broken(self, reason: str, repairing: bool = False) -> list[CoordinatorMessage]:
+        """The groups have failed, or could not be formed. `repairing`: a worker was lost."""
+
+
+@dataclass
+class CoordinatorWaves(ABC):
+    """The half of the coordinator: what the group is, and what it is to be. Every method that
+    returns commands returns those that the coordinator must send."""
+
+    epoch: int = 0
+    wave: int = 0
+    running: bool = False
+    """As engines reported."""
+    group_state: GroupState = GroupState.SERVING
+    ranks: tuple[int, ...] = ()
+    """The group, in order."""
+    target_ranks: tuple[int, ...] = ()
+    """The group that is to be."""
+    pause_requested: bool = False
+    """An operator wants a pause."""
+
+    # ---------------------------------------------------------------- messages of engines
+
+    @abstractmethod
+    def start_wave(self, rank: int, epoch: int, wave: int) -> RankedCommands: ...
+
+    @abstractmethod
+    def wave_complete(self, epoch: int, wave: int) -> None: ...
+
+    @abstractmethod
+    def paused(self, rank: int, epoch: int) -> RankedCommands: ...
+
+    @abstractmethod
+    def joined(self, rank: int, epoch: int) -> RankedCommands: ...
+
+    @abstractmethod
+    def broken(self, epoch: int) -> RankedCommands:
+        """A group failed, but no engine was lost; a loss comes by `change`."""
+
+    @abstractmethod
+    def report(
+        self, rank: int, epoch: int, wave: int, phase: Phase, voting: bool
+    ) -> RankedCommands:
+        """The state of an engine, sent again and again: repairs what a lost message left."""
+
+    # ---------------------------------------------------------------- changes that are wanted
+
+    @abstractmethod
+    def change(self, target_ranks: tuple[int, ...], lost: bool = False) -> RankedCommands:
+        """The group is to be `target_ranks`. `lost`: engines that are missing there no longer
+        take part, so no pause can be agreed with them."""
+
+    @abstractmethod
+    def recover(self, hellos: Sequence[EngineHello]) -> RankedCommands:
+        """Take over the engines that an earlier coordinator left."""
+
+    @abstractmethod
+    def pause(self) -> RankedCommands:
+        """An operator's pause."""
+
+    @abstractmethod
+    def resume(self) -> RankedCommands:
+        """The end of an operator's pause."""

@@ -1,0 +1,149 @@
+"""What several requests give is read as it comes, all that is there at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swell.cluster.client.merged_outputs import MergedOutputs, OutputBatch
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.outputs import (
+    CompletionOutput,
+    RequestOutput,
+    RequestOutputCollector,
+    RequestOutputKind,
+)
+from swell.cluster.client.request_state import EngineGone, RequestFailed, RequestState
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.sampling_params import SamplingParams
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.sample.wire import SamplerParams
+from tests.cluster.text.tokenizers_for_tests import byte_level
+
+DEADLINE_S = 5.0
+
+
+DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+PROCESSOR = OutputProcessor(Detokenizer(byte_level()))
+
+
+def states(count: int, kind: RequestOutputKind = DELTA) -> list[RequestState]:
+    PROCESSOR.request_states.clear()
+    return [
+        PROCESSOR.add_request(
+            EngineCoreRequest(f"r{number}", [1], SamplerParams(), 9),
+            SamplingParams(),
+            kind=kind,
+            queue=RequestOutputCollector(kind),
+        )
+        for number in range(count)
+    ]
+
+
+def put(state: RequestState, output: RequestOutput | Exception) -> None:
+    assert state.queue is not None
+    state.queue.put(output)
+
+
+def output(text: str, *, finished: bool = False, index: int = 0) -> RequestOutput:
+    part = CompletionOutput(index=index, text=text, token_ids=[1], num_output_tokens=1)
+    return RequestOutput(request_id="r", prompt_token_ids=[1], outputs=[part], finished=finished)
+
+
+def texts(batch: OutputBatch) -> list[tuple[int, str]]:
+    return [(number, one.outputs[0].text) for number, one in batch]
+
+
+async def after(
+    reader: MergedOutputs, *puts: tuple[RequestState, RequestOutput]
+) -> list[tuple[int, str]]:
+    """What a reader that waits already gets."""
+    waiting = asyncio.ensure_future(anext(reader))
+    await asyncio.sleep(0)
+    for one, given in puts:
+        put(one, given)
+    return texts(await asyncio.wait_for(waiting, DEADLINE_S))
+
+
+def test_all_that_is_there_comes_at_once_and_what_was_not_taken_is_merged():
+    async def read() -> None:
+        one, two = states(2)
+        reader = MergedOutputs([one, two], SamplingParams(), DELTA)
+        assert await after(reader, (two, output("x"))) == [(1, "x")]
+        assert await after(reader, (one, output("y")), (two, output("z")), (one, output("!"))) == [
+            (0, "y!"),
+            (1, "z"),
+        ]
+        last = [(one, output("1", finished=True)), (two, output("2", finished=True))]
+        assert await after(reader, *last) == [(0, "1"), (1, "2")]
+        assert [batch async for batch in reader] == []
+
+    asyncio.run(read())
+
+
+def test_the_first_batch_can_be_looked_at_and_comes_again():
+    async def read() -> None:
+        (one,) = states(1)
+        put(one, output("x", finished=True))
+        reader = MergedOutputs([one], SamplingParams(), DELTA)
+        first = await reader.first()
+        assert [batch async for batch in reader] == [first]
+
+    asyncio.run(read())
+
+
+def test_what_was_there_comes_before_a_failure():
+    async def read() -> None:
+        one, two = states(2)
+        reader = MergedOutputs([one, two], SamplingParams(), DELTA)
+        put(one, output("x"))
+        put(two, EngineGone("no more"))
+        assert texts(await anext(reader)) == [(0, "x")]
+        with pytest.raises(EngineGone, match="no more"):
+            await asyncio.wait_for(anext(reader), DEADLINE_S)
+
+    asyncio.run(read())
+
+
+def test_answers_to_each_prompt_are_merged_when_all_are_there():
+    async def read() -> None:
+        params = SamplingParams(n=2)
+        requests = states(4, FINAL)
+        reader = MergedOutputs(requests, params, FINAL)
+        waiting = asyncio.ensure_future(reader.whole())
+        for number in (3, 0, 2, 1):
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            put(requests[number], output(str(number), finished=True, index=number % 2))
+        prompts = await asyncio.wait_for(waiting, DEADLINE_S)
+        assert [[a.text for a in p.outputs] for p in prompts] == [["0", "1"], ["2", "3"]]
+        assert all(prompt.finished for prompt in prompts)
+        assert reader.num_output_tokens == 4
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("kind", [DELTA, FINAL])
+def test_a_request_that_failed_ends_all_after_what_was_there(kind: RequestOutputKind):
+    async def read() -> None:
+        requests = states(3, kind)
+        reader = MergedOutputs(requests, SamplingParams(n=3), kind)
+        failed = output("", finished=True, index=1)
+        failed.outputs[0].finish_reason, failed.outputs[0].stop_reason = "error", "no memory"
+        put(requests[0], output("x"))
+        put(requests[1], failed)
+        if kind == DELTA:
+            assert texts(await anext(reader)) == [(0, "x")]
+        for _ in range(2):
+            with pytest.raises(RequestFailed, match="no memory"):
+                await asyncio.wait_for(anext(reader), DEADLINE_S)
+
+    asyncio.run(read())
+
+
+def test_the_ranks_that_served():
+    one, two = states(2)
+    one.ranks, two.ranks = [0, 0], [1, 0]
+    assert MergedOutputs([one], SamplingParams(), DELTA).served_ranks == "0,0"
+    assert MergedOutputs([one, two], SamplingParams(), DELTA).served_ranks == "0,1"

@@ -1,0 +1,13 @@
+"""What must hold of blocks at any time, read from the pool's own tables."""
+
+from __future__ import annotations
+
+from swell.engine.block_pool import BlockPool
+
+
+def check_blocks(pool: BlockPool) -> None:
+    """Raise AssertionError unless every block is either held or free, and block hashes agree."""
+    for block, count in enumerate(pool._references):
+        assert (count == 0) == (block in pool._free), f"block {block} is held {count} times"
+    for block_hash, block in pool._cached.items():
+        assert pool._block_hashes[block] == block_hash, f"block {block} has lost its hash"

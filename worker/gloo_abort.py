@@ -1,0 +1,71 @@
+"""CPU only: ends gloo's operations by shutting down the sockets of their group.
+
+gloo has no working abort for an operation that blocks: the operation ends when its connection does.
+gloo does not give out its sockets either. So this module finds them among the file descriptors of
+the process, by the addresses at which the ranks of the group listen, and shuts them down: to both
+ends this looks like the death of the peer. It needs Linux (`/proc/self/fd`). NCCL aborts by itself
+and must never come here: workers on GPUs use `Transport` as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+Address = tuple[str, int]
+"""Host and port."""
+
+_listening = threading.Lock()
+"""Held while a device is made, so that threads tell their listening sockets apart."""
+
+
+def listening_device(host: str | None) -> tuple[dist.ProcessGroupGloo.Device, Address]:
+    """A device of gloo's at `host` (None: gloo's default), and the address at which it listens."""
+    make = dist.ProcessGroupGloo
+    with _listening:
+        while True:
+            before = set(_listeners())
+            device = make.create_device(hostname=host) if host else make.create_default_device()
+            found = set(_listeners()) - before
+            if len(found) == 1:  # else another part of the process began to listen meanwhile
+                return device, found.pop()
+
+
+def shut_down_connections(members: set[Address]) -> None:
+    """Shut down all sockets of this process that are connected from or to one of `members`."""
+    for sock in _sockets():
+        try:
+            if {sock.getsockname()[:2], sock.getpeername()[:2]} & members:
+                sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            """The socket only listens, or its connection has ended."""
+
+
+def _listeners() -> Iterator[Address]:
+    """Where this process listens for connections."""
+    for sock in _sockets():
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            yield sock.getsockname()[:2]
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """The internet sockets of this process; each is a duplicate that is closed before the next."""
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            copy = os.dup(int(fd))
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            sock = socket.socket(fileno=copy)
+        except OSError:  # not a socket any more
+            os.close(copy)
+            continue
+        with sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                yield sock
