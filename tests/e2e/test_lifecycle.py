@@ -21,6 +21,8 @@ import pytest
 
 from tests.e2e.cluster import NANO, ROOT, Cluster, enable_sigint
 
+pytestmark = pytest.mark.slow
+
 
 def swell(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.kernels import backends
+from swell.kernels import backends as backends
+
+pytestmark = pytest.mark.slow
 
 BACKENDS = [name for name in ("reference", "cpu") if backends.load(name, "bitmask") is not None]
 

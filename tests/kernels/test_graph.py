@@ -8,13 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swell.kernels.activation import silu_and_mul
-from swell.kernels.cpu.arena import ALIGNMENT, Lifetime, assign_offsets
+from swell.kernels.cpu.arena import ALIGNMENT, Lifetime, place
 from swell.kernels.graph import NotCapturableError, can_capture, capture
 from swell.kernels.linear import embedding, linear, pack
 from swell.kernels.norm import add_rms_norm, rms_norm
 from swell.kernels.rope import apply_rope
 
-pytestmark = pytest.mark.skipif(not can_capture("cpu"), reason="the compiled backend is missing")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_capture("cpu"), reason="the compiled backend is missing"),
+]
 
 ROWS = 5
 
@@ -118,7 +121,7 @@ lifetimes = st.builds(
 
 @given(st.lists(lifetimes, max_size=30))
 def test_no_buffer_overlaps_another_of_the_same_time(buffers):
-    offsets, total = assign_offsets(buffers)
+    offsets, total = place(buffers)
     assert all(offset % ALIGNMENT == 0 for offset in offsets)
     taken: dict[tuple[int, int], int] = {}
     for i, (buffer, offset) in enumerate(zip(buffers, offsets, strict=True)):
@@ -131,4 +134,4 @@ def test_no_buffer_overlaps_another_of_the_same_time(buffers):
 @given(st.integers(2, 40), st.integers(1, 300))
 def test_a_chain_takes_no_more_than_its_widest_step(length, size):
     buffers = [Lifetime(i, i + 1, size) for i in range(length)]  # each is the next one's input
-    assert assign_offsets(buffers)[1] <= 2 * (size + ALIGNMENT)
+    assert place(buffers)[1] <= 2 * (size + ALIGNMENT)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swell.kernels import backends
+from swell.kernels import backends as backends
+
+pytestmark = pytest.mark.slow
 
 BACKENDS = [name for name in ("reference", "cpu") if backends.load(name, "logprobs") is not None]
 

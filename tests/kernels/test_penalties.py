@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from swell.kernels import backends
+from swell.kernels import backends as backends
+
+pytestmark = pytest.mark.slow
 
 BACKENDS = [name for name in ("reference", "cpu") if backends.load(name, "penalties") is not None]
 ROWS, MAX_ROWS, VOCAB = 6, 9, 23

@@ -12,7 +12,10 @@ from swell.kernels.graph import can_capture
 from swell.worker import forward as graphs
 from tests.worker import tiny_models
 
-pytestmark = pytest.mark.skipif(not can_capture("cpu"), reason="the compiled backend is missing")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_capture("cpu"), reason="the compiled backend is missing"),
+]
 
 
 NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
