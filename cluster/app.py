@@ -1,10 +1,10 @@
-"""The cluster as a Ray Serve application: Serve owns its life, and no token passes through it.
+"""The cluster as a Ray Serve application: Serve starts and ends it, and no token passes through it.
 
     Ingress (any number of replicas) --handle, rarely--> Manager (one) --places--> engines
                                      `-handle--> ResponseStore (one)
 
-Each ingress replica runs its own HTTP server on a shared port (see `edge.py`); Serve's proxy, where
-one runs, reaches the same routes.
+Each ingress replica runs its own HTTP server on a shared port (`api/server/http_server.py`);
+Serve's proxy, where one runs, reaches the same routes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray.serve.schema import ApplicationStatus
 from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.responses.store_service import ResponseStoreService
-from swell.cluster.api.server.connection import ConnectionLimits
+from swell.cluster.api.server.connection_limits import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.control.checkpoint_store import CheckpointStore
@@ -48,15 +48,15 @@ _HEALTH_CHECKS = 3
 _SHORTEST_CHECK_S = 3.0
 """A replica that is busy may take so long to answer."""
 _DISCOVERY_TIMEOUT_S = 60.0
-"""How long an ingress looks for the manager of its own configuration: while an application is
-deployed again, that of the old one may answer."""
+"""How long an ingress waits for the manager of its own configuration: while an application is
+deployed again, that of the old configuration may answer."""
 _DISCOVERY_POLL_S = 0.2
 _STATUS_TIMEOUT_S = 10.0
-"""How long Serve's controller may take to say what becomes of an application."""
+"""How long Serve's controller may take to give the status of an application."""
 _STATUS_POLL_S = 0.5
-"""Before it is asked again."""
+"""Between two calls for it."""
 _SAVE_TIMEOUT_S = 2.0
-"""How long an answer to an operator may wait until what was asked is written down."""
+"""How long an answer to an operator may wait until the request is written down."""
 
 
 class Contact(msgspec.Struct, frozen=True):
@@ -80,24 +80,24 @@ class ManagerDeployment:
         namespace = f"swell-{self._app}"
         self._identity = identity(config)
         self._serve = config.serve
-        self._notes = CheckpointStore(namespace, self._identity)
+        self._checkpoints = CheckpointStore(namespace, self._identity)
         config = resolve_device(config)
-        self._coordinator = CoordinatorHandle(config, namespace, self._notes)
+        self._coordinator = CoordinatorHandle(config, namespace, self._checkpoints)
         placement = Placement(config, self._identity, namespace, self._coordinator)
-        self._manager = ClusterManager(config, self._coordinator, placement, self._notes)
+        self._manager = ClusterManager(config, self._coordinator, placement, self._checkpoints)
         await self._manager.start()
 
     async def check_health(self) -> None:
-        """Serve asks in the loop in which the manager runs: one that is stuck does not answer."""
+        """Serve calls it in the event loop of the manager: one that hangs does not answer."""
 
-    async def contact(self, asked: str) -> Contact | None:
+    async def contact(self, wanted: str) -> Contact | None:
         """None: this is the manager of another configuration."""
-        if asked != self._identity:
+        if wanted != self._identity:
             return None
         contact = self._coordinator.contact
         assert contact is not None
         host, port = self._serve.host, self._serve.port
-        return Contact(contact, port or await self._notes.port(lambda: free_port(host)))
+        return Contact(contact, port or await self._checkpoints.port(lambda: free_port(host)))
 
     async def describe(self) -> dict[str, Any]:
         return await self._manager.describe()
@@ -126,8 +126,8 @@ class ManagerDeployment:
             await asyncio.wait_for(self._manager.save(), _SAVE_TIMEOUT_S)
         except ScaleRefused as refused:
             return ChangeResult(self._manager.target, str(refused))
-        except Exception as error:  # it is done all the same, and written down later
-            self._log.warning("not noted", error=f"{type(error).__name__}: {error}")
+        except Exception as error:  # it happens all the same, and is written down later
+            self._log.warning("checkpoint not written", error=f"{type(error).__name__}: {error}")
         return ChangeResult(self._manager.target)
 
     async def __del__(self) -> None:
@@ -172,7 +172,7 @@ class IngressDeployment:
         freeze_gc()
 
     async def check_health(self) -> None:
-        """Serve asks in the loop in which requests are served: one that is stuck does not answer,
+        """Serve calls it in the event loop that serves requests: one that hangs does not answer,
         and is replaced. Loops that have ended have ended the process (`configs/process.py`)."""
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -195,8 +195,8 @@ async def _discover_manager(manager: DeploymentHandle, wanted: str) -> Contact:
 
 async def _is_deleting(name: str) -> bool:
     """Whether Serve deletes it; else it replaces one replica, or the whole by another version, and
-    a successor comes. A controller that has just died is back after some seconds; if none can say,
-    none is there that could start one."""
+    a successor comes. A controller that has just died is back after some seconds; if none answers,
+    none is there that could start a successor."""
     found = None
     try:
         async with asyncio.timeout(_STATUS_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""The whole building in one process, without Ray and without sockets: offline generation."""
+"""Offline generation: one engine in this process, without Ray and without sockets."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from swell.cluster.text.generation_request import (
 )
 from swell.cluster.text.input_processor import InputProcessor, RequestParams
 from swell.cluster.text.model_folder import check
-from swell.cluster.text.prompts import PromptProcessor, end_token_ids, load_tokenizer
+from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
 from swell.cluster.text.truncation import PLAIN_TEXT, TEMPLATE_TEXT
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load
@@ -63,7 +64,7 @@ class LLM:
         )
         self._detokenizer = Detokenizer(tokenizer)
         self._input_processor = InputProcessor(
-            self._prompts, self._detokenizer, end_token_ids(path, tokenizer)
+            self._prompts, self._detokenizer, load_eos_token_ids(path, tokenizer)
         )
         self._processor = OutputProcessor(self._detokenizer)
         self._ids = itertools.count()
@@ -191,7 +192,7 @@ class LLM:
                 child.core,
                 child.params,
                 kind=_KIND,
-                index=child.index,
+                index=child.child_index,
                 prompt=child.prompt_text,
                 text_start=request_params.text_start,
             )

@@ -1,4 +1,5 @@
-"""Which configurations are the same to an engine: only engines of an equal one are adopted."""
+"""The identity of a configuration: an engine is adopted only by a configuration of equal
+identity."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ _NOT_OF_ENGINES: dict[str, tuple[str, ...]] = {
     "parallel": ("data",),
     "cluster": ("max_engines", "drain_timeout_s"),
 }
-"""Keys that may change while engines stay: no engine, worker or coordinator reads them, but for
-`parallel.data`, by which an engine shares out the cores of its machine as it starts. So may the
-whole section `serve`. What is not listed counts, so that a new key is safe before it is thought
-about: `cluster.min_engines` does, workers reserve memory for as many experts as it leaves them."""
+"""Keys that may change while engines keep running: no engine, worker or coordinator reads them,
+except `parallel.data`, by which an engine divides the cores of its machine when it starts. The
+whole section `serve` may change, too. All other keys count, so that a new key is safe by default.
+`cluster.min_engines` counts, because workers reserve memory for the experts that it implies."""
 
 
 def identity(config: Config) -> str:
-    """A hash of everything that engines are built from. Take it of the configuration as it was
-    given: `model.device=auto` may be resolved otherwise where another node has come."""
+    """A hash of all keys that engines depend on. Compute it from the configuration as it was given:
+    `model.device=auto` may resolve differently after a node has joined."""
     data = msgspec.to_builtins(config)
     del data["serve"]
     for section, keys in _NOT_OF_ENGINES.items():

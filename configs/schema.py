@@ -1,9 +1,8 @@
 """The one schema of Swell's configuration.
 
-A configuration is frozen, closed and sliced: unknown keys are refused with their path, every
-class of the system receives its own section, and what follows from a key is a property.
-Always build a `Config` through `load`: msgspec checks ranges when it converts, not when a
-Struct is constructed.
+A configuration is frozen, unknown keys are refused with their path, every class of the system
+receives only its own section, and derived values are properties. Always build a `Config` through
+`load`: msgspec checks ranges when it converts, not when a Struct is constructed.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@,]+/?\Z", re.IGNORECASE)
-"""Of a page: scheme, name and port."""
+"""The origin of a web page: scheme, name and port."""
 MAX_DRAIN_S = 4 * 3600.0
-"""Longest time that may be asked for a drain."""
+"""Longest drain that a request or the configuration may set."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used: what, its value, the limit, the way out."""
+    """A configuration that cannot be used; the message has the key, its value and the way out."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,20 +44,20 @@ class ModelConfig(Section, frozen=True):
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` makes random weights from config.json alone (for measurements)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto` takes the checkpoint's own type."""
+    """`auto`: the checkpoint's own type."""
     max_model_len: Positive | None = None
     """Longest prompt plus answer, in tokens; None: what the model and the cache allow."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: NonNegative = 0
     """Seed of dummy weights."""
     backend: Literal["auto", "native", "transformers"] = "auto"
-    """`auto` takes a native model where one exists, else transformers' own through our cache."""
+    """`auto`: a native model if there is one, else the model of transformers with our cache."""
     generation_config: Literal["auto", "none"] = "auto"
     """`auto`: the temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
-    model's generation_config.json are the defaults of a request that does not say: its makers'
-    advice, as in vLLM. `none`: neutral ones. End tokens are read from the file in either case."""
+    model's generation_config.json are the defaults of requests, as in vLLM. `none`: neutral
+    defaults. End tokens are read from the file in both cases."""
     cpu_threads: NonNegative = 0
-    """Threads of one worker's matrix products on CPU; 0: the cores shared among the workers."""
+    """Threads of one worker's matrix products on CPU; 0: the cores divided by the local workers."""
 
     @property
     def served_name(self) -> str:
@@ -67,8 +66,7 @@ class ModelConfig(Section, frozen=True):
 
 class ParallelConfig(Section, frozen=True):
     data: Positive = 1
-    """Engines at start. An application that is deployed again with another number has a new
-    target."""
+    """Engines at start. Deploying the application again with another number sets a new target."""
     tensor: Positive = 1
     """Workers that split each layer of one engine."""
     pipeline: Positive = 1
@@ -76,7 +74,7 @@ class ParallelConfig(Section, frozen=True):
     expert: bool = False
     """Engines share experts and run in waves."""
     executor: Literal["auto", "inproc", "ray"] = "auto"
-    """Where an engine's workers live; `auto`: in the engine's process if there is only one."""
+    """Where an engine's workers run; `auto`: in the engine's process if there is only one."""
 
     @property
     def world(self) -> int:
@@ -88,9 +86,9 @@ class CacheConfig(Section, frozen=True):
     block_tokens: Positive = 16
     """Tokens of one KV block."""
     memory_bytes: Positive | None = None
-    """KV cache of one worker; None: by `memory_fraction`."""
+    """Bytes of the KV cache of one worker; None: by `memory_fraction`."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.8
-    """Share of the device's free memory for the KV cache, after the weights are loaded. On CPU
+    """Fraction of the device's free memory for the KV cache, after the weights are loaded. On CPU
     never more than `scheduler.max_rows` requests of `model.max_model_len` tokens can use."""
     prefix_caching: bool = True
 
@@ -101,11 +99,11 @@ class SchedulerConfig(Section, frozen=True):
     max_rows: Positive = 256
     """Requests that run at once in one engine (slots)."""
     max_chunk_tokens: NonNegative = 0
-    """Longest part of one prompt in a step; 0: the whole budget."""
+    """Most tokens of one prompt in a step; 0: the whole budget."""
     policy: Literal["fcfs", "priority"] = "fcfs"
     steps_in_flight: Annotated[int, Meta(ge=1, le=16)] = 2
-    """1: the host waits for each step; 2: it prepares the next meanwhile. A pipeline of N stages
-    wants at least N."""
+    """1: the host waits for each step; 2: it prepares the next step while one is computed. A
+    pipeline of N stages needs at least N to keep all stages busy."""
 
 
 class ServeConfig(Section, frozen=True):
@@ -116,93 +114,96 @@ class ServeConfig(Section, frozen=True):
     """Port of Ray Serve's own proxy beside ours; 0: no proxy (with `swell serve`)."""
     ingress_replicas: Positive = 1
     api_keys_file: str | None = None
-    """One key a line; requests for answers must show one of them, as `authorization: Bearer KEY` or
-    `x-api-key: KEY`. Keys of operators stand in `admin_keys_file`."""
+    """One key a line; a request must have one of them, as `authorization: Bearer KEY` or
+    `x-api-key: KEY`. Operators' keys are in `admin_keys_file`."""
     admin_keys_file: str | None = None
-    """Keys of the admin API; None: it is open where `api_keys_file` is None too, and refused where
-    that is set: a user's key is no operator's."""
+    """Keys of the admin API. None: it is open if `api_keys_file` is None too, else refused, since a
+    user's key is not an operator's."""
     max_body_bytes: Positive = 16 * 1024 * 1024
     """Longest HTTP body that is read. A conversation that fills a context of a million tokens has
-    5 MB, and twice that with all but ASCII escaped; what a body may hold is limited apart
-    (`cluster/text/schema/json_size.py`)."""
+    5 MB, and twice that with everything but ASCII escaped; the number of values in a body has its
+    own limit (`cluster/text/schema/json_size.py`)."""
+    stream_interval: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Tokens between two events of a streamed answer, at least; the first token always leaves at
+    once, and so does the end. More cost less work per token. A request may set a larger one."""
     max_children: Positive = 1024
-    """Answers that one request may draw: its prompts times `n` or `best_of`. Each is a request of
-    its own to the engines: so many are several full batches, and take 0.1 s to submit."""
+    """Most answers of one request: its prompts times `n` or `best_of`. Each is a separate request
+    to the engines: 1024 are several full batches, and take 0.1 s to submit."""
     max_connections: Positive = 16_384
-    """Connections to one ingress at once; more are refused with a 503. An idle one takes some
-    20 KB, and a file descriptor: where the process may have fewer of these, fewer are taken."""
+    """Open connections of one ingress; more are refused with a 503. An idle connection takes about
+    20 KB and a file descriptor: if the process may have fewer descriptors, the limit is lower."""
     head_timeout_s: Seconds = 10.0
-    """From a connection's start, or the first byte of a further request, to the end of its
-    headers; then the connection is closed with a 408."""
+    """Longest time from a connection's start, or the first byte of a further request, to the end of
+    its headers; then the connection is closed with a 408."""
     transfer_timeout_s: Seconds = 30.0
-    """How long a client may send no byte of a body that it has begun (408), or take none of an
-    answer; a body also needs 1 KiB/s on average."""
+    """Longest time in which a client sends no byte of an unfinished body (408), or reads no byte of
+    an answer; a body also needs 1 KiB/s on average."""
     allowed_hosts: list[str] = []
     """Names under which clients reach the server, as in the header `Host`, without port; `*` allows
-    all. Addresses, `localhost`, `host` and the machine's own name are always allowed. Names that
-    are not listed are refused by the admin API, and where `host` is a loopback address or names are
-    listed also by all other routes but probes, `/metrics` and `/openapi.json`: a page in a browser
-    may give its own name the server's address."""
+    all. Addresses, `localhost`, `host` and the machine's own name are always allowed. The admin API
+    refuses other names. So do all other routes but probes, `/metrics` and `/openapi.json`, if
+    `host` is a loopback address or names are listed: a web page can make its own name resolve to
+    the server's address (DNS rebinding)."""
     allowed_origins: list[str] = []
     """Origins whose pages may use the admin API, as `https://ops.example`; `*` allows all. Pages of
-    the server itself and of loopback addresses may always."""
+    the server itself and of loopback addresses are always allowed."""
     cors_origins: list[str] = []
-    """Origins whose pages may call all routes but the admin API's from a browser, and read the
-    answers, as `https://app.example`; `*` allows all. None by default: a page could use a server on
-    the loopback address of whoever looks at it."""
+    """Origins whose pages may call all routes but the admin API's from a browser and read the
+    answers, as `https://app.example`; `*` allows all. None by default: any page that a user opens
+    could use a server on the user's loopback address."""
     chat_template: str | None = None
     """A file with a chat template, used instead of the model's."""
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
-    """What becomes of a request with a field that no server known to us has: a 400 that names it,
-    since a misspelt limit is no limit; or it is ignored, and the header `x-swell-warning` of the
-    answer names it. Fields that ask for what is not here are refused in any case, and unknown
-    fields of messages, calls and tools are ignored in any case."""
+    """For a request with a field that no known server has: `refuse` answers 400 and names it, since
+    a misspelt limit has no effect; `ignore` names it in the answer's header `x-swell-warning`.
+    Known fields that are not supported are always refused, and unknown fields of messages, calls
+    and tools are always ignored."""
     request_chat_template: bool = False
-    """Whether a request may bring a chat template: it is a program, and may run for long."""
+    """Whether a request may contain a chat template: it is a program that may run for long."""
     tool_parser: str = "auto"
     """How the model writes tool calls: a name in `docs/formats.md`, as hermes or qwen3_coder;
-    `auto` guesses from its chat template; none."""
+    `auto` detects it from the chat template; `none`."""
     reasoning_parser: str = "auto"
-    """How the model marks its reasoning: a name in `docs/formats.md`, as think or harmony; `auto`,
-    none likewise."""
+    """How the model marks its reasoning: a name in `docs/formats.md`, as think or harmony; `auto`
+    and `none` as above."""
     stored_responses: NonNegative = 1000
-    """Answers of `/v1/responses` that are kept at once, in the manager's memory, for requests that
-    continue or retrieve them; 0: none. The least recently used go first."""
+    """Answers of `/v1/responses` that are stored, for requests that continue or retrieve them; 0:
+    none. The least recently used are dropped first."""
     stored_response_bytes: Positive = 256 * 1024 * 1024
-    """Of all kept answers together, each with the conversation that it belongs to; while one is
-    computed in the background, also with what another ingress needs to take it over."""
+    """Bytes of all stored answers, each with its conversation; for an answer that is computed in
+    the background, also with the data by which another ingress can continue it."""
     stored_response_age_s: Seconds = 86400.0
-    """What is kept longer is dropped."""
+    """Older stored answers are dropped."""
     no_engine_timeout_s: Seconds = 60.0
-    """A request that arrives while all engines are gone or under repair waits for one this long,
-    then it is a 503; longer than a replacement takes to start."""
+    """How long a request waits while no engine is available, before a 503; longer than a
+    replacement takes to start."""
     max_waiting_requests: Positive = 4096
-    """Requests that may wait for a slot, in all engines together; one more is a 429 that says when
-    to come back. Each child of `n` answers is one. At a hundred a second the last of so many waits
-    for 40 s, which is as long as most clients do; a load test of thousands of streams passes."""
+    """Requests that may wait for a slot, in all engines together; one more gets a 429 with a time
+    to retry. Each child of `n` answers counts. At a hundred a second the last of 4096 waits for 40
+    s, as long as most clients do; a load test of thousands of streams passes."""
     max_waiting_tokens: Positive = 16_777_216
-    """Prompt tokens that may wait to be computed, in all engines together; likewise. They are lists
-    of numbers, in an ingress and in an engine: so many take some 0.7 GiB in each. 128 prompts of
-    128 Ki tokens fit."""
+    """Prompt tokens that may wait to be computed, in all engines together; more get a 429. They are
+    lists of numbers, in an ingress and in an engine: 16 Mi tokens take about 0.7 GiB in each. 128
+    prompts of 128 Ki tokens fit."""
 
 
 class ClusterConfig(Section, frozen=True):
     min_engines: Positive = 1
     max_engines: Positive = 64
     stall_timeout_s: Seconds = 30.0
-    """Work without progress for this long means that a process has stopped."""
+    """A process with work and without progress for this long counts as stalled."""
     start_timeout_s: Seconds = 600.0
     """An engine that is not ready after this long has failed to start; a request whose engine was
     lost waits as long for another one."""
     drain_timeout_s: Annotated[float, Meta(gt=0, le=MAX_DRAIN_S)] = 30.0
-    """A leaving engine may finish its requests for this long; at most four hours, so that every
-    drain ends."""
+    """How long a leaving engine may finish its requests; at most four hours, so that every drain
+    ends."""
     cpus_per_worker: Annotated[float, Meta(gt=0)] = 0.01
-    """Ray's `CPU` that a worker on CPU reserves; tiny, so that small machines hold many."""
+    """Ray's `CPU` that a worker on CPU reserves; tiny, so that small machines can run many."""
     load_report_s: Seconds = 0.05
-    """Longest time for which a change of load stays unreported."""
+    """Longest delay before a change of load is reported."""
     heartbeat_s: Seconds = 1.0
-    """Reports when nothing changes."""
+    """Interval of reports without changes."""
 
 
 class Config(Section, frozen=True):
@@ -274,7 +275,7 @@ def _override(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _explain(error: msgspec.ValidationError) -> str:
-    """msgspec's message with our way to write a path."""
+    """msgspec's message with the key written as `section.key`."""
     text, _, where = str(error).partition(" - at `")
     where = where.rstrip("`").rpartition("$")[2].lstrip(".")
     if "unknown field" in text:
@@ -291,7 +292,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _check(config: Config) -> None:
-    """The rules between keys, and those that a type cannot say."""
+    """Check the rules between keys, and those that a type cannot express."""
     for origin in config.serve.cors_origins:
         if origin != "*" and not _ORIGIN.match(origin):
             raise ConfigError(

@@ -1,15 +1,15 @@
 """The only code that touches sockets: ZeroMQ with msgspec frames, encrypted by CURVE.
 
-An `Inbox` is bound by whoever is asked and hears many peers; an `Outlet` is connected by one of
-them. A message is one frame: a tagged Struct, decoded by the one typed decoder of its receiver.
+An `Inbox` is bound by the side that serves many peers; an `Outlet` is connected by one of the
+peers. A message is one frame: a tagged Struct, decoded by the one typed decoder of its receiver.
 Between two peers messages keep their order. An inbox drops what it cannot deliver; an outlet
 keeps what it was given until its peer is there.
 
 An inbox listens twice: on an abstract `ipc` name for peers of the same machine, and on TCP for
 others. Abstract names are no files: a killed process leaves nothing behind.
 
-The keys of a cluster are made by its coordinator and handed out through Ray. Who does not hold
-them cannot complete CURVE's handshake, so it can neither read nor say anything.
+The keys of a cluster are made by its coordinator and handed out through Ray. A process without
+them cannot complete CURVE's handshake, so it can neither read nor send.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _LINGER_MS = 1000
 _RETRY_S = 0.05
 """Between two attempts at an address that is taken."""
 _LOG_EVERY_ATTEMPTS = 100
-"""Attempts after which the log is told again."""
+"""Attempts after which the log repeats the warning."""
 _MAX_BURST = 4096
-"""Messages that are handed over at a time."""
+"""Messages that are delivered at a time."""
 
 
 class ChannelKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -54,7 +54,7 @@ class ChannelAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where an inbox can be reached."""
 
     machine: str
-    """Two processes with the same value can use `ipc`."""
+    """Processes with the same value can use `ipc` to each other."""
     ipc: str
     tcp: str
 
@@ -107,7 +107,7 @@ class Waker:
 def _wait(socket: Any, timeout_s: float | None, waker: Waker | None) -> bool:
     """Whether the socket has a message, after waiting for one or for the waker."""
     timeout_ms = None if timeout_s is None else max(0, round(timeout_s * 1000))
-    if waker is None or timeout_ms == 0:  # a waker that was not looked at ends the next wait
+    if waker is None or timeout_ms == 0:  # a waker that was not polled ends the next wait
         return bool(socket.poll(timeout_ms))
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)

@@ -1,6 +1,6 @@
-"""What the coordinator knows and when it tells: pure, with time as an argument.
+"""What the coordinator publishes, and when: pure, with time as an argument.
 
-A change is published within `load_report_s` of the first change that was not yet told, however
+A change is published within `load_report_s` of the first change that is unpublished, however
 much traffic arrives meanwhile: the deadline is set once and never pushed back. A new roster is
 published at once. Without changes there is a heartbeat.
 """

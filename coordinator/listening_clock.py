@@ -1,11 +1,11 @@
-"""Time that counts as silence of a peer: seconds in which it could have been heard. Pure.
+"""Time that counts as silence of a peer: seconds in which its messages were taken in. Pure.
 
-A loop that was stopped, or held up by a long step, has not taken in what its peers said meanwhile.
+A loop that was stopped, or held up by a long step, has not taken in what its peers sent meanwhile.
 Measured by a wall clock all of them have been silent for that long, and a loop that judges by it
 drops peers that live. So every loop that judges silence measures by a `ListeningClock` instead: it
 advances with each turn of the loop, by at most a quarter of the limit. A peer is found silent
-only after the loop has listened more than four times and heard nothing from it, however late each
-of these turns was; and a peer that is dead is found, even if every turn is late.
+only after the loop has listened more than four times and received nothing from it, however late
+each of these turns was; and a peer that is dead is found, even if every turn is late.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ListeningClock:
         return self._listened_s
 
     def read(self, now: float) -> float:
-        """The time by this clock, between two calls of `listened` too."""
+        """The time by this clock, between two calls of `advance` too."""
         if self._last is None:
             return self._listened_s
         return self._listened_s + min(max(0.0, now - self._last), self._max_gap_s)

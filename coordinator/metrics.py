@@ -1,4 +1,4 @@
-"""The Prometheus metrics of the cluster: what the coordinator's view tells of every engine."""
+"""The Prometheus metrics of the cluster: every engine in the coordinator's view."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _CHOSEN_PORTS = range(20_000, 32_000)
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether nobody listens there, not even somebody who would share."""
+    """Whether no process listens there, not even one that would share."""
     with socket.socket(address_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

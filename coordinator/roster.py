@@ -1,7 +1,7 @@
-"""Who is here: a roster is an epoch and its members, and every change is a pure function.
+"""The members of a cluster: a roster is an epoch and its members; every change is a pure function.
 
-An epoch is one fixed membership. It never falls; each change of who may be asked, however
-small, makes the next one, so that a message of an older membership can be told by its number.
+An epoch is one fixed membership. It never falls; each change of a member, however small, makes
+the next one, so that a message of an older membership is recognised by its number.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What the coordinator decides, pure: who is here, who steps with whom, who has stopped.
+"""What the coordinator decides, pure: the members, the group that steps together, the stalled.
 
-    engines' words --> waves (who steps)     --\\
-    the manager    --> roster (who is here)  ---> commands to engines, views to ingresses
-    time           --> liveness (who stopped) --/
+    messages of engines  --> waves (which engines step)   --\\
+    calls of the manager --> roster (the members)         ---> commands to engines,
+    time                 --> engine monitor (the stalled) --/   views to ingresses
 
 An engine that shares experts is in the roster from the moment that its group has formed, until a
 group without it has: ingresses never send to one that could not serve. An engine that died or
-stopped is taken out at once. One that replaces a worker stays, marked.
+stalled is taken out at once. One that replaces a worker stays, marked.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class CoordinatorStateMachine:
         self.cluster_state = ClusterState(config, now)
         self.waves = waves
         self.stalled_engines: list[StalledEngine] = []
-        """Engines that were found to have stopped, for whoever ends their processes."""
+        """Engines that were found to have stalled; the manager ends their processes."""
         self.commit_s = 0.0
         """How long the last change kept the group from stepping."""
         self.phase = "idle"
-        """Of the manager's change, as it told."""
+        """Of the manager's change of engines, as it reported."""
         self._engine_monitor = EngineMonitor(config.stall_timeout_s, now)
         self._joining: dict[int, Member] = {}
         """Engines that join as soon as their group has formed."""
@@ -74,11 +74,11 @@ class CoordinatorStateMachine:
         return set(self._joining)
 
     def current_member(self, rank: int) -> Member | None:
-        """The engine of this rank that commands are for."""
+        """The engine of this rank to which commands go."""
         return self._joining.get(rank) or self.roster.find(rank)
 
     def member(self, rank: int, incarnation: int) -> Member | None:
-        """Who speaks, if it is one of us."""
+        """The engine of this incarnation, if it is in the roster or joins."""
         joining = self._joining.get(rank)
         if joining is not None and joining.incarnation == incarnation:
             return joining
@@ -94,10 +94,10 @@ class CoordinatorStateMachine:
             phase=self.phase,
         )
 
-    # ---------------------------------------------------------------- engines speak
+    # ---------------------------------------------------------------- messages of engines
 
     def on_message(self, message: EngineEvent, now: float) -> RankedCommands:
-        """Take in what an engine says. Strangers, and the dead, are not heard."""
+        """Messages of engines that are unknown, or were removed, are dropped."""
         member = self.member(message.rank, message.incarnation)
         if member is None:
             return []
@@ -138,10 +138,10 @@ class CoordinatorStateMachine:
         self._update_member(member.rank, now, store=message.store)
         return self.waves.change(self._with({member.rank}))
 
-    # ---------------------------------------------------------------- the manager speaks
+    # ---------------------------------------------------------------- calls of the manager
 
     def join(self, members: Iterable[Member], now: float) -> RankedCommands:
-        """Engines are ready. A rank that is taken is a ValueError; who is here already stays."""
+        """Engines are ready; one that is a member already stays. A taken rank is a ValueError."""
         newcomers = [m for m in members if self.member(m.rank, m.incarnation) is None]
         rosters.join(self.roster, newcomers)  # raises
         self._joining.update({member.rank: member for member in newcomers})
@@ -149,21 +149,21 @@ class CoordinatorStateMachine:
         return self._sync_roster(self.waves.change(self._with(self._joining)), now)
 
     def leave(self, ranks: Iterable[int], now: float) -> RankedCommands:
-        """They get no more requests."""
+        """These engines get no more requests."""
         self.cluster_state.change(lambda roster: rosters.leave(roster, ranks), now)
         return []
 
     def cancel_leave(self, ranks: Iterable[int], now: float) -> RankedCommands:
-        """They were leaving, and are wanted again."""
+        """These engines were leaving, and are active again."""
         self.cluster_state.change(lambda roster: rosters.cancel_leave(roster, ranks), now)
         return []
 
     def detach(self, ranks: Iterable[int], now: float) -> RankedCommands:
-        """They live, and go: their group goes on without them, then they leave the roster."""
+        """These engines live, and go: their group goes on without them, then the roster does."""
         return self._sync_roster(self.waves.change(self._without(set(ranks))), now)
 
     def remove_failed(self, ranks: Iterable[int], now: float) -> RankedCommands:
-        """They died: they leave the roster at once."""
+        """These engines died: they leave the roster at once."""
         gone = set(ranks)
         for rank in gone:
             self._joining.pop(rank, None)
@@ -180,7 +180,7 @@ class CoordinatorStateMachine:
     # ---------------------------------------------------------------- time passes
 
     def tick(self, now: float) -> RankedCommands:
-        """Look who has stopped."""
+        """Remove engines that have stalled."""
         ranks = frozenset({*self.roster.ranks, *self._joining})
         exempt = ranks if self.waves.group_state is not GroupState.SERVING else self._repairing()
         sends: RankedCommands = []
@@ -190,8 +190,8 @@ class CoordinatorStateMachine:
         return sends
 
     def recover(self, epoch: int, hellos: Sequence[EngineHello], now: float) -> RankedCommands:
-        """Take over the engines that an earlier coordinator left; `epoch` is the newest that
-        anybody has seen of the roster."""
+        """Take over the engines that an earlier coordinator left; `epoch` is the newest of
+        the roster that any ingress has seen."""
         members = tuple(sorted((hello.member for hello in hellos), key=lambda m: m.rank))
         recovered = Roster(epoch + 1, members)
         self.cluster_state.change(lambda _roster: recovered, now)
@@ -199,7 +199,7 @@ class CoordinatorStateMachine:
         return self._sync_roster(self.waves.recover(hellos), now)
 
     def advance_epoch(self, epoch: int, now: float) -> None:
-        """Somebody has seen this epoch of a predecessor: ours comes after it."""
+        """An ingress has seen this epoch of a predecessor: ours comes after it."""
         if epoch > self.roster.epoch:
             self.cluster_state.change(lambda roster: Roster(epoch + 1, roster.members), now)
 
@@ -217,7 +217,7 @@ class CoordinatorStateMachine:
         return [(rank, self._with_store(command)) for rank, command in sends]
 
     def _commit_group(self, now: float) -> None:
-        """The group has formed: newcomers in, those that parted out, the repaired active."""
+        """The group has formed: newcomers join, the detached leave, the repaired are active."""
         group = set(self.waves.ranks)
         arrived = [self._joining.pop(rank) for rank in list(self._joining) if rank in group]
         stays = group | self._repairing()
@@ -243,7 +243,7 @@ class CoordinatorStateMachine:
         )
 
     def _with_store(self, command: EngineCommand) -> EngineCommand:
-        """Workers of several engines meet at the first one's."""
+        """Workers of several engines meet at the store of the first."""
         if not isinstance(command, ReconfigureDistributedRequest) or len(command.ranks) < 2:
             return command
         first = self.current_member(command.ranks[0])

@@ -1,9 +1,9 @@
-"""The words between the coordinator, the engines and the ingresses: counts, never text or tokens.
+"""Messages between the coordinator, the engines and the ingresses: counts, never text or tokens.
 
-Both directions stand here, because both are the coordinator's: it lies below engines and
-ingresses, which import it. Every word of an engine carries its incarnation, so that nothing a dead
-engine said is taken for its successor's, and its epoch; whatever is older than the receiver's is
-dropped. The rules of the words about waves are in `waves.py`.
+Both directions are defined here, because both are the coordinator's: engines and ingresses import
+it. Every message of an engine carries its incarnation, so that nothing a dead engine sent is taken
+for its successor's, and its epoch; a message of an older epoch than the receiver's is dropped. The
+rules of the messages about waves are in `waves.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swell.coordinator.roster import Member, Roster
 # ---------------------------------------------------------------- ingresses
 
 Counts = dict[str, list[float]]
-"""What has been counted since a start: numbers that only grow, by metric."""
+"""Counts since the start of an ingress: numbers that only grow, by metric."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
@@ -23,13 +23,13 @@ class Subscribe(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
 
     client_index: int
     epoch: int = 0
-    """The newest that it has seen: a restarted coordinator goes on from there."""
+    """The newest roster that it has seen: a restarted coordinator goes on from there."""
     counts: Counts = {}
-    """What it has counted of its requests; if anything, the answer is `OtherIngressCounts`."""
+    """Of its requests. Unless empty, the answer is `OtherIngressCounts`."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
-    """An engine tells its load: on change within a deadline, else as a heartbeat."""
+    """The load of an engine: sent on change within a deadline, else as a heartbeat."""
 
     rank: int
     incarnation: int = 0
@@ -66,9 +66,9 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     resets: int = 0
     """Times that its groups broke and were formed again."""
     nans_in_logits: int = 0
-    """Requests that ended because their logits were no numbers."""
+    """Requests that ended because their logits were NaN or infinite."""
     started_requests: int = 0
-    """Requests that came to be computed, each once, since the start."""
+    """Requests whose computation has begun, each once, since the start."""
     started_tokens: int = 0
     """Tokens that they had then."""
 
@@ -102,7 +102,7 @@ IngressMessage = ClusterView | OtherIngressCounts
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
-    """An engine introduces itself: at its start, and when it is asked to."""
+    """An engine introduces itself: at its start, and as the answer to `Introduce`."""
 
     member: Member
     epoch: int = 0
@@ -114,55 +114,47 @@ class EngineHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False)
     """A `waves.Phase`, as a number."""
 
 
-class StartWave(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
+class GroupMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A message of one engine about its group."""
+
+    rank: int
+    incarnation: int
+    epoch: int
+    """Of its group; the coordinator drops the message if its own differs."""
+
+
+class StartWave(GroupMessage, frozen=True, tag=3, array_like=True, gc=False):
     """A stopped engine has work and began wave `wave` of `epoch`."""
 
-    rank: int
-    incarnation: int
-    epoch: int
     wave: int
 
 
-class WaveComplete(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
-    """Nobody has work; said by the group's first engine."""
+class WaveComplete(GroupMessage, frozen=True, tag=4, array_like=True, gc=False):
+    """No engine has work; sent by the group's first engine."""
 
-    rank: int
-    incarnation: int
-    epoch: int
     wave: int
 
 
-class Paused(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
+class Paused(GroupMessage, frozen=True, tag=5, array_like=True, gc=False):
     """The vote was unanimous; this engine has no step in flight."""
 
-    rank: int
-    incarnation: int
-    epoch: int
 
-
-class Joined(msgspec.Struct, frozen=True, tag=6, array_like=True, gc=False):
+class Joined(GroupMessage, frozen=True, tag=6, array_like=True, gc=False):
     """The engine is in the group of `epoch` and waits for `Resume`."""
 
-    rank: int
-    incarnation: int
-    epoch: int
 
-
-class Broken(msgspec.Struct, frozen=True, tag=7, array_like=True, gc=False):
+class Broken(GroupMessage, frozen=True, tag=7, array_like=True, gc=False):
     """The engine's groups have failed; it keeps its requests and weights.
 
-    `repairing`: one of its own workers was lost, and it takes no part until `Repaired`.
+    `repairing`: one of its own workers was lost, and it stays out of the group until `Repaired`.
     """
 
-    rank: int
-    incarnation: int
-    epoch: int
     reason: str = ""
     repairing: bool = False
 
 
 class Repaired(msgspec.Struct, frozen=True, tag=8, array_like=True, gc=False):
-    """All workers are there again."""
+    """All workers of the engine run again."""
 
     rank: int
     incarnation: int
@@ -208,7 +200,7 @@ class Resume(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
 class ReconfigureDistributedRequest(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
     """Leave the group, whatever it is doing, and form that of `epoch` with these ranks, in order.
 
-    Answered by `Joined` or `Broken`. Whoever is not listed is out until it is asked again.
+    Answered by `Joined` or `Broken`. An engine that is not listed stays out until the next one.
     """
 
     epoch: int
@@ -220,7 +212,7 @@ class ReconfigureDistributedRequest(msgspec.Struct, frozen=True, tag=3, array_li
 
 
 class Introduce(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
-    """Say `EngineHello`: the coordinator does not know you."""
+    """Send `EngineHello`: the coordinator does not know this engine."""
 
 
 EngineCommand = StartDPWave | Pause | Resume | ReconfigureDistributedRequest | Introduce

@@ -20,11 +20,11 @@ from swell.engine.executor import ExecutorLimits, WorkerInfo, build_executor
 from swell.engine.server import EngineServer
 
 _EXIT_GRACE_S = 10.0
-"""An engine that has failed can be asked for so long why; then its process ends."""
+"""The actor of a failed engine answers `ended` for so long; then its process ends."""
 
 
 class EngineReady(msgspec.Struct, frozen=True):
-    """What an engine tells when it can serve."""
+    """An engine that can serve."""
 
     rank: int
     address: ChannelAddress
@@ -58,10 +58,10 @@ class EngineActor:
         self._ended = threading.Event()
 
     def start(self, placement_group: Any) -> EngineReady:
-        """Load the model and open the channel. Raises what stopped it, in words.
+        """Load the model and open the channel. Raises what a worker or the configuration raised.
 
-        Whoever asks while it loads, or later, gets the same answer: a manager that adopts an
-        engine in the middle of its start asks again."""
+        A call while it loads, or later, gets the same answer: a manager that adopts an engine in
+        the middle of its start calls again."""
         with self._loading:
             if self._server is None:
                 self._load(placement_group)
@@ -103,7 +103,7 @@ class EngineActor:
         )
 
     def doing(self) -> str:
-        """What the engine is busy with, for people who wait."""
+        """What the engine is busy with, for people who wait for it."""
         return self._status
 
     def ended(self, timeout_s: float) -> str | None:

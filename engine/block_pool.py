@@ -1,6 +1,6 @@
 """KV blocks of one engine: who holds them, which are free, which can be found again.
 
-A block is *held* while its reference count is above zero. A block that nobody holds is *free*,
+A block is *held* while its reference count is above zero. A block without references is *free*,
 and it is still *cached* if its name is known: a request with the same prefix takes it back. Free
 blocks wait in one queue; allocation takes from its front and forgets the block's name. Blocks
 without a name enter at the front, named ones at the back, so that the least recently used

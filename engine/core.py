@@ -35,7 +35,7 @@ class EngineCore:
         depth = config.scheduler.steps_in_flight if executor.overlaps else 1
         kind = WaveMember if config.parallel.expert else NullMember
         self.wave_member: EngineWaves = kind(rank=0, incarnation=0, depth=depth)
-        """Says when to step; what it has to say is collected in `take_messages`."""
+        """Says when to step; its messages are collected for `take_messages`."""
         self.num_dummy_steps = 0
         self.num_waves = 0
         self.sync_s = 0.0
@@ -47,7 +47,8 @@ class EngineCore:
         self.limits = limits
         self.scheduler = self._new_scheduler()
         self.on_start: Callable[[dict[bytes, list[Request]]], None] = lambda started: None
-        """Hears which requests a step begins with, by ingress, before it is handed out."""
+        """Called with the requests that take their slots with a step, by ingress, before it is
+        executed."""
         self.num_steps = 0
         """Steps whose results were read: the measure of progress."""
         self._in_flight: deque[tuple[ScheduledStep, AsyncModelRunnerOutput]] = deque()
@@ -74,12 +75,12 @@ class EngineCore:
         return answer
 
     def take_failed(self) -> list[Outputs]:
-        """What is to be told of requests that ended because workers were lost."""
+        """Outputs of requests that ended because workers were lost."""
         failed, self._failed = self._failed, []
         return failed
 
     def take_messages(self) -> list[CoordinatorMessage]:
-        """What the coordinator is to be told."""
+        """Messages for the coordinator."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -88,7 +89,7 @@ class EngineCore:
         self.scheduler.abort(request_ids, attempts)
 
     def abort_client(self, client: bytes) -> list[Request]:
-        """Drop all requests of one ingress; those that there were."""
+        """Drop all requests of one ingress, and return them."""
         dropped = [r for r in self.scheduler.requests.values() if r.client == client]
         self.scheduler.abort([request.request_id for request in dropped])
         return dropped

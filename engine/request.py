@@ -64,7 +64,7 @@ class Request:
         self.request_id = core.request_id
         self.attempt = core.attempt
         self.client = client
-        """The ingress that asked: outputs go back to it."""
+        """The ingress of the request: outputs go back to it."""
         self.order = order
         """Place under the policy; unique, smaller first, kept over preemption."""
         self.failed_attempts = core.failed_attempts

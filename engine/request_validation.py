@@ -1,4 +1,4 @@
-"""What an engine looks at before it takes a request in: every field of the wire. Pure.
+"""What an engine checks before it takes a request in: every field of the wire. Pure.
 
 The ingress refuses first what people may get wrong, field by field, with a 400; its limits lie
 within these. What passes here breaks no worker: every token is one of the model's, every number is
@@ -18,10 +18,11 @@ MAX_END_TOKENS = 4096
 MAX_BIASED_TOKENS = 4096
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 1 << 16
-"""Of all bad words together: a step looks at each of them."""
+"""Of all bad words together: a step reads each of them."""
 MAX_LOGPROBS = 1024
 MAX_PROMPT_LOGPROBS = 1 << 20
-"""Of all positions of a prompt together, where each is told of more than `MAX_LOGPROBS` tokens."""
+"""Of all positions of a prompt together, where each has those of more than `MAX_LOGPROBS`
+tokens."""
 MAX_GRAMMAR_CHARS = 4 * GRAMMAR_LIMITS["max_grammar_size"]
 MAX_TEXT_CHARS = 4096
 """Of an id or a salt."""
@@ -111,14 +112,14 @@ def _numbers(sampler: SamplerParams) -> Iterator[str]:
 
 
 def _prompt_logprobs(request: EngineCoreRequest, vocab_size: int) -> Iterator[str]:
-    """Those of the whole vocabulary may be told of few positions."""
+    """Those of the whole vocabulary are for few positions only."""
     top = request.sampler.prompt_logprobs or 0
     yield from _range("prompt_logprobs", top, 0, max(MAX_LOGPROBS, vocab_size))
-    told = top * len(request.prompt_token_ids)
-    if top > MAX_LOGPROBS and told > MAX_PROMPT_LOGPROBS:
+    num_logprobs = top * len(request.prompt_token_ids)
+    if top > MAX_LOGPROBS and num_logprobs > MAX_PROMPT_LOGPROBS:
         yield (
-            f"prompt_logprobs={top} of {len(request.prompt_token_ids)} prompt tokens are {told}; "
-            f"at most {MAX_PROMPT_LOGPROBS} are told"
+            f"prompt_logprobs={top} of {len(request.prompt_token_ids)} prompt tokens "
+            f"are {num_logprobs}; at most {MAX_PROMPT_LOGPROBS} are told"
         )
 
 

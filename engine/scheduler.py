@@ -4,16 +4,16 @@ The law: there is no prefill phase and no decode phase. Each request has tokens 
 computed; a step lets the computed catch up with the known, request by request in the order of
 the policy, until the token budget or the blocks run out. A prompt cut into chunks, a prefix
 found in the cache, a preempted request that starts again, and a request handed over by another
-engine are all this one rule. A row whose computed tokens reach its known tokens draws the next.
+engine are all this one rule. A row whose computed tokens reach its known tokens samples the next.
 
 What requests have in common is computed once. A waiting request whose next missing block is being
-computed for a request ahead of it *follows* that one: it waits until their tokens part or the other
-one leaves, and finds the blocks then. Those behind it may start meanwhile, but neither in its slot
-nor in the blocks that it will need. When waiting requests are looked at, every running one that
-is behind its known tokens has a row in the step, so whoever is followed advances, and nobody is
-followed by one that the policy puts first.
+computed for a request ahead of it waits for that one, its *prefix leader*: until their tokens
+differ or the leader leaves. Then it finds the blocks. Those behind it may start meanwhile, but
+neither in its slot nor in the blocks that it will need. When waiting requests are scheduled, every
+running one that is behind its known tokens has a row in the step. So a leader advances, and no
+request waits for one that the policy puts behind it.
 
-Steps may be scheduled before the results of earlier ones are read. What such a step draws is
+Steps may be scheduled before the results of earlier ones are read. What such a step samples is
 `pending`: it exists on the device, counts as known, and has no number on the host yet.
 """
 
@@ -40,7 +40,7 @@ NANS_IN_LOGITS = (
 )
 _NO_EXTRAS: list[Extra] = []
 _Waiting = tuple[tuple[int, int], Request, PrefixLeader | None]
-"""Place under the policy, and what the request followed when it was last looked at."""
+"""Place under the policy, the request, and its prefix leader when it was last considered."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Scheduler:
         """In policy order, so the last one is the one to preempt, and is scheduled last."""
         self.num_preemptions = 0
         self.num_nans_in_logits = 0
-        """Requests that ended because their logits were no numbers."""
+        """Requests that ended because their logits were NaN or infinite."""
         self.num_started_requests = 0
         self.num_started_tokens = 0
         self._waiting: list[_Waiting] = []
@@ -147,7 +147,7 @@ class Scheduler:
         return None
 
     def abort(self, request_ids: Iterable[str], attempts: Iterable[int] = ()) -> None:
-        """Free everything of these requests now; what steps in flight draw for them is dropped.
+        """Free everything of these requests now; what steps in flight sample for them is dropped.
         `attempts`: of each request, the last attempt that ends (default: any)."""
         for request_id, attempt in zip_longest(request_ids, attempts):
             request = self.requests.get(request_id)
@@ -162,7 +162,7 @@ class Scheduler:
 
     def _release_slot(self, request: Request) -> None:
         """Steps in flight may still touch the slot and the blocks: workers run steps in order,
-        so whoever gets them next writes after that."""
+        so the next owner writes after that."""
         self.running.remove(request)
         self.kv.free(request)
         self._free_slots.append(request.slot)
@@ -208,8 +208,8 @@ class Scheduler:
             if request.status is RequestStatus.FINISHED:
                 heapq.heappop(self._waiting)
                 continue
-            # A preempted request whose last tokens are still on their way cannot be told to
-            # the worker yet.
+            # The last tokens of a preempted request may still be on their way: the worker
+            # cannot get them yet.
             if request.pending:
                 break
             if request.failed_attempts and any(r.failed_attempts for r in self.running):
@@ -282,12 +282,12 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.order, request, None))
 
     def count_failed_attempt(self) -> dict[bytes, list[EngineCoreOutput]]:
-        """A worker was lost. Who was being computed may be the reason, and ends if that was so too
-        often; the outputs that say so, for each ingress."""
+        """A worker was lost. A request that was being computed may be the reason, and ends if that
+        was so too often; the outputs that say so, for each ingress."""
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         for request in self.running.copy():
             if len(request.token_ids) > request.tokens_at_start:
-                continue  # it had gone on
+                continue  # it made progress
             request.failed_attempts += 1
             if request.failed_attempts >= MAX_FAILED_ATTEMPTS:
                 why = (
@@ -301,7 +301,7 @@ class Scheduler:
         """Every step whose results were not read is lost, and with it the KV cache.
 
         All requests wait again in their order and start from the tokens that the host knows.
-        Tokens that lost steps drew are drawn again: their noise depends on seed and position.
+        Tokens that lost steps sampled are sampled again: their noise depends on seed and position.
         """
         for request in reversed(self.running.copy()):
             self._preempt(request)
@@ -324,9 +324,9 @@ class Scheduler:
         )
         for request, count in builder.rows:
             request.computed += count
-            draws = request.computed == request.total_tokens
-            plan.samples.append(draws)
-            request.pending += draws
+            is_sampled = request.computed == request.total_tokens
+            plan.samples.append(is_sampled)
+            request.pending += is_sampled
             if request.computed >= request.cacheable_tokens:
                 self.kv.cache_full_blocks(request)
         return ScheduledStep(plan, rows)
@@ -340,10 +340,10 @@ class Scheduler:
         and nothing else."""
         assert output.step == step.plan.step, f"step {output.step} answers {step.plan.step}"
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
-        drawn = iter(output.sampled_token_ids)
+        sampled = iter(output.sampled_token_ids)
         failed = self._failed(step, output)
-        for row, (request, draws) in enumerate(zip(step.rows, step.plan.samples, strict=True)):
-            token_id = next(drawn) if draws else None
+        for row, (request, is_sampled) in enumerate(zip(step.rows, step.plan.samples, strict=True)):
+            token_id = next(sampled) if is_sampled else None
             if request.status is RequestStatus.FINISHED:
                 continue
             if row in failed:
@@ -362,11 +362,11 @@ class Scheduler:
             if answer.finish_reason is not None:
                 self._finish(request)
             outputs.setdefault(request.client, []).append(answer)
-        assert next(drawn, None) is None, f"step {output.step} drew more tokens than were asked for"
+        assert next(sampled, None) is None, f"step {output.step} sampled more tokens than planned"
         return outputs
 
     def _failed(self, step: ScheduledStep, output: ModelRunnerOutput) -> dict[int, str]:
-        """Rows that failed, and why; what such a request has computed is given to nobody else."""
+        """Rows that failed, and why; no other request finds what such a one has computed."""
         if not (output.failed or output.rows_with_nans):
             return {}
         failed = dict.fromkeys(output.rows_with_nans, NANS_IN_LOGITS) | output.failed

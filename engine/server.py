@@ -1,11 +1,12 @@
-"""An engine that can be talked to: the core's loop between its channels and its executor.
+"""An engine with its channels: the core's loop between ingresses, coordinator and executor.
 
 Runs on one thread, without Ray. Messages are taken in before each step and again when its result
 is there, so that an abort counts for that very step; outputs leave once per step for each
 ingress; the load is reported between steps, on a deadline.
 
-What fails is mended here. A lost worker is replaced, broken groups are formed again; requests
-are kept meanwhile, as if they had been preempted. Only what cannot be mended ends the engine.
+Failures of workers are handled here. A lost worker is replaced, broken groups are formed again;
+requests are kept meanwhile, as if they had been preempted. Only an unrecoverable failure ends the
+engine.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ others keep busy."""
 
 
 class LoadReporter:
-    """When the coordinator is told what: a deadline after a change, else a heartbeat."""
+    """When a report is due: a deadline after a change, else a heartbeat."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
@@ -65,7 +66,7 @@ class LoadReporter:
         self._last_at = -1e9
 
     def changed(self) -> None:
-        """Something happened that the last report does not tell."""
+        """Something happened that is not in the last report."""
         self._changed = True
 
     def reported(self, now: float) -> None:
@@ -143,10 +144,10 @@ class EngineServer:
         """The engine as the roster lists it."""
 
     def run(self) -> None:
-        """Serve until `stop`. What cannot be mended is raised.
+        """Serve until `stop`. An unrecoverable failure is raised.
 
-        Requests that are left in either case are not answered: whoever asked hears from the
-        roster that this engine has gone, and continues them elsewhere.
+        Requests that are left in either case are not answered: their ingress sees in the roster
+        that this engine has gone, and continues them elsewhere.
         """
         try:
             failure: ExecutorError | None = None
@@ -175,7 +176,7 @@ class EngineServer:
         self._send_to_coordinator(self.core.take_messages())  # before waiting for more
         busy = self.core.has_work or self._reconfiguration is not None
         self._process_inputs(0.0 if busy else self._reporter.wait_s(time.monotonic()))
-        self._check_peers(time.monotonic())  # after taking in what was said meanwhile
+        self._check_peers(time.monotonic())  # after taking in what came meanwhile
         if self._reconfiguration is not None:
             self._reconfigure()
         if self.core.has_work:
@@ -199,14 +200,14 @@ class EngineServer:
                 case UtilityCall():
                     self._serve(peer, message)
                 case KeepAlive():
-                    """Hearing it was all."""
+                    """`on_message` above was all."""
         self._client_tracker.advance(time.monotonic())
         while not self._coordinator_client.commands.empty():
             self._handle_command(self._coordinator_client.commands.get())
         self._send_to_coordinator(self.core.take_messages())
 
     def _check_peers(self, now: float) -> None:
-        """Now and then: are the workers there, and those who asked?"""
+        """Every `heartbeat_s`: drop silent clients, and check the workers while idle."""
         if now - self._checked_at < self._check_interval_s:
             return
         self._checked_at = now
@@ -223,14 +224,14 @@ class EngineServer:
             self.core.executor.check()
 
     def _check_conservation(self) -> None:
-        """An idle engine holds nothing; if it does, say so, once it is known and not later."""
+        """An idle engine holds nothing; if it does, log that at once."""
         try:
             self.core.check_idle()
         except AssertionError as leak:
             self._log.error("idle, but not everything is free", leak=str(leak))
 
     def _serve(self, peer: bytes, call: UtilityCall) -> None:
-        """Run a service; whatever it raises is the answer."""
+        """Run a service; an exception is the answer, too."""
         try:
             if call.method not in self._services:
                 known = ", ".join(sorted(self._services))
@@ -246,8 +247,8 @@ class EngineServer:
         self._inbox.send(client, EngineCoreOutputs(outputs, seq=seq))
 
     def _send_started(self, started: dict[bytes, list[Request]]) -> None:
-        """A step that ends this process may begin now. Of a suspect it must be known, so it waits
-        until the message has surely left; of others, that a step's first millisecond is enough."""
+        """A step that ends this process may begin now. If one of its requests is suspect, it waits
+        until the message has surely left; otherwise the first millisecond of a step is enough."""
         for client, requests in started.items():
             message = EngineCoreOutputs(
                 seq=self._client_tracker.next_seq(client),

@@ -1,8 +1,8 @@
-"""The words that an engine understands and says.
+"""Messages between an ingress and an engine.
 
 An ingress sends `EngineCoreRequest`, `AbortRequests`, `KeepAlive` and `UtilityCall`; an engine
-answers each ingress with at most one `EngineCoreOutputs` per step. What the coordinator says to an
-engine stands in `coordinator/wire.py`.
+answers each ingress with at most one `EngineCoreOutputs` per step. The messages between the
+coordinator and an engine are in `coordinator/wire.py`.
 Fields are only ever appended.
 """
 
@@ -25,7 +25,7 @@ class EngineCoreRequestType(enum.IntEnum):
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended; in text as OpenAI says it."""
+    """Why a request ended; `str` gives OpenAI's word."""
 
     STOP = 0
     LENGTH = 1
@@ -70,8 +70,8 @@ class EngineCoreRequest(
     external_req_id: str | None = None
     """Read by the ingress alone: the id that its client knows."""
     skip_prefix_cache: bool = False
-    """Compute every prompt token, also those that the prefix cache has: something is to be told
-    of each."""
+    """Compute every prompt token, also those that the prefix cache has: each has log
+    probabilities."""
     failed_attempts: int = 0
     """Engines that were lost while they computed it, in a row and before a token of it came."""
     attempt: int = 1
@@ -86,7 +86,7 @@ class AbortRequests(
     array_like=True,
     gc=False,
 ):
-    """The asker has lost interest: free everything within the step in flight, answer nothing."""
+    """The client has given these up: free everything within the step in flight, answer nothing."""
 
     request_ids: list[str]
     attempts: list[int] = []
@@ -101,8 +101,8 @@ class KeepAlive(
     array_like=True,
     gc=False,
 ):
-    """The asker still waits. Said every `cluster.heartbeat_s`; whoever says nothing for
-    `cluster.stall_timeout_s` is taken for dead, and what it asked for is dropped."""
+    """The ingress still waits. Sent every `cluster.heartbeat_s`; an ingress that sends nothing for
+    `cluster.stall_timeout_s` is taken for dead, and its requests are dropped."""
 
 
 class UtilityCall(
@@ -131,12 +131,12 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaul
     stop_reason: int | str | None = None
     """The stop token that ended it, or the message of an error."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache; told with the first output."""
+    """Prompt tokens found in the prefix cache; sent with the first output."""
     queue_s: float = 0.0
-    """Time from arrival to first schedule; told with the first output."""
+    """Time from arrival to first schedule; sent with the first output."""
     num_preemptions: int = 0
     extras: list[Extra] = []
-    """What was asked for beside tokens; an output may hold these alone."""
+    """Requested values beside tokens; an output may hold these alone."""
     attempt: int = 1
     """Of the request (see `EngineCoreRequest.attempt`)."""
 
@@ -146,7 +146,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaul
 
 
 class UtilityOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Answer to a `UtilityCall`: a failure in words, or a result as msgpack."""
+    """Answer to a `UtilityCall`: the message of a failure, or a result as msgpack."""
 
     call_id: int
     failure_message: str | None = None
@@ -162,7 +162,7 @@ class EngineCoreOutputs(
     utility_output: UtilityOutput | None = None
     seq: int = 0
     """Counts the messages with outputs to this ingress, from 1: a gap means that some were lost,
-    and a count that begins again that the engine has forgotten what it asked for. 0: not counted.
+    and a count that begins again that the engine has dropped its requests. 0: not counted.
     """
     started: list[str] = []
     """Requests that enter the step which the engine begins next. This leaves before it begins: if

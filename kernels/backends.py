@@ -1,8 +1,8 @@
-"""Which backend computes an operation on a device.
+"""Selects the backend that computes an operation on a device.
 
-An operation is one name (`attention`, `norm`, ...) and stands under that name in every backend that
-has it, so `ls kernels/*/` shows the coverage. A backend that cannot run here (no compiler, say)
-raises `BackendUnavailable` when it is imported, and the next one is taken.
+An operation has one name (`attention`, `norm`, ...) and a module of that name in every backend that
+has it, so `ls kernels/*/` shows the coverage. A backend that cannot run here (for example without a
+compiler) raises `BackendUnavailable` when it is imported, and the next one is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPERATIONS = (
 
 
 class BackendUnavailable(ImportError):
-    """A backend that cannot run on this machine, and why."""
+    """A backend cannot run on this machine; the message says why."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Tokens that may be drawn, one bit each."""
+"""Masks of allowed tokens, one bit each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor, value: float) -
     """logits[rows[i], t] = value where token t has no bit in bitmask[i]; in place.
 
     logits [S, V] float32; bitmask [M, ceil(V / 32)] int32, token t is bit t % 32 of word t // 32,
-    as llguidance and xgrammar pack it, and bits behind V mean nothing; rows [M] int64, different
-    ones; `value` may be -inf, or finite where something may still have to be drawn.
+    as llguidance and xgrammar pack it, and bits from V on mean nothing; rows [M] int64, distinct;
+    `value` may be -inf, or finite so that masked tokens can be sampled as a last resort.
     Backends: reference, cpu.
     """
     backends.get("bitmask", logits.device.type).apply_bitmask(logits, bitmask, rows, value)

@@ -1,8 +1,7 @@
-"""Running a fixed sequence of operations again, without the Python that led to it.
+"""Repeats a fixed sequence of operations without running its Python code again.
 
-What CUDA calls a graph: `capture` notes the operations of the compiled backend that a function
-calls on tensors of the largest sizes, and computes nothing; `replay` computes them in the sizes
-that there are this time.
+As CUDA graphs: `capture` records the operations of the compiled backend that a function calls on
+tensors of the largest sizes, and computes nothing; `replay` computes them in the current sizes.
 """
 
 from __future__ import annotations
@@ -17,33 +16,34 @@ from swell.kernels import backends
 
 
 class NotCapturableError(RuntimeError):
-    """A function computes something that a replay would leave out."""
+    """A function computes something that a replay would omit."""
 
 
 class Graph(Protocol):
     def replay(self, *sizes: int) -> None:
-        """Compute the first rows of the captured results from the inputs' present values: as many
-        as `sizes`, in the order of the capture's."""
+        """Compute the first rows of the captured results from the current values of the inputs; the
+        numbers of rows are `sizes`, in the order of the capture's sizes."""
 
     @property
     def progress(self) -> int:
-        """Operations computed by all replays, this moment's too; from any thread."""
+        """Operations computed by all replays, including one in progress; from any thread."""
 
 
 def can_capture(device: str) -> bool:
-    """Whether some backend of a device type records its operations."""
+    """Whether a backend of a device type records its operations."""
     return backends.load(backends.BACKENDS[device][0], "graph") is not None
 
 
 def capture(
     run: Callable[[], list[Tensor]], device: str, *sizes: int
 ) -> tuple[list[Tensor], Graph]:
-    """Note what a function computes; its results, which hold nothing yet, and how to fill them.
+    """Record what a function computes; returns its results, not filled yet, and the graph that
+    fills them.
 
-    The function takes tensors that stay. Each operation that it calls has as many rows as one of
-    `sizes`, which differ, and computes each by itself. Raises `NotCapturableError` if it does more
-    than make, view and pass on tensors between operations of the backend, or if one of these has
-    other rows. Backends: cpu.
+    The function's inputs must keep their memory. Each operation that it calls has as many rows as
+    one of `sizes`, which differ, and computes each row by itself. Raises `NotCapturableError` if it
+    does anything but allocate, view and pass tensors between operations of the backend, or if one
+    of these has another number of rows. Backends: cpu.
     """
     assert len(set(sizes)) == len(sizes)
     with backends.get("graph", device).recorded(sizes) as graph, _OnlyViews() as views:
@@ -60,7 +60,7 @@ _VIEWS = (
 
 
 class _OnlyViews(TorchDispatchMode):
-    """Lets through what needs no replay, and remembers the tensors that were made."""
+    """Allows only operations that need no replay, and remembers the tensors that were made."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # in torch without annotations

@@ -1,4 +1,4 @@
-"""The one way by which host arrays reach a device."""
+"""Copies from host arrays to a device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor of the device, without a wait.
+    """The array as a tensor on the device; does not wait.
 
-    On CPU it shares the array's memory. On CUDA it passes through pinned memory, which torch's
-    host allocator does not hand out again before the copy is done.
+    On CPU it shares the array's memory. On CUDA it is copied from pinned memory, which torch's host
+    allocator does not reuse before the copy is done.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":

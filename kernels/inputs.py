@@ -1,4 +1,4 @@
-"""What a step reads of the tables: token ids, positions, and where the cache lies."""
+"""The inputs of a step, gathered from tables: token ids, positions, and places in the cache."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from swell.kernels import backends
 
 
 class Sizes(NamedTuple):
-    """Of one step."""
+    """The sizes of one step."""
 
     tokens: int
     rows: int
     samples: int
     """Rows that sample."""
     max_query_tokens: int
-    """Of one row."""
+    """Most tokens of one row."""
     max_context_tokens: int
-    """Of one row: in the cache, those of this step included."""
+    """Most tokens of one row in the cache, those of this step included."""
 
 
 class Inputs(NamedTuple):
-    """Room for R rows with T tokens in all."""
+    """Tensors for up to R rows with T tokens together."""
 
     # [T] int64
     input_ids: Tensor
@@ -39,12 +39,12 @@ class Inputs(NamedTuple):
     # [T] int64, block * block_tokens + offset of each token's K and V
     slot_mapping: Tensor
     # [3, R] int64, of the rows that sample: index into T of the last token, slot, and the position
-    # that the drawn token takes
+    # of the sampled token
     samples: Tensor
 
     @classmethod
     def allocate(cls, tokens: int, rows: int, blocks: int, device: torch.device) -> Inputs:
-        """Room for the largest step."""
+        """Tensors for the largest step."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
 
 
 class Gather(Protocol):
-    """Fills the inputs of one step after the other, without a look at the device."""
+    """Fills the inputs of one step after the other; never waits for the device."""
 
     def __call__(
         self, slots: list[int], starts: list[int], counts: list[int], samples: list[bool]
@@ -69,14 +69,14 @@ class Gather(Protocol):
         """Row r computes `counts[r]` tokens from position `starts[r]` on of the request at
         `slots[r]`, and samples or does not.
 
-        Raises IndexError for a row outside of the tables, the place of the token that it samples
-        included, and ValueError for more tokens or rows than there is room for; the inputs are of
-        no use then.
+        Raises IndexError for a row outside of the tables (the position of its sampled token
+        included), and ValueError for more tokens or rows than the inputs hold; the inputs are
+        undefined then.
         """
 
 
 def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs) -> Gather:
-    """What fills `out` from the tables; all of these stay where they are.
+    """A `Gather` that fills `out` from the tables; all of these must keep their memory.
 
     token_ids [slots, length] int32, of which element p is the token at position p; block_table
     [slots, max_blocks] int32. Backends: reference, cpu.
@@ -88,8 +88,8 @@ def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: 
 
 def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """token_ids[slots[i], positions[i]] = tokens[i]; all [S] int64, and token_ids as in
-    `make_gather`. Raises IndexError for a place outside of it; not in a replay, whose places a
-    `Gather` has checked. Backends: reference, cpu."""
+    `make_gather`. Raises IndexError for an index outside of it, but not in a replay, for which the
+    `Gather` has checked it. Backends: reference, cpu."""
     backends.get("inputs", token_ids.device.type).write_tokens(token_ids, slots, positions, tokens)
 
 
@@ -107,7 +107,7 @@ def check_room(tokens: int, rows: int, out: Inputs) -> None:
 
 
 def outside(row: int, slot: int, start: int, token_ids: Tensor) -> IndexError:
-    """For a row that lies outside of the tables."""
+    """The error for a row that lies outside of the tables."""
     slots, length = token_ids.shape
     return IndexError(
         f"row {row} of the step: slot {slot} from position {start} lies outside of the tables of "

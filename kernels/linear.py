@@ -1,6 +1,6 @@
-"""Products with a weight that stays, y = x W^T + b, and looking rows of it up.
+"""Products with a constant weight, y = x W^T + b, and lookups of its rows.
 
-A backend may keep a weight in an order of its own: `pack` it once, when it is filled.
+A backend may store a weight in its own order: `pack` it once, when it is filled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Weight = Tensor | PackedTensor
 
 
 def pack(weight: Tensor) -> Weight:
-    """`weight` [out, in] as `linear` takes it fastest: itself, or a copy.
+    """`weight` [out, in] in the form that is fastest for `linear`: itself, or a copy.
 
     Backends: reference, cpu.
     """
@@ -35,16 +35,16 @@ def pack(weight: Tensor) -> Weight:
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [..., in], weight [out, in], bias [out] or none -> new [..., out], all of one type.
 
-    With a packed weight a row's result has the same bits whatever rows stand beside it. Sums are
-    in float32, and rounded once to the type. Backends: reference, cpu.
+    With a packed weight a row's result has the same bits in every batch. Sums are in float32, and
+    rounded once to the type. Backends: reference, cpu.
     """
     return backends.get("linear", x.device.type).linear(x, weight, bias)
 
 
 def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
     """x [S, in], weight [out, in] -> the largest of the first `outs` > 0 outputs of `linear`, [S]
-    float32, and which it is, [S] int64: of equal ones the first. Where one of a row's outputs is
-    NaN, so is the largest, and `which` is any.
+    float32, and its index, [S] int64: of equal ones the first. If one of a row's outputs is NaN, so
+    is the largest, and the index is any.
 
     Backends: reference, cpu.
     """

@@ -16,8 +16,7 @@ def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Te
 
         logprob(t) = logit(t) - log(sum(exp(logits)))        rank(t) = 1 + number of larger logits
 
-    Among equal logits the backend may choose. Where one of a row's logits is NaN or +inf, or all
-    are
-    -inf, its log probabilities are NaN, all of them. Backends: reference, cpu.
+    The order of equal logits is up to the backend. If one of a row's logits is NaN or +inf, or all
+    are -inf, all its log probabilities are NaN. Backends: reference, cpu.
     """
     return backends.get("logprobs", logits.device.type).rank_tokens(logits, token_ids, top)

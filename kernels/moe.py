@@ -4,9 +4,9 @@
     y[t] = sum_j w[t, j] * expert_{e_j}(x[t])         w[t, j] = p[t, e_j] (/ sum_j p[t, e_j])
     expert(x) = down(silu(gate(x)) * up(x))
 
-The sum is cut in two, because the experts may lie on different ranks: `expert_outputs` computes
-the terms of the experts that are here and zeros for the rest, `combine_experts` adds the terms
-when all have met. A term is computed by exactly one rank, so the sum over ranks does not round.
+The sum has two steps, because the experts may be on different ranks: `expert_outputs` computes the
+terms of this rank's experts and leaves the rest zero; after a sum over ranks, `combine_experts`
+adds the terms. A term is computed by exactly one rank, so the sum over ranks does not round.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def expert_outputs(
     """out[t, j] = expert_{experts[t, j]}(x[t]) where that expert is in `weights`; else unchanged.
 
     x [T, hidden]; experts [T, k] int64; weights: expert -> (gate over up [2 * size, hidden],
-    down [hidden, size]); out [T, k, hidden], contiguous, changes in place. An expert multiplies
-    the tokens that chose it, in their order, by one product, and one that nobody chose costs
-    nothing: so a result depends on which tokens come together, but on no other expert and not on
-    where the experts lie. Reads back how often each expert was chosen: one wait for the device a
-    call. Backends: reference.
+    down [hidden, size]); out [T, k, hidden], contiguous, changes in place. Each expert computes one
+    product over the tokens that chose it, in their order; an expert without tokens costs nothing.
+    So a result depends on the tokens of the call, but not on other experts or their placement. The
+    host reads how often each expert was chosen: it waits for the device once a call.
+    Backends: reference.
     """
     backends.get("moe", x.device.type).expert_outputs(x, experts, weights, out)
 

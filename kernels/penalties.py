@@ -17,12 +17,12 @@ def apply_penalties(
     frequency: Tensor,
     presence: Tensor,
 ) -> None:
-    """Change the logits l of M rows in place, each by what its slot has seen.
+    """Change the logits l of M rows in place, each by the tokens that its slot has seen.
 
-    logits [S, V] float32; rows [M] int64, different ones, index its rows; slots [M] int64 index
-    the tables output_counts [max_rows, V] int32 and seen [max_rows, V] bool, which holds for every
-    token in the prompt or the output; repetition, frequency, presence [M] float32, where 1, 0 and
-    0 change nothing.
+    logits [S, V] float32; rows [M] int64, distinct, index its rows; slots [M] int64 index the
+    tables output_counts [max_rows, V] int32 and seen [max_rows, V] bool, which is true for every
+    token in the prompt or the output; repetition, frequency, presence [M] float32, where 1, 0 and 0
+    change nothing.
 
         1. if the token is in prompt or output:  l = l / repetition if l > 0 else l * repetition
         2. l = l - (frequency * count + presence * [count > 0]), with its count in the output
@@ -37,7 +37,7 @@ def apply_penalties(
 
 
 def count_tokens(output_counts: Tensor, seen: Tensor, slots: Tensor, tokens: Tensor) -> None:
-    """Let the tables of `apply_penalties` know that tokens[i] stands in the output of slots[i].
+    """Count tokens[i] in the output of slots[i], in the tables of `apply_penalties`.
 
     slots, tokens [N] int64; a pair that comes twice counts twice. Backends: reference, cpu.
     """

@@ -61,13 +61,14 @@ LIBRARIES: dict[str, list[str]] = {
         "engine/executor/inproc.py",
     ],
     "transformers": [
-        "cluster/text/prompts.py",
+        "cluster/text/tokenizer.py",
         "worker/loader.py",
         "worker/models/generic*.py",
         "worker/sample/vocabulary.py",
     ],
     "llguidance": [
         "cluster/text/structured_output.py",
+        "cluster/text/user_grammar.py",
         "cluster/text/grammar_check.py",
         "worker/sample/grammar.py",
         "worker/sample/vocabulary.py",

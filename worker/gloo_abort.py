@@ -20,7 +20,7 @@ Address = tuple[str, int]
 """Host and port."""
 
 _listening = threading.Lock()
-"""Held while a device is made, so that threads tell their listening sockets apart."""
+"""Held while a device is made, so that each thread finds its own listening socket."""
 
 
 def listening_device(host: str | None) -> tuple[dist.ProcessGroupGloo.Device, Address]:

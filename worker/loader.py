@@ -1,8 +1,9 @@
-"""From a model folder to filled parameters.
+"""Loads a model's config and fills its parameters from a model folder.
 
-A model says which part of which checkpoint tensor it needs (`WeightShard`), and only that part is
-read from the safetensors files, straight into the parameter: the peak is about one shard of memory.
-Whatever is wrong with the folder becomes one line that says what, and the way out.
+A model names the parts of checkpoint tensors that it needs (`WeightShard`), and only these parts
+are read from the safetensors files, directly into the parameters: at its peak, loading needs the
+memory of one chunk beside them. Every error about the folder is one line with the cause and the
+way out.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from swell.configs.log import first_line
 from swell.configs.schema import ModelConfig
 from swell.worker.layers.weight_shard import WeightShard
+from swell.worker.model_folder import model_folder
 from swell.worker.quantization import refuse_quantized, refuse_type
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes filled, bytes in all) of this worker's parameters."""
+"""Called with (bytes filled, all bytes) of this worker's parameters."""
 
 ShardsOf = Callable[[Collection[str]], Iterable[WeightShard]]
-"""Takes the names of a checkpoint's tensors, gives the weight_shards that are to be filled."""
+"""Takes the names of a checkpoint's tensors, returns the shards to fill."""
 
 CHUNK_BYTES = 64 * 1024 * 1024
-"""Largest part of a tensor that is read at a time: what loading needs besides the parameters."""
+"""Largest part of a tensor that is read at a time: the memory of loading beside the parameters."""
 
 DUMMY_STD = 0.02
-"""Standard deviation of dummy weights: logits of a few units whatever the depth."""
+"""Standard deviation of dummy weights: it gives logits of a few units at every depth."""
 
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-HUB_FILES = ["*.json", "*.safetensors"]
+HUB_FILES = ("*.json", "*.safetensors")
 
 
 def load_config(model_config: ModelConfig) -> Any:
@@ -64,8 +66,8 @@ def load_config(model_config: ModelConfig) -> Any:
 
 
 def _check_architecture(hf_config: Any) -> None:
-    """An architecture that transformers knows, and that is not the one of `model_type`: of another
-    type, or more than a language model (with a vision tower, or with another head)."""
+    """Raise `ValueError` if transformers knows the architecture and it is not the causal language
+    model of `model_type`: another type, or a model with a vision tower or another head."""
     kind, named = hf_config.model_type, getattr(hf_config, "architectures", None) or []
     own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     classes = [own] if isinstance(own, str) else list(own or ())
@@ -79,7 +81,7 @@ def _check_architecture(hf_config: Any) -> None:
 
 
 def resolve_dtype(model_config: ModelConfig, hf_config: Any) -> torch.dtype:
-    """The type of parameters and activations: as configured, else the checkpoint's own."""
+    """The type of parameters and activations: the configured one, else the checkpoint's."""
     if model_config.dtype != "auto":
         return DTYPES[model_config.dtype]
     own = getattr(hf_config, "dtype", None) or torch.float32
@@ -89,7 +91,7 @@ def resolve_dtype(model_config: ModelConfig, hf_config: Any) -> torch.dtype:
 
 
 def max_positions(hf_config: Any) -> int | None:
-    """The positions that the model was made for, in tokens; None if its config does not say."""
+    """The number of positions that the model supports; None if its config does not say."""
     text_config = hf_config.get_text_config()
     for key in POSITION_KEYS:
         value = getattr(text_config, key, None)
@@ -128,7 +130,7 @@ class Loadable(Protocol):
 def load_weights(
     model: Loadable, model_config: ModelConfig, progress: Progress | None = None
 ) -> int:
-    """Fill the parameters of `model` with this rank's part of the checkpoint; returns its bytes.
+    """Fill the parameters of `model` with this rank's part of the checkpoint; returns their bytes.
 
     Raises `ValueError` for a folder that does not hold what the model needs.
     """
@@ -138,10 +140,10 @@ def load_weights(
 def load_weight_shards(
     shards_of: ShardsOf, model_config: ModelConfig, progress: Progress | None = None
 ) -> int:
-    """Fill the weight_shards that `shards_of` names; returns their bytes.
+    """Fill the shards that `shards_of` returns; returns their bytes.
 
-    `load_format: dummy` fills them with random numbers that depend on `model.seed`, the tensor's
-    name and the part alone. Raises `ValueError` for a folder that does not hold them.
+    `load_format: dummy` fills them with random numbers that depend only on `model.seed`, the
+    tensor's name and the part. Raises `ValueError` for a folder that does not hold them.
     """
     dummy = model_config.load_format == "dummy"
     folder = Path() if dummy else _folder(model_config.path)
@@ -220,7 +222,7 @@ def _read(path: Path, weight_shards: Sequence[WeightShard], report: _LoadProgres
 
 
 def _chunks(shard: WeightShard) -> Iterator[tuple[torch.Tensor, tuple[slice | int, ...]]]:
-    """Cut a large shard along its first dimension, so that little is in flight at a time."""
+    """Split a large shard along its first dimension into chunks of at most `CHUNK_BYTES`."""
     target, index = shard.target, shard.index
     if target.nbytes <= CHUNK_BYTES or target.dim() == 0 or isinstance(index[0], int):
         yield target, index
@@ -274,7 +276,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _fill(weight_shards: Sequence[WeightShard], seed: int, report: _LoadProgress) -> None:
-    """Random matrices; norms' weights are ones and biases zeros, as in a fresh model."""
+    """Random matrices; weights of norms are ones and biases zeros, as in a new model."""
     generator = torch.Generator()
     for shard in weight_shards:
         target = shard.target
@@ -290,13 +292,13 @@ def _fill(weight_shards: Sequence[WeightShard], seed: int, report: _LoadProgress
 
 
 def _seed(seed: int, shard: WeightShard) -> int:
-    """The same for the same part of a tensor, whoever fills it, and beside whatever else."""
+    """A seed for a shard; it depends only on `seed`, the tensor's name and the part."""
     text = f"{seed} {shard.name} {shard.index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _check_path(path: str) -> None:
-    """A path that is meant to be a folder must be a model's."""
+    """Raise `ValueError` for a folder without a model, and for a path that can be no hub id."""
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -308,20 +310,17 @@ def _check_path(path: str) -> None:
 
 
 def _folder(path: str) -> Path:
-    """The local folder of a model; a hub id is downloaded into the hub's cache."""
+    """The local folder of a model's weights; a hub id is downloaded into the hub's cache."""
     _check_path(path)
-    if os.path.isdir(path):
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
     try:
-        folder = Path(snapshot_download(path, allow_patterns=HUB_FILES))
+        folder = model_folder(path, HUB_FILES)
     except Exception as error:
         raise ValueError(
             f"model {path!r}: there is no such folder, and the hub does not give it "
             f"({first_line(error)}); check model.path, the network, and HF_TOKEN"
         ) from None
-    refuse_quantized(str(folder), None)
+    if not os.path.isdir(path):  # `load_config` has checked a local folder
+        refuse_quantized(str(folder), None)
     return folder
 
 

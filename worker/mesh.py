@@ -1,20 +1,20 @@
-"""The groups in which workers compute together.
+"""The groups of one worker.
 
 A `Mesh` places one worker in a grid: `rank = stage * tensor + tensor_rank`, so the workers that
 split a layer are neighbours. Engines that share experts add a third axis:
 
     tensor      one stage of one engine: they split its dense layers
-    pipeline    one tensor rank of one engine, in stage order (`feedback`: the same once more)
+    pipeline    one tensor rank of one engine, in stage order (`feedback`: the same members)
     data        one stage and tensor rank over all engines (`sync`: the same, always on CPU)
     expert      one stage over all engines: they hold the stage's experts;
                 rank = engine * tensor + tensor_rank
 
-Every group is a stateless process group over a store whose keys begin with a number that the store
-has not seen: the engine's own groups with the generation, those between engines with the epoch. A
-group can be left, aborted and formed again while the process, its model and its weights live:
-layers keep the engine's own groups as objects, whose transport is swapped in place, and read
-`data` and `expert` from the mesh when they compute. Nothing here is global: threads of one process
-may each hold a mesh of their own over a `HashStore`, processes meet over a `TCPStore`.
+Every group is a stateless process group over a store. Its keys begin with a number that is new to
+the store: the generation for the engine's own groups, the epoch for groups between engines. A group
+can be left, aborted and formed again while the process keeps its model and weights: layers refer to
+the engine's own groups, whose transport is replaced, and read `data` and `expert` from the mesh
+when they compute. Nothing here is global: threads of one process may each have a mesh over a
+`HashStore`; processes use a `TCPStore`.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ from swell.worker.wire import GroupPlan
 __all__ = ["GROUP_TIMEOUT_S", "Group", "GroupError", "Handle", "Mesh", "ProcessGroup", "SoloGroup"]
 
 GROUP_TIMEOUT_S = 120.0
-"""A peer that has not joined a group or a collective after this long is taken for dead."""
+"""A peer that has not joined a group or a collective after this long counts as dead."""
 
 
 @dataclass(eq=False)
 class Mesh:
-    """One worker's place among the workers, and the groups that it is in."""
+    """One worker's position among the workers, and its groups."""
 
     rank: int
-    """Among the workers of its engine."""
+    """Its rank among the workers of its engine."""
     epoch: int
-    """Of the groups between engines."""
+    """The epoch of the groups between engines."""
     tensor: Group
     """The workers that split the layers of one stage."""
     pipeline: Group
     """The workers with this tensor rank, one a stage, in stage order."""
     feedback: Group
-    """The same workers, for drawn tokens on their way back: NCCL runs the sends and receives of a
-    group in order, and tokens must not wait behind activations nor the other way round."""
+    """The same workers, for sampled tokens from the last stage to the first: NCCL runs the sends
+    and receives of a group in order, and tokens and activations must not wait for each other."""
     data: Group = field(default_factory=SoloGroup)
     """The workers with this stage and tensor rank, one an engine, if engines share experts."""
     sync: Group = field(default_factory=SoloGroup)
-    """The same workers, on CPU: what they agree on before a step."""
+    """The same workers, on CPU, for `dp_sync`."""
     expert: Group = field(default_factory=SoloGroup)
-    """The workers of this stage in all engines: those who hold its experts."""
+    """The workers of this stage in all engines, which hold its experts."""
     shares_experts: bool = False
-    """Engines share experts: they are placed when the groups between engines are formed."""
+    """Engines share experts: these are placed when the groups between engines are formed."""
     generation: int = 0
-    """Of the engine's own groups."""
+    """The generation of the engine's own groups."""
     tokens: list[int] = field(default_factory=list)
-    """[engines] what each engine computes in this step, as agreed before it."""
+    """[engines] tokens that each engine computes in this step, as `dp_sync` found."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _aborted: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -102,11 +102,11 @@ class Mesh:
         device: torch.device | str = "cpu",
         timeout_s: float = GROUP_TIMEOUT_S,
     ) -> Mesh:
-        """The place of worker `rank` (0 .. parallel.world - 1) of an engine.
+        """The mesh of worker `rank` (0 .. parallel.world - 1) of an engine.
 
         With `store`, join the engine's own groups, of generation `epoch`: blocks until every other
-        worker of the engine has joined, and raises `GroupError` if one does not come. Without,
-        groups of several workers are not formed before the first `regroup`.
+        worker of the engine has joined, and raises `GroupError` if one does not. Without, groups of
+        several workers are not formed before the first `regroup`.
         """
         assert 0 <= rank < parallel.world, f"rank {rank} of a world of {parallel.world}"
         stage, tensor_rank = divmod(rank, parallel.tensor)
@@ -120,7 +120,8 @@ class Mesh:
         return mesh
 
     def begin(self, generation: int) -> None:
-        """A plan of this generation is carried out: only its own `abort` counts from now on."""
+        """Start a plan of this generation: aborts of earlier generations have no effect from now
+        on."""
         with self._lock:
             self.generation = generation
             self._aborted.clear()
@@ -138,11 +139,11 @@ class Mesh:
         timeout_s: float = GROUP_TIMEOUT_S,
     ) -> None:
         """Leave the groups between engines, and with `own_store` the engine's own, and form those
-        of the plan, whose `begin` has been called.
+        of the plan. `begin` must have been called.
 
-        Blocks until all peers are there; each is waited for `timeout_s`. Raises `GroupError` if
-        one does not come or `abort` is called; a group that was not formed is then closed, and its
-        operations raise until a later plan.
+        Blocks until all peers have joined; each is waited for `timeout_s`. Raises `GroupError` if
+        one does not join or `abort` is called; groups that were not formed are then closed, and
+        their operations raise until a later plan.
         """
         assert plan.generation == self.generation, "begin comes first"
         for group in self._between_engines():
@@ -157,26 +158,29 @@ class Mesh:
         self.epoch = plan.epoch
 
     def abort(self, generation: int | None = None) -> None:
-        """Let operations under way fail, and those to come until `regroup`; from any thread.
+        """Make operations in flight fail, and later ones until `regroup`; from any thread.
 
-        With `generation`, groups of a later plan are left alone.
+        With `generation`, groups of a later plan are not aborted.
         """
         with self._lock:
             if generation is not None and generation < self.generation:
                 return
             self._aborted.set()
-        for group in (self.tensor, self.pipeline, self.feedback, *self._between_engines()):
+        for group in self._all_groups():
             group.abort()
 
     def check(self) -> None:
-        """Raise `GroupError` if a group was aborted: what the step computed is void."""
-        for group in (self.tensor, self.pipeline, self.feedback, *self._between_engines()):
+        """Raise `GroupError` if a group was aborted: the results of the step are not valid."""
+        for group in self._all_groups():
             group.check()
 
     def close(self) -> None:
         """Leave all groups at once; a peer inside an operation gets an error."""
-        for group in (self.tensor, self.pipeline, self.feedback, *self._between_engines()):
+        for group in self._all_groups():
             group.close()
+
+    def _all_groups(self) -> list[Group]:
+        return [self.tensor, self.pipeline, self.feedback, *self._between_engines()]
 
     def _between_engines(self) -> list[Group]:
         return [group for group in (self.data, self.sync, self.expert) if group is not self.tensor]
@@ -191,8 +195,8 @@ class Mesh:
         suffix, tensor, engines = f"{self.stage}.{self.tensor_rank}", self.tensor.size, plan.engines
         self.data = make_group(f"data{suffix}", plan.index, engines)
         self.sync = make_group(f"sync{suffix}", plan.index, engines)
-        place = plan.index * tensor + self.tensor_rank
-        self.expert = make_group(f"expert{self.stage}", place, engines * tensor)
+        rank = plan.index * tensor + self.tensor_rank
+        self.expert = make_group(f"expert{self.stage}", rank, engines * tensor)
         keys, kind = dist.PrefixStore(f"epoch{plan.epoch}", store), self.device.type
         self._form([(self.data, kind), (self.sync, "cpu"), (self.expert, kind)], keys, timeout_s)
 
@@ -215,6 +219,7 @@ class Mesh:
         except (RuntimeError, OSError) as error:
             text = f"group {group.name!r} could not be formed: {first_line(error)}"
             raise GroupError(text) from error
-        # `abort` sets its mark before it looks for transports, so one of the two sees the other.
+        # `abort` sets the event before it aborts transports, so it finds this transport or the
+        # event is set here.
         if self._aborted.is_set():
             raise GroupError(f"group {group.name!r} was aborted while it was formed")

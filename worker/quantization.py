@@ -1,7 +1,7 @@
-"""Quantized checkpoints are refused by name: their numbers mean nothing without their scales.
+"""Refuses quantized checkpoints: their numbers mean nothing without their scales.
 
-A checkpoint may say that it is quantized in config.json, in a file beside it, or only by the types
-of its tensors; `refuse_quantized` knows the first two, `refuse_type` the third.
+A checkpoint can declare that it is quantized in config.json, in a file beside it, or only by the
+types of its tensors; `refuse_quantized` checks the first two, `refuse_type` the third.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 KEYS = ("quantization_config", "compression_config", "quantization", "quant_config")
-"""In config.json, or in the config of one of its parts."""
+"""Keys of config.json, or of the config of one of its parts."""
 
 FILES = {
     "quantize_config.json": "gptq",
@@ -23,11 +23,11 @@ FILES = {
     "quanto_qmap.json": "quanto",
     "quant_model_description.json": "modelslim",
 }
-"""Beside config.json -> the method whose tools write it."""
+"""File beside config.json -> the method whose tools write it."""
 
 METHOD_KEYS = ("quant_method", "quant_algo", "quant_type", "format")
 FLOATS = {"F64", "F32", "F16", "BF16"}
-"""Types of safetensors whose values are the parameters themselves."""
+"""Types of safetensors that are not quantized."""
 
 WAY_OUT = "serve the checkpoint from which it was made, in bfloat16, float16 or float32"
 SHOWN_CHARS = 200
@@ -75,12 +75,13 @@ def _in_files(folder: Path) -> Iterator[tuple[str, Any]]:
             value = json.loads(file.read_text())
         except (OSError, ValueError):
             value = "a file that cannot be read"
-        if _says_something(value):
+        if _is_quantized(value):
             yield name, value
 
 
-def _says_something(value: Any) -> bool:
-    """ModelOpt writes its file for unquantized models too, with the algorithm null."""
+def _is_quantized(value: Any) -> bool:
+    """Whether a file names a method; ModelOpt writes one with a null method for unquantized
+    models."""
     inner = value.get("quantization") if isinstance(value, dict) else None
     if isinstance(inner, dict) and "quant_algo" in inner:
         return bool(inner["quant_algo"] or inner.get("kv_cache_quant_algo"))
@@ -88,7 +89,7 @@ def _says_something(value: Any) -> bool:
 
 
 def _method(where: str, value: Any) -> str:
-    """The method as the value names it, else the one whose tools write such a file."""
+    """The method that the value names, else the one whose tools write such a file."""
     values = value.to_dict() if hasattr(value, "to_dict") else value
     if not isinstance(values, Mapping):
         return FILES.get(where, str(values))

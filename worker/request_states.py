@@ -1,8 +1,8 @@
-"""What the worker knows of each request, at a fixed slot of device tables.
+"""The worker's state of each request, at a fixed slot of device tables.
 
-Tokens live on the device: a drawn token is written there, and the next step reads it there, before
-the host has seen it. What the host needs in order to decide which work a batch can skip stands
-beside it.
+Tokens are kept on the device: a sampled token is written there, and the next step reads it there
+before the host has seen it. The host keeps only the sets of slots by which it decides what work a
+batch can skip.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class RequestStates:
     def __init__(self, max_rows: int, max_model_len: int, device: torch.device) -> None:
         self.max_rows = max_rows
         self.max_model_len = max_model_len
-        # One place more than the longest sequence: the token drawn after its last position.
+        # One column more than the longest sequence, for the token sampled after its last position.
         self._tokens = StagedTable(max_rows, max_model_len + 1, torch.int32, device)
         self._float_params = StagedTable(max_rows, 3, torch.float32, device)
         self._int_params = StagedTable(max_rows, 3, torch.int64, device)
-        # Requests that draw by chance, and those of them that do it with these limits
+        # Requests with temperature > 0, and those of them that use top_k or top_p
         self.random_sampling = SlotSet(max_rows)
         self.with_top_k_or_p = SlotSet(max_rows)
 
@@ -56,8 +56,8 @@ class RequestStates:
         return self.int_params[:, PROMPT_TOKENS]
 
     def stage(self, row: NewRow) -> None:
-        """Let a request take its slot at the next `apply`. Raises what its own data raises, with
-        nothing staged."""
+        """Put a request into its slot at the next `apply`. Raises what its own data raises, and
+        stages nothing then."""
         if len(row.token_ids) > self.max_model_len:
             raise ValueError(
                 f"slot {row.slot}: {len(row.token_ids)} tokens exceed the worker's "
@@ -70,12 +70,12 @@ class RequestStates:
         self._tokens.stage(slot, 0, row.token_ids)
         self._float_params.stage(slot, 0, float_params)
         self._int_params.stage(slot, 0, int_params)
-        draws = sampler.temperature > 0
-        self.random_sampling.set(slot, draws)
-        self.with_top_k_or_p.set(slot, draws and (sampler.top_k > 0 or sampler.top_p < 1))
+        is_random = sampler.temperature > 0
+        self.random_sampling.set(slot, is_random)
+        self.with_top_k_or_p.set(slot, is_random and (sampler.top_k > 0 or sampler.top_p < 1))
 
     def apply(self) -> None:
-        """Bring the staged rows to the device."""
+        """Copy the staged rows to the device."""
         self._tokens.apply()
         self._float_params.apply()
         self._int_params.apply()

@@ -1,4 +1,4 @@
-"""Torch's functions of single numbers, settled before several threads compute one together."""
+"""Initializes MKL's vector functions before several threads call one at the same time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ FUNCTIONS = (
     *(torch.exp, torch.log, torch.log10, torch.log2, torch.sin, torch.sqrt, torch.tan),
     *(torch.tanh, torch.trunc),
 )
-"""What torch on CPU has MKL compute (`ATen/cpu/vml.h`)."""
+"""The functions for which torch on CPU calls MKL (`ATen/cpu/vml.h`)."""
 
 _lock = threading.Lock()
 
 
 def initialize_vector_math() -> None:
-    """Call each function once in one thread: comes before anything is computed in a process.
+    """Call each function once in one thread; must run before a process computes anything.
 
-    MKL finds the code of a function for this processor when it is first called. Where threads
-    share that call, one of them may compute its part by a variant that gives half of the digits
-    (oneMKL 2024.2, https://github.com/pytorch/pytorch/issues/188792). One process in seven had a
-    table of cosines that was off by 1.5e-4 so, and answers that were not its peers'.
+    MKL selects a function's code for this processor at its first call. If several threads make the
+    first call, one of them may use a variant with half of the digits (oneMKL 2024.2,
+    https://github.com/pytorch/pytorch/issues/188792). Because of that, one process in seven had a
+    table of cosines with errors of 1.5e-4, and its answers differed from those of its peers.
     """
     with _lock:
         for dtype in (torch.float32, torch.float64):

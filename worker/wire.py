@@ -1,8 +1,8 @@
-"""The words that a worker understands and says.
+"""The messages between an engine and its workers.
 
-One `SchedulerOutput` goes to each worker per step; the worker that samples answers with one
-`ModelRunnerOutput`. Fields are only ever appended, so that an older decoder tolerates a newer
-sender.
+Each worker gets one `SchedulerOutput` per step; the output rank answers with one
+`ModelRunnerOutput`. Fields are only ever appended, so that an older decoder accepts messages of a
+newer sender.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from swell.worker.sample.wire import Extra, SamplerParams
 class NewRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """A request takes a slot: for the first time, or again after preemption or failover.
 
-    `token_ids` holds everything known: the prompt and the output tokens that exist already.
-    `prompt_tokens` counts the prompt alone, so `len(token_ids) - prompt_tokens` outputs exist.
+    `token_ids` holds all known tokens: the prompt and the output tokens that exist already.
+    `prompt_tokens` counts only the prompt, so `len(token_ids) - prompt_tokens` outputs exist.
     """
 
     slot: int
@@ -27,7 +27,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, g
     block_ids: list[int]
     sampler: SamplerParams
     min_tokens: int = 0
-    """No token of `end_token_ids` is drawn before this many outputs exist."""
+    """No token of `end_token_ids` is sampled before this many outputs exist."""
     end_token_ids: list[int] = []
 
 
@@ -48,10 +48,10 @@ class SchedulerOutput(
         slots       which request
         starts      first position computed; every earlier one lies in the KV cache
         num_tokens  positions computed: starts[i] .. starts[i] + num_tokens[i] - 1
-        samples     whether a token is drawn after the last of them
+        samples     whether a token is sampled after the last of them
 
-    A drawn token is written on the device to the position after the row's last, where the next
-    step finds it: the host may not have read it yet. A step without rows is the dummy batch.
+    A sampled token is written on the device to the position after the row's last, where the next
+    step reads it: the host may not have read it yet. A step without rows is the dummy batch.
     """
 
     step: int
@@ -69,26 +69,26 @@ class SchedulerOutput(
 
 
 class GroupPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The groups that a worker is to be in.
+    """The groups that a worker shall form.
 
-    A store is (host, port): where those who are to meet find each other. Every plan has a
-    `generation` that its store has not seen, so that late keys of earlier groups are nobody's.
+    A store is (host, port): through it the members of a group find each other. Every plan has a
+    `generation` that is new to its store, so that no group reads late keys of earlier groups.
     """
 
     generation: int
-    """Counts the times that this engine's own groups were formed."""
+    """Counts how often this engine's own groups were formed."""
     store: tuple[str, int] | None = None
-    """Where the engine's own workers meet; None: there is one alone, or its groups still stand."""
+    """The store of the engine's own workers; None: it has one worker, or keeps its groups."""
     epoch: int = 0
-    """Of the group of engines that share experts."""
+    """The epoch of the engines that share experts."""
     engines: int = 1
     """How many engines share experts."""
     index: int = 0
-    """This engine's place among them."""
+    """This engine's index among them."""
     expert_store: tuple[str, int] | None = None
-    """Where workers of these engines meet; None if there is one engine."""
+    """The store of the workers of these engines; None if there is one engine."""
     keep_states: bool = False
-    """All steps were done: slots and KV cache stay as they are. Else every slot is empty now."""
+    """True: all steps are done, slots and KV cache stay valid. False: all slots become empty."""
 
 
 class Regroup(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
@@ -98,15 +98,15 @@ class Regroup(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
 
 
 class AbortGroups(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
-    """Leave the groups at once, from inside an operation too: that step fails. Heard by the
-    worker's second channel, which is never busy with a step."""
+    """Leave the groups at once, also during an operation: that step fails. Sent on the worker's
+    second channel, which no step blocks."""
 
     generation: int
-    """Groups of a later plan are left alone."""
+    """Groups of a later plan are not aborted."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
-    """The worker leaves its loop and gives its memory back."""
+    """The worker ends its loop and frees its memory."""
 
 
 WorkerCommand = SchedulerOutput | Regroup | AbortGroups | Shutdown
@@ -115,7 +115,7 @@ WorkerCommand = SchedulerOutput | Regroup | AbortGroups | Shutdown
 class ModelRunnerOutput(
     msgspec.Struct, frozen=True, tag=0, array_like=True, omit_defaults=True, gc=False
 ):
-    """What a step gave: one token for each row with `samples`, in row order, and extras."""
+    """The result of a step: one token for each row with `samples`, in row order, and extras."""
 
     step: int
     sampled_token_ids: list[int] = []
@@ -126,13 +126,13 @@ class ModelRunnerOutput(
     sync_s: float = 0.0
     """Lockstep: how long this worker waited for the other engines before the step."""
     extras: dict[int, list[Extra]] = {}
-    """What was asked for beside the tokens, by row of the step."""
+    """Row of the step -> its results beside the token."""
     failed: dict[int, str] = {}
-    """Rows whose requests cannot go on, each by its own fault, and why. Where they sample they have
-    a token that means nothing; the other rows are as they would be without them."""
+    """Row -> reason, for requests that failed by their own fault. If such a row samples, its token
+    has no meaning; the other rows are not affected."""
     rows_with_nans: list[int] = []
-    """Rows whose logits are no numbers (NaN, +inf, or nothing but -inf), which have such a token
-    too."""
+    """Rows whose logits are no numbers (NaN, +inf, or only -inf); their tokens have no meaning
+    either."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
@@ -142,9 +142,9 @@ class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=Fals
     rank: int
     message: str
     group: bool = False
-    """A group failed: a peer has gone. Else it is the worker's own fault."""
+    """True: a group failed, so a peer is gone. False: the error is the worker's own."""
     generation: int = 0
-    """Of the groups that it was in, or was to form."""
+    """The generation of its groups, or of those that it was forming."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
@@ -167,20 +167,20 @@ class WorkerHeartbeat(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=Fa
 
     rank: int
     progress_counter: int
-    """Layers computed since the start: the measure of progress."""
+    """Layers computed since the start."""
     generation: int = 0
-    """Of the groups that it is in, or is forming."""
+    """The generation of its groups, or of those that it is forming."""
 
 
 class Regrouped(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
-    """A worker is in the groups of a plan."""
+    """A worker has formed the groups of a plan."""
 
     rank: int
     generation: int
     experts_moved: int = 0
     """Experts that came from a peer."""
     experts_loaded: int = 0
-    """Experts that nobody had, read from the checkpoint."""
+    """Experts that no worker had, read from the checkpoint."""
 
 
 WorkerMessage = (
@@ -189,7 +189,7 @@ WorkerMessage = (
 
 
 class AsyncModelRunnerOutput(ABC):
-    """The result of a step that the device may still be computing."""
+    """The result of a step, which the device may still be computing."""
 
     @abstractmethod
     def get_output(self) -> ModelRunnerOutput:
@@ -197,10 +197,10 @@ class AsyncModelRunnerOutput(ABC):
 
 
 class WorkerLimits(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a loaded worker can hold, told once at start."""
+    """The capacity of a loaded worker, reported once at start."""
 
     num_blocks: int
-    """KV blocks that its memory has room for."""
+    """KV blocks that fit into its memory."""
     max_model_len: int
     """Longest sequence that the model's positions allow (or `model.max_model_len`), in tokens."""
     vocab_size: int

@@ -1,4 +1,4 @@
-"""The life of one worker, without Ray: load, init_cache, then steps and regroupings, shutdown."""
+"""One worker, without Ray: load, init_cache, then steps and regroupings, shutdown."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from swell.worker.wire import (
 )
 
 LoadProgress = Callable[[int, int], None]
-"""Takes bytes done and bytes in all."""
+"""Called with (bytes read, all bytes)."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 CONNECT_S = 2.0
-"""Longest attempt to reach a store before looking whether the groups were aborted meanwhile."""
+"""Timeout of one attempt to reach a store; between attempts the worker checks for an abort."""
 
 
 class Worker:
@@ -45,8 +45,8 @@ class Worker:
 
     `rank` is 0 .. world - 1 within the engine, tensor fastest: stage * tensor + tensor_rank.
     `local_workers` says how many of the engine's workers share this machine and its cores;
-    `local_rank` which of them this is (None: the rank's place among them), which picks the GPU.
-    `progress` is told how many bytes of the weights are read, and of how many.
+    `local_rank` which of them this is (None: derived from the rank), which selects the GPU.
+    `progress` is called while the weights are read.
     Several workers may be threads of one process: nothing here is global to it.
     """
 
@@ -77,16 +77,17 @@ class Worker:
 
     @property
     def progress_counter(self) -> int:
-        """Layers, or operations of replayed steps, computed so far: progress; from any thread."""
+        """Layers, or operations of replayed steps, computed so far; from any thread."""
         runner = self.runner
         return self._progress_counter + (runner.progress if runner is not None else 0)
 
     def load(self, store: dist.Store | None = None, epoch: int = 0) -> WorkerLimits:
         """Join the engine's groups of `epoch`, build and fill the model, measure the memory.
 
-        `store` is where the engine's workers meet; without one, several workers meet at the first
-        `regroup`. With `parallel.expert` a worker has no experts before that. Raises
-        `ValueError` for a model or a split that does not work, or that leaves no room for a cache.
+        `store`: through which the engine's workers find each other; without one, several workers
+        form their groups in the first `regroup`. With `parallel.expert` a worker has no experts
+        before that. Raises `ValueError` for a model or a split that is not supported, or that
+        leaves no memory for a cache.
         """
         self._prepare_thread()
         model_config, parallel = self.config.model, self.config.parallel
@@ -108,9 +109,9 @@ class Worker:
         )
 
     def init_cache(self, num_blocks: int, max_model_len: int) -> None:
-        """Allocate the KV cache and everything that steps need.
+        """Allocate the KV cache and the tables of steps.
 
-        `num_blocks` and `max_model_len` are the engine's: the least that all workers can hold.
+        `num_blocks` and `max_model_len` are the engine's: the smallest limits of all its workers.
         """
         assert self.mesh is not None, "load comes first"
         backends.prepare(self.device.type)
@@ -127,13 +128,13 @@ class Worker:
         return self.runner.execute_model(plan)
 
     def regroup(self, plan: GroupPlan, store: dist.Store | None = None) -> Regrouped:
-        """Leave the groups that the plan replaces, form new ones, and take this worker's share of
-        the experts. The weights and the memory of the KV cache stay.
+        """Leave the groups that the plan replaces, form new ones, and get this worker's part of the
+        experts. The weights and the memory of the KV cache stay.
 
-        `store` is where the engine's own workers meet, for those that share a process; the plan's
-        `store` is for those that do not. With neither, the engine's own groups stand. Raises
-        `GroupError` when a peer does not come or `abort` is called, `ValueError` when experts
-        cannot be read; the groups between engines are then of no use until the next plan.
+        `store`: used in place of the plan's `store` by workers that share a process. With neither,
+        the engine keeps its own groups. Raises `GroupError` when a peer does not join or `abort` is
+        called, `ValueError` when experts cannot be read; the groups between engines cannot be used
+        then until the next plan.
         """
         assert self.mesh is not None, "load comes first"
         self._prepare_thread()
@@ -149,23 +150,23 @@ class Worker:
             try:
                 moved, loaded = rebalance(self.model, self.mesh, self.config.model)
             except BaseException:
-                self.mesh.abort()  # peers in a collective must not wait for this one
+                self.mesh.abort()  # peers in a collective must not wait for this worker
                 raise
         if not plan.keep_states and self.runner is not None:
             self._start_runner()
         return Regrouped(self.rank, plan.generation, moved, loaded)
 
     def abort(self, generation: int | None = None) -> None:
-        """Let this worker's collectives fail, the one under way too; from any thread.
+        """Make this worker's collectives fail, also the one in flight; from any thread.
 
-        With `generation`, groups of a later plan are left alone.
+        With `generation`, groups of a later plan are not aborted.
         """
         mesh = self.mesh
         if mesh is not None:
             mesh.abort(generation)
 
     def open_store(self, host: str) -> tuple[str, int]:
-        """Host a store, where workers can meet as long as this one lives: (host, port)."""
+        """Host a store that exists as long as this worker; returns (host, port)."""
         if self._store is None:
             self._store = dist.TCPStore(_reachable(host), 0, is_master=True, wait_for_workers=False)
         return host, self._store.port
@@ -182,7 +183,7 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _start_runner(self) -> None:
-        """All slots are empty; what the KV cache holds is nobody's."""
+        """Start with empty slots and an unused KV cache."""
         assert self.mesh is not None
         self._progress_counter, self.runner = self.progress_counter, None
         self.runner = ModelRunner(
@@ -202,7 +203,8 @@ class Worker:
         self._progress_counter += 1
 
     def _connect(self, address: tuple[str, int]) -> dist.Store:
-        """A client of the store at `address`, or our own. Raises `GroupError`."""
+        """A client of the store at `address`, or the store that this worker hosts. Raises
+        `GroupError`."""
         assert self.mesh is not None
         host, port = address
         if self._store is not None and (self._store.host, self._store.port) == (
@@ -235,8 +237,8 @@ class Worker:
         return kv_cache.count_blocks(cache, block_bytes, free, useful)
 
     def _prepare_thread(self) -> None:
-        """OpenMP's team size and the current GPU belong to a thread: set them in each that works
-        here."""
+        """Set the number of OpenMP threads and the current GPU in the calling thread: both are
+        settings of a thread."""
         if getattr(self._prepared, "done", False):
             return
         self._prepared.done = True
@@ -248,7 +250,7 @@ class Worker:
 
 
 def _device(wanted: str, local_rank: int) -> torch.device:
-    """`auto`: a GPU where there is one. Raises `ValueError` if a wanted GPU does not exist."""
+    """`auto`: a GPU if there is one. Raises `ValueError` if the GPU does not exist."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -262,5 +264,5 @@ def _device(wanted: str, local_rank: int) -> torch.device:
 
 
 def _reachable(host: str) -> str:
-    """Names of this machine itself may resolve to an address at which no store listens."""
+    """The loopback address for names of it, which may resolve to one where no store listens."""
     return "127.0.0.1" if host in LOOPBACK else host

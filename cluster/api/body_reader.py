@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
 from starlette.requests import Request
 
-from swell.cluster.api.http import HTTPError, read_json_parts
+from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.server.content_encoding import ACCEPTED, UnknownEncoding, body_decoder
 from swell.cluster.text.offload import OffloadPool
+from swell.cluster.text.sampling_params import shown
 from swell.cluster.text.schema.decode import Decoded, read
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.unknown_fields import UnknownFields
@@ -52,7 +55,7 @@ class BodyReader:
         self._readers = 0
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """The checked body of somebody who may ask. Raises BadRequest and HTTPError."""
+        """The checked body of a request that was authorized. Raises BadRequest and HTTPError."""
         parts: list[bytes] = []
         size = 0
         self._readers += 1
@@ -87,6 +90,54 @@ class BodyReader:
                 "server_error",
                 _RETRY,
             )
+
+
+def require_json(request: Request) -> None:
+    """Raises HTTPError 415 unless the request says that it sends JSON. A page of another site
+    cannot say so without asking first, which `serve.cors_origins` alone allows."""
+    sent = request.headers.get("content-type", "")
+    kind = sent.split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPError(
+            415, f"content-type {shown(kind)} is not supported; send 'application/json'"
+        )
+
+
+async def read_json_parts(
+    request: Request, limit_bytes: int, limit_name: str = "serve.max_body_bytes"
+) -> AsyncGenerator[bytes]:
+    """The body of a JSON request as it comes, unpacked. Raises HTTPError before more than the limit
+    came, or was unpacked, and BadRequest where it cannot be unpacked."""
+    require_json(request)
+    try:
+        unpack = body_decoder(request)
+    except UnknownEncoding as error:
+        raise HTTPError(415, str(error), headers={"accept-encoding": ACCEPTED}) from None
+    too_long = HTTPError(
+        413, f"the body has more than {limit_name}={limit_bytes} bytes", "request_too_large"
+    )
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > limit_bytes):
+        raise too_long
+    size = came = 0
+    async for part in request.stream():
+        came += len(part)
+        for piece in unpack.pieces(part):
+            size += len(piece)
+            if max(size, came) > limit_bytes:
+                raise too_long
+            yield piece
+            if piece is not part:
+                await asyncio.sleep(0)
+        if came > limit_bytes:
+            raise too_long
+    unpack.end()
+
+
+async def read_short_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body of a JSON request that is short in any case."""
+    parts = read_json_parts(request, limit_bytes, "the limit here")
+    return b"".join([part async for part in parts])
 
 
 def body_bytes(request: Request) -> int:

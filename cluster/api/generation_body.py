@@ -21,7 +21,7 @@ from swell.cluster.text.truncation import FIT_CONTEXT, TokenizeOptions, Truncati
 class StreamOptions(RequestBody, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Tell with every output how many tokens its choice has had so far."""
+    """Report with every output how many tokens its choice has had so far."""
     include_obfuscation: bool | None = None
     """Accepted; the answer is never padded."""
 
@@ -73,15 +73,17 @@ class GenerationBody(SamplingFields, kw_only=True):
     skip_special_tokens: bool | None = None
     n: int | None = None
     prompt_logprobs: int | None = None
-    """Tell each prompt token's log probability, and those of this many most likely ones."""
+    """Return each prompt token's log probability, and those of this many top tokens."""
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
+    """Tokens between two events of the stream, at least; not below `serve.stream_interval`."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Write `token_id:N` instead of its text where log probabilities name a token."""
     best_of: int | None = None
-    """Draw so many answers and keep the n with the largest mean log probability."""
+    """Sample so many answers and keep the n with the largest mean log probability."""
     echo: bool | None = None
     """The answer begins with what it continues."""
     add_special_tokens: bool | None = None
@@ -117,8 +119,8 @@ class GenerationBody(SamplingFields, kw_only=True):
                 "stream=true",
                 "prompt_logprobs",
             )
-        drawn = 1 if self.best_of is None else self.best_of
-        if self.stream and drawn > (self.n or 1):
+        sampled = 1 if self.best_of is None else self.best_of
+        if self.stream and sampled > (self.n or 1):
             raise BadRequest(
                 f"best_of={shown(self.best_of)} above n={self.n or 1} cannot be streamed: the best "
                 "are known at the end; leave out stream=true",
@@ -172,27 +174,33 @@ class GenerationBody(SamplingFields, kw_only=True):
 
     def form(self) -> StructuredOutputs | None:
         """The form that the answer must have."""
+        return self._form()[1]
+
+    @property
+    def structured_outputs_field(self) -> str | None:
+        """The path of the field that gives the form, if it is not `structured_outputs`."""
+        path, _ = self._form()
+        return None if path == "structured_outputs" else path
+
+    def _form(self) -> tuple[str | None, StructuredOutputs | None]:
         forms = self.forms()
+        if not forms:
+            return None, None
         if len(forms) > 1:
             one, other, *_ = (path.split(".")[0] for path in forms)
             raise BadRequest(
                 [Field(other), " and ", Field(one), " both give a form for the answer; send one"],
                 one,
             )
-        return next(iter(forms.values()), None)
-
-    @property
-    def structured_outputs_field(self) -> str | None:
-        """The path of the field that gives the form, if it is not `structured_outputs`."""
-        path = next(iter(self.forms()), None)
-        return None if path == "structured_outputs" else path
+        ((path, form),) = forms.items()
+        return path, form
 
     def endpoint_sampling_params(self) -> Mapping[str, Any]:
         """Sampling parameters that this endpoint writes in a way of its own."""
         return {}
 
     def sampling_params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-        """The wish in our own form; to be checked with `validate`. `defaults` are the model's, for
+        """The `SamplingParams`; to be checked with `validate`. `defaults` are the model's, for
         fields that the request leaves out."""
         sampling: dict[str, Any] = dict(defaults or {})
         for name, value in zip(SHARED_FIELDS, _shared_values(self), strict=True):

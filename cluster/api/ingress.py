@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -24,21 +24,21 @@ from swell.cluster.api.chat.serving import ChatResponseWriter
 from swell.cluster.api.completions import convert as completion_convert
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.completions.serving import CompletionResponseWriter
-from swell.cluster.api.http import (
-    HTTPError,
-    StripTrailingSlash,
-    json_response,
-    no_such_route,
-    request_id,
-    route,
-    with_deadline,
-)
+from swell.cluster.api.disconnect import with_deadline
+from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.messages import convert as messages_convert
 from swell.cluster.api.messages.message import TokenCount
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
 from swell.cluster.api.messages.serving import MessagesResponseWriter
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.api.responses.routes import ResponseRoutes
+from swell.cluster.api.routing import (
+    StripTrailingSlash,
+    json_response,
+    no_such_route,
+    request_id,
+    route,
+)
 from swell.cluster.api.server.access import AccessRules, UserKeys
 from swell.cluster.api.server.cors import Cors, CorsRules
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S, RequestThrottle
@@ -51,15 +51,13 @@ from swell.cluster.client.deadline import deadline_of
 from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.router import NoEngine
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.generation_config import read_generation_config
+from swell.cluster.text.async_input_processor import AsyncInputProcessor
 from swell.cluster.text.generation_request import GenerationRequest
-from swell.cluster.text.input_processor import AsyncInputProcessor, InputProcessor, RequestParams
-from swell.cluster.text.model_formats import ModelFormats
+from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPools
-from swell.cluster.text.prompts import PromptProcessor, end_token_ids, load_tokenizer, read_template
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.text_services import TextServices
 from swell.cluster.text.truncation import TEMPLATE_TEXT
 from swell.configs.schema import Config
 from swell.coordinator.metrics import ViewCollector
@@ -78,42 +76,6 @@ async def build_ingress(
     await ingress.llm.wait_for_view()
     ingress.start_background()
     return ingress
-
-
-class TextServices(NamedTuple):
-    """What one model needs to read prompts and to write answers."""
-
-    prompts: PromptProcessor
-    detokenizer: Detokenizer
-    processor: InputProcessor
-    sampling_defaults: Mapping[str, Any]
-    """The model's, for fields of `SamplingParams` that a request leaves out."""
-
-    @classmethod
-    def load(cls, config: Config) -> TextServices:
-        """Blocks for seconds. Raises ConfigError."""
-        path, serve = config.model.path, config.serve
-        tokenizer = load_tokenizer(path)
-        prompts = PromptProcessor(
-            tokenizer,
-            config.model.max_model_len or 1,
-            1,
-            config.model.served_name,
-            read_template(serve.chat_template),
-        )
-        defaults = read_generation_config(config.model)
-        detokenizer = Detokenizer(tokenizer)
-        processor = InputProcessor(
-            prompts,
-            detokenizer,
-            end_token_ids(path, tokenizer),
-            formats=ModelFormats(tokenizer, prompts.template.text, serve),
-            default_max_tokens=defaults.max_new_tokens,
-            max_children=serve.max_children,
-            policy=config.scheduler.policy,
-            allow_chat_template=serve.request_chat_template,
-        )
-        return cls(prompts, detokenizer, processor, defaults.sampling)
 
 
 class Ingress:
@@ -256,7 +218,7 @@ class Ingress:
 
     async def _body(self, request: Request, kind: type[Any]) -> Any:
         """A checked body for this model. Raises BadRequest, HTTPError, and NoEngine before the
-        first engine has told what it can take; while none is here any more, requests wait."""
+        first engine has reported its limits; while no engine is left, requests wait."""
         self._user_keys.check(request)
         body: RequestBody = await self._reader.read(request, kind)
         model = getattr(body, "model", None)
@@ -293,7 +255,7 @@ class Ingress:
     async def _ready(self, request: Request) -> Response:
         """200 if an engine can make progress. A silent coordinator alone is no reason against it:
         serving goes on with the engines that were there."""
-        state = self.llm.readiness.look(time.monotonic())
+        state = self.llm.readiness.check(time.monotonic())
         if state.ranks:
             coordinator = "silent" if state.coordinator_silent else "ok"
             return json_response(Readiness(engines=state.ranks, coordinator=coordinator))

@@ -16,9 +16,9 @@ from swell.cluster.client.outputs import Logprob, LogprobTable
 from swell.cluster.text.token_texts import Texts
 
 NameOf = Callable[[int], str]
-"""What a token is called: its text, unless something else is asked for."""
+"""The name of a token: its text, unless the request wants another."""
 MIN_LOGPROB = -9999.0
-"""Told instead of anything below: JSON has no infinity."""
+"""Sent instead of anything below: JSON has no infinity."""
 
 
 def finite(logprob: float) -> float:
@@ -41,15 +41,15 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """Of a completion, or of one delta of it.
 
-    `top` is how many of the most likely tokens are told beside each token. With `echo`, the tokens
+    `top`: how many of the most likely tokens are listed beside each token. With `echo`, the tokens
     of the prompt come first: in a stream, with the first delta alone. `echoed_chars` are those of
     the echoed text: the answer's offsets count from behind them, in every delta.
     """
-    told = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    body = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     if echo is not None:
-        _append(told, echo, top, 0, name_of)
-    _append(told, answer, top, echoed_chars, name_of)
-    return told
+        _append(body, echo, top, 0, name_of)
+    _append(body, answer, top, echoed_chars, name_of)
+    return body
 
 
 def chat_logprobs(answer: LogprobTable, top: int, name_of: NameOf | None = None) -> ChatLogprobs:
@@ -83,9 +83,9 @@ def prompt_logprobs_body(prompt: LogprobTable) -> PromptLogprobs:
 def _by_id(position: dict[int, Logprob]) -> dict[int, PromptLogprob]:
     return {
         token_id: PromptLogprob(
-            logprob=finite(told.logprob), rank=told.rank, decoded_token=told.decoded_token
+            logprob=finite(entry.logprob), rank=entry.rank, decoded_token=entry.decoded_token
         )
-        for token_id, told in position.items()
+        for token_id, entry in position.items()
     }
 
 
@@ -99,26 +99,26 @@ def _top(
 
 
 def _append(
-    told: CompletionLogprobs, table: LogprobTable, top: int, shift: int, name_of: NameOf | None
+    body: CompletionLogprobs, table: LogprobTable, top: int, shift: int, name_of: NameOf | None
 ) -> None:
     """Add a table's positions, `shift` characters further on."""
     for index, (token_ids, logprobs) in enumerate(
         zip(table.token_ids, table.logprobs, strict=True)
     ):
         name = name_of or table.texts_at(index).text
-        told.tokens.append(name(token_ids[0]))
-        told.token_logprobs.append(finite(logprobs[0]) if logprobs else None)
-        told.top_logprobs.append(_by_name(name, token_ids, logprobs, top))
-    told.text_offset += [offset + shift for offset in table.offsets]
+        body.tokens.append(name(token_ids[0]))
+        body.token_logprobs.append(finite(logprobs[0]) if logprobs else None)
+        body.top_logprobs.append(_by_name(name, token_ids, logprobs, top))
+    body.text_offset += [offset + shift for offset in table.offsets]
 
 
 def _by_name(
     name: NameOf, token_ids: list[int], logprobs: list[float], top: int
 ) -> dict[str, float] | None:
-    """The token that stands there, then the most likely; of equal names the first is told."""
+    """The token at this position, then the most likely; of equal names the first is kept."""
     if not logprobs:
         return None
-    told: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for token_id, logprob in zip(token_ids[: 1 + top], logprobs[: 1 + top], strict=True):
-        told.setdefault(name(token_id), finite(logprob))
-    return told
+        by_name.setdefault(name(token_id), finite(logprob))
+    return by_name

@@ -1,4 +1,4 @@
-"""From the text of an answer to its parts, with the tokens that wrote them where they are asked."""
+"""From the text of an answer to its parts, with their tokens where these are requested."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from swell.cluster.client.outputs import CompletionOutput
 from swell.cluster.text.parsers import deltas as parts
 from swell.cluster.text.parsers.base import Parser
 
+
+def parse_output(parser: Parser, output: CompletionOutput) -> list[parts.AnswerDelta]:
+    """The parts of a delta, or of the whole answer."""
+    parsed = parser.push(output.text)
+    return parsed if output.finish_reason is None else parsed + parser.flush()
+
+
 PartWithLogprobs = tuple[parts.AnswerDelta, list[ChatTokenLogprob]]
 
 
@@ -23,27 +30,23 @@ class PartReader:
         self._parser = parser
 
     def read(self, output: CompletionOutput) -> list[PartWithLogprobs]:
-        """What a delta, or the whole answer, says."""
-        said = self._parser.push(output.text)
-        if output.finish_reason is not None:
-            said += self._parser.flush()
-        return [(part, []) for part in said]
+        return [(part, []) for part in parse_output(self._parser, output)]
 
 
 class _Token(msgspec.Struct, eq=False):
     start: int
     """Characters of the answer's text before it."""
     end: int
-    told: ChatTokenLogprob
+    logprob: ChatTokenLogprob
 
 
 class LogprobPartReader:
     """Parts, and with each content the tokens that wrote it, however the answer is cut.
 
-    The parser is given the text of one token after the other, each as soon as the next token tells
-    where it ends. It may hold back text, and swallows markers: a content is looked for in the text
-    that it was given since it last said something, and the tokens that overlap it are told. Tokens
-    without text, as one that ends the answer, stand in no content.
+    The parser is given the text of one token after the other, each as soon as the next token shows
+    where it ends. It may hold back text, and swallows markers: a content is searched in the text
+    that the parser got since its last part, and the tokens that overlap it are reported. Tokens
+    without text, as one that ends the answer, belong to no content.
     """
 
     def __init__(self, parser: Parser, top: int) -> None:
@@ -53,21 +56,21 @@ class LogprobPartReader:
         """The answer from character `_begin` on."""
         self._begin = 0
         self._at = 0
-        """So many characters the parser was given."""
+        """Characters that the parser was given."""
         self._next: deque[_Token] = deque()
         """Tokens whose end is not known."""
         self._pushed: list[_Token] = []
-        """Tokens of which the parser has said nothing yet, and their text."""
+        """Tokens from which the parser has made no part yet, and their text."""
         self._pushed_text = ""
 
     def read(self, output: CompletionOutput) -> list[PartWithLogprobs]:
         assert output.logprobs is not None, "a reader of logprobs needs them"
         ended = output.finish_reason is not None
         self._text += output.text
-        told = chat_logprobs(output.logprobs, self._top).content
-        for one, offset in zip(told, output.logprobs.offsets, strict=True):
+        logprobs = chat_logprobs(output.logprobs, self._top).content
+        for one, offset in zip(logprobs, output.logprobs.offsets, strict=True):
             self._next.append(_Token(offset, offset, one))
-        said: list[PartWithLogprobs] = []
+        parsed: list[PartWithLogprobs] = []
         while len(self._next) > 1 or (ended and self._next):
             token = self._next[0]
             end = self._begin + len(self._text)
@@ -76,11 +79,11 @@ class LogprobPartReader:
                     break  # its text is held back until it is sure that no stop string begins
                 end = min(end, self._next[1].start)
             self._next.popleft()
-            said += self._push_token(token, max(end, self._at))
+            parsed += self._push_token(token, max(end, self._at))
         self._text, self._begin = self._text[self._at - self._begin :], self._at
         if ended:
-            said += self._attribute(self._parser.flush())
-        return said
+            parsed += self._attribute(self._parser.flush())
+        return parsed
 
     def _push_token(self, token: _Token, end: int) -> list[PartWithLogprobs]:
         """The parser is given the token's text, up to character `end` of the answer."""
@@ -90,13 +93,13 @@ class LogprobPartReader:
         self._pushed_text += text
         return self._attribute(self._parser.push(text)) if text else []
 
-    def _attribute(self, said: list[parts.AnswerDelta]) -> list[PartWithLogprobs]:
-        """The tokens of each content among what the parser says."""
-        told: list[PartWithLogprobs] = []
-        for part in said:
-            found = [] if isinstance(part, parts.ToolCall) else self._find(part.text)
-            told.append((part, found if isinstance(part, parts.Content) else []))
-        return told
+    def _attribute(self, parsed: list[parts.AnswerDelta]) -> list[PartWithLogprobs]:
+        """The tokens of each content among the parser's new parts."""
+        found: list[PartWithLogprobs] = []
+        for part in parsed:
+            tokens = [] if isinstance(part, parts.ToolCall) else self._find(part.text)
+            found.append((part, tokens if isinstance(part, parts.Content) else []))
+        return found
 
     def _find(self, text: str) -> list[ChatTokenLogprob]:
         """The tokens of a part, which is a piece of what was given."""
@@ -114,7 +117,7 @@ class LogprobPartReader:
         ]
         self._pushed = [token for token in self._pushed if token not in found]
         self._consume(at + len(text))
-        return [token.told for token in found]
+        return [token.logprob for token in found]
 
     def _locate(self, text: str) -> int:
         """Where the parser's next part begins in what it was given, or -1: at once; behind a marker
@@ -144,7 +147,7 @@ Reader = PartReader | LogprobPartReader
 
 
 def make_part_reader(make_parser: Callable[[], Parser], top_logprobs: int | None) -> Reader:
-    """`top_logprobs` is how many are told beside each token; None: nothing is."""
+    """`top_logprobs`: how many are reported beside each token; None: no log probabilities."""
     if top_logprobs is None:
         return PartReader(make_parser())
     return LogprobPartReader(make_parser(), top_logprobs)

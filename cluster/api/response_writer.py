@@ -8,31 +8,23 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 import msgspec
 
+from swell.cluster.api.http_errors import ENGINE_ERRORS, ErrorInfo, error_info
 from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail, Usage, usage
-from swell.cluster.api.sse import comment, error_event
-from swell.cluster.client.deadline import RequestTimedOut
+from swell.cluster.api.sse import comment, event
 from swell.cluster.client.merged_outputs import OutputBatch
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
-from swell.cluster.client.request_state import EngineGone, RequestFailed
-from swell.cluster.client.router import NoEngine
 
 ENGINES = "x-swell-engine"
 """The header that names the ranks that served, in order."""
-_CODES: dict[type[Exception], str] = {
-    EngineGone: "engine_failed",
-    NoEngine: "no_engine",
-    RequestFailed: "request_failed",
-    RequestTimedOut: "request_timeout",
-}
-
 Batches = AsyncIterator[OutputBatch]
 
 
 class ResponseWriter(ABC):
     """One answer over one or more prompts, each with `n` choices.
 
-    Choice `prompt * n + k` is the k-th answer to a prompt. `whole` is the body of an answer that is
-    not streamed; a stream is `opening`, what `delta` makes of each output, and `closing`.
+    Choice `prompt * n + k` is the k-th answer to a prompt. `full_response` is the body of an answer
+    that is not streamed. A stream is `stream_start`, `delta` of each output, then `stream_end` or
+    `stream_error`, and `stream_done`.
     """
 
     def __init__(self, id: str, model: str, *, n: int = 1) -> None:
@@ -42,10 +34,10 @@ class ResponseWriter(ABC):
         self.n = n
 
     @abstractmethod
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+    def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         """`outputs`: one a prompt, with its choices."""
 
-    def opening(self, choices: int) -> Iterable[bytes]:
+    def stream_start(self, choices: int) -> Iterable[bytes]:
         """Events before the first text."""
         return ()
 
@@ -54,26 +46,25 @@ class ResponseWriter(ABC):
         """Events for what is new of a choice."""
 
     @abstractmethod
-    def closing(self, usage: Usage) -> Iterable[bytes]:
+    def stream_end(self, usage: Usage) -> Iterable[bytes]:
         """The last events of a stream that went well."""
 
-    def failure(self, error: Exception, code: str) -> Iterable[bytes]:
+    def stream_error(self, error: ErrorInfo) -> Iterable[bytes]:
         """The last events of one that did not."""
-        kind = "timeout_error" if isinstance(error, RequestTimedOut) else "server_error"
-        detail = ErrorDetail(message=str(error), type=kind, code=code)
-        yield error_event(ErrorBody(error=detail))
+        detail = ErrorDetail(message=error.message, type=error.kind, code=error.code)
+        yield event(ErrorBody(error=detail))
 
-    def ending(self) -> Iterable[bytes]:
+    def stream_done(self) -> Iterable[bytes]:
         """The very last event, however the stream went."""
         return ()
 
-    async def events(
-        self, outputs: Batches, choices: int, *, told: str, engines: Callable[[], str]
+    async def stream(
+        self, outputs: Batches, choices: int, *, sent_engines: str, engines: Callable[[], str]
     ) -> AsyncGenerator[bytes]:
         """Server-sent events, as many together as there are at once; `outputs` are deltas with the
-        number of their choice. Where `engines` are no longer those that the header `told`, a
-        comment says so at the end."""
-        chunks = [*self.opening(choices)]
+        number of their choice. `sent_engines` is the header that was sent; where `engines` has
+        changed since, a comment names them at the end."""
+        chunks = [*self.stream_start(choices)]
         last: dict[int, RequestOutput] = {}
         try:
             async for batch in outputs:
@@ -83,13 +74,13 @@ class ResponseWriter(ABC):
                 if chunks:
                     yield b"".join(chunks)
                     chunks = []
-        except tuple(_CODES) as error:
-            chunks += self.failure(error, _CODES[type(error)])
+        except ENGINE_ERRORS as error:
+            chunks += self.stream_error(error_info(error))
         else:
-            chunks += self.closing(stream_usage(last, self.n))
-        if engines() != told:
+            chunks += self.stream_end(stream_usage(last, self.n))
+        if engines() != sent_engines:
             chunks.append(comment(f"{ENGINES} {engines()}"))
-        chunks += self.ending()
+        chunks += self.stream_done()
         if chunks:
             yield b"".join(chunks)
 

@@ -1,4 +1,4 @@
-"""What may be asked of an answer's tokens: the same words at every endpoint of OpenAI's kind."""
+"""Fields for sampling and routing: the same at every endpoint of OpenAI's kind."""
 
 from __future__ import annotations
 

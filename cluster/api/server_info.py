@@ -1,4 +1,4 @@
-"""What monitors and load balancers of other servers ask: `/ping` (SageMaker), `/version` and
+"""What monitors and load balancers of other servers request: `/ping` (SageMaker), `/version` and
 `/load` (vLLM), `/server_info` (SGLang)."""
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.api.admin.protocol import EngineLoad, Health, ServerInfo, ServerLoad, Version
-from swell.cluster.api.http import ApiKeys, json_response, route
+from swell.cluster.api.routing import json_response, route
+from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.text.prompts import PromptProcessor
 from swell.configs.schema import Config
@@ -19,8 +20,8 @@ VERSION = importlib.metadata.version("swell")
 
 
 class ServerRoutes:
-    """All tell as much as `/health` and `/metrics` do, to everybody; `/server_info` tells how the
-    model is served, to those who may use it."""
+    """All but `/server_info` are open, as `/health` and `/metrics` are. `/server_info` describes
+    how the model is served, to those who may use it."""
 
     def __init__(
         self,

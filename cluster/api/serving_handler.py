@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from swell.cluster.api.http import EventStreamResponse, json_response, request_id, with_cancellation
+from swell.cluster.api.disconnect import with_cancellation
+from swell.cluster.api.event_stream import EventStreamResponse
 from swell.cluster.api.response_writer import ENGINES, ResponseWriter, usage_of
+from swell.cluster.api.routing import json_response, request_id
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import Deadline
 from swell.cluster.client.merged_outputs import MergedOutputs
@@ -71,8 +73,8 @@ class ServingHandler:
             # The headers leave with the first token, and uvicorn sends no trailers: ranks that
             # serve later are in a comment at the stream's end.
             ranks = outputs.served_ranks
-            events = answer.events(
-                outputs, len(states), told=ranks, engines=lambda: outputs.served_ranks
+            events = answer.stream(
+                outputs, len(states), sent_engines=ranks, engines=lambda: outputs.served_ranks
             )
             return EventStreamResponse(
                 events, {ENGINES: ranks}, on_end=lambda: self._abort_all(states, timer)
@@ -85,7 +87,9 @@ class ServingHandler:
         self, answer: ResponseWriter, prompts: list[RequestOutput], completion_tokens: int
     ) -> bytes:
         """The body as JSON; `prompts`: the answers to each prompt."""
-        return msgspec.json.encode(answer.whole(prompts, usage_of(prompts, completion_tokens)))
+        return msgspec.json.encode(
+            answer.full_response(prompts, usage_of(prompts, completion_tokens))
+        )
 
     async def _submit(
         self,
@@ -110,7 +114,7 @@ class ServingHandler:
                         child.core,
                         child.params,
                         kind,
-                        child.index,
+                        child.child_index,
                         prompt=child.prompt_text,
                         text_start=request_params.text_start,
                     )

@@ -1,7 +1,7 @@
 """Server-sent events of a stream, cheap: only what is new in a chunk is encoded anew.
 
 All chunks of one stream share id, time and model, so everything around the text is bytes made
-once. The result is, byte for byte, what the typed chunks of `cluster/openai` encode to.
+once. The result is, byte for byte, what the typed chunks of `chat/` and `completions/` encode to.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from msgspec import UNSET
 from swell.cluster.api.chat.protocol import ChatChunk, ChatChunkChoice, ChatDelta
 from swell.cluster.api.completions.protocol import CompletionChunk
 from swell.cluster.api.logprobs_protocol import ChatLogprobs, CompletionLogprobs
-from swell.cluster.api.protocol_base import ErrorBody, Usage
+from swell.cluster.api.protocol_base import Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -44,63 +44,57 @@ def comment(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
-def error_event(error: ErrorBody) -> bytes:
-    """A failure after the stream has begun, when the status line is long gone."""
-    return event(error)
-
-
 class _Stream:
-    """What completions and chat streams share."""
+    """What completions and chat streams share; `_kind` is the type of their chunks."""
 
-    def __init__(self, kind: str, id: str, created: int, model: str, include_usage: bool) -> None:
-        head = {"id": id, "object": kind, "created": created, "model": model}
+    _kind: type[CompletionChunk] | type[ChatChunk]
+
+    def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
+        self._empty = self._kind(id=id, created=created, model=model, choices=[])
+        self._no_usage = None if include_usage else UNSET
+        head = {"id": id, "object": self._empty.object, "created": created, "model": model}
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":'
         self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._text_only_tail = (
             b',"logprobs":null,"finish_reason":null,"stop_reason":null' + self._end
         )
 
-    def _chunk(self, index: int, content: bytes, rest: ChunkFields) -> bytes:
+    def _chunk(self, index: int, content: bytes, fields: ChunkFields) -> bytes:
         """`content` is the choice's text or delta with its key."""
-        if rest is TEXT_ONLY:
+        if fields is TEXT_ONLY:
             return b"%b%d,%b%b" % (self._head, index, content, self._text_only_tail)
-        ids = b"" if rest.token_ids is None else b',"token_ids":' + _encode(rest.token_ids)
-        if rest.prompt_token_ids is not None:
-            ids += b',"prompt_token_ids":' + _encode(rest.prompt_token_ids)
+        ids = b"" if fields.token_ids is None else b',"token_ids":' + _encode(fields.token_ids)
+        if fields.prompt_token_ids is not None:
+            ids += b',"prompt_token_ids":' + _encode(fields.prompt_token_ids)
         return b'%b%d,%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b%b' % (
             self._head,
             index,
             content,
-            _encode(rest.logprobs),
-            _encode(rest.finish_reason),
-            _encode(rest.stop_reason),
+            _encode(fields.logprobs),
+            _encode(fields.finish_reason),
+            _encode(fields.stop_reason),
             ids,
-            self._end if rest.usage is None else b'}],"usage":%b}\n\n' % _encode(rest.usage),
+            self._end if fields.usage is None else b'}],"usage":%b}\n\n' % _encode(fields.usage),
         )
+
+    def usage(self, usage: Usage) -> bytes:
+        """The last event of a stream with `include_usage`: no choices."""
+        return event(msgspec.structs.replace(self._empty, usage=usage))
 
 
 class CompletionStream(_Stream):
     """The events of one streamed `/v1/completions` answer."""
 
-    def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
-        super().__init__("text_completion", id, created, model, include_usage)
-        self._empty = CompletionChunk(id=id, created=created, model=model, choices=[])
+    _kind = CompletionChunk
 
-    def chunk(self, text: str, index: int = 0, rest: ChunkFields = TEXT_ONLY) -> bytes:
-        return self._chunk(index, b'"text":' + _encode(text), rest)
-
-    def usage(self, usage: Usage) -> bytes:
-        """The last event of a stream that asked for it: no choices."""
-        return event(msgspec.structs.replace(self._empty, usage=usage))
+    def chunk(self, text: str, index: int = 0, fields: ChunkFields = TEXT_ONLY) -> bytes:
+        return self._chunk(index, b'"text":' + _encode(text), fields)
 
 
 class ChatStream(_Stream):
     """The events of one streamed `/v1/chat/completions` answer."""
 
-    def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
-        super().__init__("chat.completion.chunk", id, created, model, include_usage)
-        self._empty = ChatChunk(id=id, created=created, model=model, choices=[])
-        self._no_usage = None if include_usage else UNSET
+    _kind = ChatChunk
 
     def role(
         self,
@@ -122,12 +116,8 @@ class ChatStream(_Stream):
         )
         return event(chunk)
 
-    def chunk(self, text: str, index: int = 0, rest: ChunkFields = TEXT_ONLY) -> bytes:
-        return self._chunk(index, b'"delta":{"content":' + _encode(text) + b"}", rest)
+    def chunk(self, text: str, index: int = 0, fields: ChunkFields = TEXT_ONLY) -> bytes:
+        return self._chunk(index, b'"delta":{"content":' + _encode(text) + b"}", fields)
 
-    def delta(self, delta: ChatDelta, index: int = 0, rest: ChunkFields = TEXT_ONLY) -> bytes:
-        return self._chunk(index, b'"delta":' + _encode(delta), rest)
-
-    def usage(self, usage: Usage) -> bytes:
-        """The last event of a stream that asked for it: no choices."""
-        return event(msgspec.structs.replace(self._empty, usage=usage))
+    def delta(self, delta: ChatDelta, index: int = 0, fields: ChunkFields = TEXT_ONLY) -> bytes:
+        return self._chunk(index, b'"delta":' + _encode(delta), fields)

@@ -14,8 +14,8 @@ from swell.cluster.cli.http_client import Client, ServerError
 from swell.cluster.text.schema.request_body import RequestBody
 
 _POLL_S = 0.2
-_PATIENCE_S = 10.0
-"""A server that stays unreachable for this long while it is watched is given up."""
+_UNREACHABLE_S = 10.0
+"""How long the server may be unreachable while a change is watched."""
 
 
 def status(args: argparse.Namespace) -> int:
@@ -63,22 +63,22 @@ def resume(args: argparse.Namespace) -> int:
 
 
 def _switch(args: argparse.Namespace, path: str) -> int:
-    """Ask for it and show the state after it."""
+    """Request it and show the state after it."""
     asyncio.run(Client(args.url, args.api_key).post(path, RequestBody(), Accepted))
     return status(args)
 
 
 async def _change(client: Client, path: str, request: RequestBody) -> int:
-    """Ask for a change and show its phases until it is over. Raises ServerError if it fails."""
+    """Request a change and show its phases until it is over. Raises ServerError if it fails."""
     request.check()
     await client.post(path, request, Accepted)
-    started, told = time.monotonic(), ""
+    started, reported = time.monotonic(), ""
     while True:
         state = await _get_state(client)
         line = f"{_phase(state)}; {_summary(state)}"
-        if line != told:
+        if line != reported:
             print(f"[{time.monotonic() - started:5.1f} s] {line}", flush=True)
-            told = line
+            reported = line
         match state.rescale.phase:
             case "failed":
                 reason = state.rescale.error or "no reason is known"
@@ -90,7 +90,7 @@ async def _change(client: Client, path: str, request: RequestBody) -> int:
 
 async def _get_state(client: Client) -> ClusterState:
     """The cluster's state. The server may be away for a moment: the cluster is changing."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _UNREACHABLE_S
     while True:
         try:
             return await client.get("/admin/cluster", ClusterState)

@@ -27,14 +27,14 @@ _TEXTS = (
     "def add(left: int, right: int) -> int:\n    return left + right\n",
     "Nothing is as practical as a good theory; zebras vex jolly queens.",
 )
-"""Their tokens are what prompts are drawn from: ids that every vocabulary part we know can take."""
+"""Prompts are sampled from their tokens: ids that every model can take."""
 _FALLBACK_IDS = range(10, 250)
 """For servers that do not tokenize: every vocabulary that we know is larger."""
 _WARM_TOKENS = 4
 
 
 class Sample(msgspec.Struct):
-    """What became of one request."""
+    """The result of one request."""
 
     error: str | None = None
     prompt_tokens: int = 0
@@ -50,12 +50,12 @@ class _Usage(msgspec.Struct):
 
 
 class _LastEvent(msgspec.Struct):
-    """What is read of a stream's last event: as much as every server sends."""
+    """What is read of a stream's last event: every server sends it."""
 
     usage: _Usage | None = None
 
 
-class Spread(msgspec.Struct, frozen=True):
+class Percentiles(msgspec.Struct, frozen=True):
     """Milliseconds."""
 
     mean: float
@@ -77,9 +77,9 @@ class Report(msgspec.Struct, frozen=True):
     output_tokens: int
     output_tokens_per_s: float
     total_tokens_per_s: float
-    ttft_ms: Spread | None
-    itl_ms: Spread | None
-    e2e_ms: Spread | None
+    ttft_ms: Percentiles | None
+    itl_ms: Percentiles | None
+    e2e_ms: Percentiles | None
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -123,7 +123,7 @@ async def _load(args: argparse.Namespace) -> tuple[list[Sample], float]:
 
 
 async def measure(client: Client, body: bytes, expected_tokens: int) -> Sample:
-    """Stream one answer. It has failed if the server says so, or if tokens are missing."""
+    """Stream one answer. It has failed if the server reports an error, or if tokens are missing."""
     sample = Sample()
     started = last = time.perf_counter()
     end = b""
@@ -209,7 +209,7 @@ def random_prompts(ids: Sequence[int], tokens: int, count: int, seed: int) -> li
 
 
 def _offline(args: argparse.Namespace) -> tuple[list[Sample], float]:
-    from swell.cluster.cli.run import quiet_transformers
+    from swell.cluster.cli.generate import quiet_transformers
 
     quiet_transformers()
     from swell.cluster.local import LLM, SamplingParams
@@ -225,12 +225,12 @@ def _offline(args: argparse.Namespace) -> tuple[list[Sample], float]:
         duration_s = time.perf_counter() - started
     samples = []
     for output in outputs:
-        part = output.outputs[0]
+        answer = output.outputs[0]
         sample = Sample(
-            prompt_tokens=len(output.prompt_token_ids), output_tokens=part.num_output_tokens
+            prompt_tokens=len(output.prompt_token_ids), output_tokens=answer.num_output_tokens
         )
-        if part.num_output_tokens != args.output_tokens:
-            sample.error = f"{part.num_output_tokens} tokens came: {part.stop_reason}"
+        if answer.num_output_tokens != args.output_tokens:
+            sample.error = f"{answer.num_output_tokens} tokens came: {answer.stop_reason}"
         samples.append(sample)
     return samples, duration_s
 
@@ -256,18 +256,18 @@ def summarize(samples: Sequence[Sample], duration_s: float, arguments: dict[str,
         output_tokens=output_tokens,
         output_tokens_per_s=output_tokens / seconds,
         total_tokens_per_s=(prompt_tokens + output_tokens) / seconds,
-        ttft_ms=spread_ms(sample.ttft_s for sample in good if sample.ttft_s),
-        itl_ms=spread_ms(gap for sample in good for gap in sample.gaps_s),
-        e2e_ms=spread_ms(sample.e2e_s for sample in good if sample.e2e_s),
+        ttft_ms=percentiles_ms(sample.ttft_s for sample in good if sample.ttft_s),
+        itl_ms=percentiles_ms(gap for sample in good for gap in sample.gaps_s),
+        e2e_ms=percentiles_ms(sample.e2e_s for sample in good if sample.e2e_s),
     )
 
 
-def spread_ms(seconds: Iterator[float]) -> Spread | None:
+def percentiles_ms(seconds: Iterator[float]) -> Percentiles | None:
     values = sorted(1000 * value for value in seconds)
     if not values:
         return None
     mean = sum(values) / len(values)
-    return Spread(mean, *(percentile(values, share) for share in (0.5, 0.9, 0.99)))
+    return Percentiles(mean, *(percentile(values, share) for share in (0.5, 0.9, 0.99)))
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -293,8 +293,8 @@ def print_report(report: Report) -> None:
         print(f"first failure: {report.first_error}")
 
 
-def _latency_row(item: tuple[str, Spread | None]) -> list[str]:
-    name, spread = item
-    if spread is None:
+def _latency_row(item: tuple[str, Percentiles | None]) -> list[str]:
+    name, percentiles = item
+    if percentiles is None:
         return [name, "-", "-", "-", "-"]
-    return [name, *(f"{value:.2f}" for value in msgspec.structs.astuple(spread))]
+    return [name, *(f"{value:.2f}" for value in msgspec.structs.astuple(percentiles))]

@@ -21,7 +21,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ServerProcess:
-    """One server. Its orphans become children of this process, so none can hide."""
+    """One server. Its orphans become children of this process, so that none is missed."""
 
     def __init__(self, config: str, port: int) -> None:
         self._command = [sys.executable, "-m", "swell.cluster", "serve", config]
@@ -89,7 +89,7 @@ class ServerProcess:
         return trouble
 
     async def _wait_for_descendants(self) -> dict[int, str]:
-        """Those that outlive the time they are given."""
+        """Those that still run after `_VANISH_S`."""
         deadline = time.monotonic() + _VANISH_S
         while (left := descendants(os.getpid())) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)

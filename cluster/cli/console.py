@@ -1,4 +1,4 @@
-"""How commands print: tables that stay ASCII where nobody looks at a terminal."""
+"""How commands print: tables, in ASCII where standard output is no terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1
 ) -> None:
-    """The first `left` columns are words, the others numbers."""
+    """The first `left` columns are texts, the others numbers."""
     terminal = sys.stdout.isatty()
     table = Table(
         title=title or None,

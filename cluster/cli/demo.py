@@ -1,7 +1,7 @@
 """`make demo`: a cluster on this machine that grows while it answers, and what happened, in a page.
 
-Starts `swell serve` as a child, streams chores to its model over HTTP, asks for a second engine
-meanwhile, keeps asking until that one has served too, stops the child and looks for what it left.
+Starts `swell serve` as a child, streams prompts to its model over HTTP, requests a second engine
+meanwhile, goes on until that one has served too, stops the child and checks what it left.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from swell.cluster.api.chat.protocol import ChatChunk
 from swell.cluster.api.models import ModelList
 from swell.cluster.cli.child_process import ServerProcess
 from swell.cluster.cli.console import plain, print_table, short
+from swell.cluster.cli.demo_screen import open_screen
 from swell.cluster.cli.http_client import Client, ServerError
-from swell.cluster.cli.screen import open_screen
 
 _CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
 _ENGINES = 2
@@ -36,7 +36,7 @@ _SERVED_S = 45.0
 _ENOUGH = 4
 """Answers of the new engine that end the demonstration."""
 _PAUSE_S = 0.25
-"""Between the questions of one asker: the new engine loads on the same cores."""
+"""Between the prompts of one client: the new engine loads on the same cores."""
 _POLL_S = 0.2
 _MAX_TOKENS = 120
 _WIDTH = 60
@@ -61,13 +61,13 @@ class DemoFailed(RuntimeError):
 
 @dataclass
 class Answer:
-    """One question on its way, or answered."""
+    """One prompt, sent or answered."""
 
     prompt: str
     right: str
     text: str = ""
     engines: str = ""
-    """Ranks that served it, as `x-swell-engine` says."""
+    """Ranks that served it, from `x-swell-engine`."""
     tokens: int = 0
     ttft_s: float = 0.0
     began: float = 0.0
@@ -83,14 +83,14 @@ class Answer:
 
 @dataclass
 class DemoRecord:
-    """What happened, in seconds since the first question."""
+    """What happened, in seconds since the first prompt."""
 
     started: float = field(default_factory=time.monotonic)
     answers: list[Answer] = field(default_factory=list)
     open: dict[int, Answer] = field(default_factory=dict)
-    """The answer that each asker is waiting for."""
+    """The answer that each client is waiting for."""
     epochs: tuple[int, int] = (0, 0)
-    asked_s: float = 0.0
+    requested_s: float = 0.0
     grown_s: float = 0.0
     old_ranks: set[str] = field(default_factory=set)
 
@@ -105,11 +105,11 @@ class DemoRecord:
 
     def answered_during_scale_up(self) -> int:
         """Answers that streamed, in part at least, while the engine was being added."""
-        first, last = self.started + self.asked_s, self.started + self.grown_s
+        first, last = self.started + self.requested_s, self.started + self.grown_s
         return sum(a.began < last and a.began + a.seconds > first for a in self.answers)
 
 
-async def ask(client: Client, model: str, answer: Answer) -> None:
+async def stream_answer(client: Client, model: str, answer: Answer) -> None:
     """Stream one answer into `answer`."""
     body = msgspec.json.encode(
         {
@@ -141,25 +141,25 @@ async def ask(client: Client, model: str, answer: Answer) -> None:
 async def send_prompts(
     client: Client, model: str, place: int, record: DemoRecord, stop: asyncio.Event
 ) -> None:
-    """One asker: its own chore first, then all others in turn until `stop`."""
+    """One client: its own prompt first, then all others in turn until `stop`."""
     turn = place
     while not stop.is_set():
         answer = Answer(*PROMPTS[turn % len(PROMPTS)])
         record.open[place] = answer
-        await ask(client, model, answer)
+        await stream_answer(client, model, answer)
         record.answers.append(answer)
         turn += 1
         await asyncio.sleep(_PAUSE_S)
 
 
 async def grow(client: Client, record: DemoRecord, note: asyncio.Queue[str]) -> None:
-    """Ask for one engine more once tokens flow, and watch it come. Raises DemoFailed."""
+    """Request one more engine once tokens flow, and wait for it. Raises DemoFailed."""
     before = await client.get("/admin/cluster", ClusterState)
     record.old_ranks = {str(engine.rank) for engine in before.engines}
     while not any(answer.text for answer in record.open.values()):
         _check_answers(record)
         await asyncio.sleep(0.01)
-    record.asked_s = record.now_s()
+    record.requested_s = record.now_s()
     await client.post("/admin/scale", ScaleRequest(engines=_ENGINES), Accepted)
     phase = ""
     while True:
@@ -172,7 +172,7 @@ async def grow(client: Client, record: DemoRecord, note: asyncio.Queue[str]) -> 
             raise DemoFailed(f"the cluster did not grow: {state.rescale.error}")
         if phase == "idle" and active == _ENGINES:
             break
-        if record.now_s() - record.asked_s > _GROW_S:
+        if record.now_s() - record.requested_s > _GROW_S:
             raise DemoFailed(f"after {_GROW_S:g} s the cluster still has {active} engines")
         await asyncio.sleep(_POLL_S)
     record.grown_s = record.now_s()
@@ -221,7 +221,7 @@ def _check_answers(record: DemoRecord) -> None:
 
 
 def print_summary(record: DemoRecord) -> None:
-    """The first answer to every chore, then the counts."""
+    """The first answer to every prompt, then the counts."""
     rows = []
     for prompt, _ in PROMPTS:
         answer = next(answer for answer in record.answers if answer.prompt == prompt)
@@ -241,13 +241,13 @@ def print_summary(record: DemoRecord) -> None:
     print(f"served by    {shares}")
     print(
         f"the cluster  grew to {_ENGINES} engines {record.grown_s:.1f} s after the first question "
-        f"(asked at {record.asked_s:.1f} s), epoch {record.epochs[0]} -> {record.epochs[1]}; "
+        f"(asked at {record.requested_s:.1f} s), epoch {record.epochs[0]} -> {record.epochs[1]}; "
         f"{record.answered_during_scale_up()} answers streamed meanwhile"
     )
 
 
 async def run_with_server(config: str, port: int) -> None:
-    """Start, run_demo, stop, look. Raises DemoFailed; the child never outlives this."""
+    """Start, run the demo, stop, check. Raises DemoFailed; the child never outlives this."""
     began = time.monotonic()
     task = asyncio.current_task()
     assert task is not None

@@ -103,11 +103,11 @@ def _compiler() -> Finding:
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
         return Finding("compiler", "warn", "no g++ on the PATH", remedy)
-    told = subprocess.run(
+    reported = subprocess.run(
         [found, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, check=False
     )
-    version = told.stdout.strip()
-    if told.returncode or not version:
+    version = reported.stdout.strip()
+    if reported.returncode or not version:
         return Finding("compiler", "warn", f"{found} does not run", remedy)
     major = version.split(".")[0]
     old = major.isdigit() and int(major) < _COMPILER_MAJOR
@@ -148,5 +148,5 @@ def _port(host: str, port: int) -> Finding:
     where = f"{host}:{port}"
     if port == 0 or port_is_free(host, port):
         return Finding("port", "ok", where if port else "a free one will be taken")
-    remedy = "stop who listens there, or choose another with --port"
+    remedy = "stop what listens there, or choose another with --port"
     return Finding("port", "fail", f"{where} cannot be listened on", remedy)

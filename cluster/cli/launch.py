@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import io
@@ -19,11 +20,11 @@ from typing import Any
 import httpx
 
 from swell.cluster.cli import ray_settings
-from swell.cluster.control import actor_names as names
+from swell.cluster.control import actor_names
 from swell.cluster.control.http_port import claim_port
 from swell.cluster.text.model_folder import check
 from swell.configs.log import StructuredLogger
-from swell.configs.schema import Config
+from swell.configs.schema import Config, load
 
 _APP = "swell"
 _POLL_S = 0.25
@@ -37,6 +38,16 @@ _LOCAL_CPUS = 16
 
 class StartupError(RuntimeError):
     """The cluster did not come up: why, in one line."""
+
+
+def serve(args: argparse.Namespace) -> int:
+    overrides = dict(args.set)
+    if args.host is not None:
+        overrides["serve.host"] = args.host
+    if args.port is not None:
+        overrides["serve.port"] = args.port
+    serve_forever(load(args.config, overrides), args.address)
+    return 0
 
 
 def serve_forever(config: Config, address: str | None) -> None:
@@ -65,7 +76,7 @@ def _on_signals(handler: Any) -> None:
 
 @contextlib.contextmanager
 def _ray(address: str | None) -> Iterator[None]:
-    """A Ray to live in: the one at `address`, or one of our own that leaves no file behind."""
+    """The Ray cluster at `address`, or one on this machine that leaves no file behind."""
     import ray
 
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -142,11 +153,11 @@ def _wait_until_deleted(config: Config) -> None:
 def _clean_up_leftovers() -> None:
     """Usually nothing: the manager has ended all. One that was dead when the application was
     deleted has not, and Serve starts no other."""
-    from swell.cluster.control import strays as remains
+    from swell.cluster.control import strays
     from swell.cluster.control.checkpoint_store import CheckpointStore
 
     namespace = f"swell-{_APP}"
-    ended = remains.end_all(namespace, lambda name: names.is_group(name, namespace))
+    ended = strays.end_all(namespace, lambda name: actor_names.is_group(name, namespace))
     if ended:
         StructuredLogger("cluster.launch").warning(
             "left by a dead manager: ended", names=sorted(ended)
@@ -156,7 +167,7 @@ def _clean_up_leftovers() -> None:
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Ray prints that Serve's controller, which ends itself, was killed: nobody needs to know."""
+    """Ray prints that Serve's controller, which ends itself, was killed: no user needs that."""
     nowhere = io.StringIO()
     with contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
         yield
@@ -175,31 +186,31 @@ def _deploy(config: Config) -> None:
 
 
 def _last_line(text: str) -> str:
-    """The end of a remote traceback says what went wrong."""
+    """The end of a remote traceback has the error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line]
     return (errors or lines or ["Ray Serve did not start the application"])[-1]
 
 
 def _wait_until_ready(url: str, stop: threading.Event) -> bool:
-    """Watch the cluster come up and say what it waits for. False: stopped meanwhile."""
-    started, told = time.monotonic(), ""
+    """Print what the start waits for until the cluster is ready. False: stopped meanwhile."""
+    started, reported = time.monotonic(), ""
     while not stop.is_set():
         reason, failed = _poll_ready(url)
         if reason is None:
             return True
         if failed:
             raise StartupError(reason)
-        if reason != told:
+        if reason != reported:
             seconds = time.monotonic() - started
             print(f"[{seconds:5.1f} s] {reason}", file=sys.stderr, flush=True)
-            told = reason
+            reported = reason
         stop.wait(_POLL_S)
     return False
 
 
 def _poll_ready(url: str) -> tuple[str | None, bool]:
-    """What is being waited for (None: nothing), and whether the wait is in vain."""
+    """What is waited for (None: nothing), and whether the first start has failed."""
     try:
         answer = httpx.get(f"{url}/ready", timeout=10, trust_env=False)
     except httpx.TransportError:

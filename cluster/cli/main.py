@@ -98,14 +98,14 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = {
-    "serve": Command("serve a model", "swell.cluster.cli.run:serve", _serve),
+    "serve": Command("serve a model", "swell.cluster.cli.launch:serve", _serve),
     "status": Command("show a cluster", "swell.cluster.cli.admin_commands:status", _status),
     "scale": Command("grow or shrink a cluster", "swell.cluster.cli.admin_commands:scale", _scale),
     "drain": Command("take an engine out", "swell.cluster.cli.admin_commands:drain", _drain),
     "pause": Command("let all engines stop", "swell.cluster.cli.admin_commands:pause", _status),
     "resume": Command("let them go on", "swell.cluster.cli.admin_commands:resume", _status),
     "generate": Command(
-        "answer prompts in this process", "swell.cluster.cli.run:generate", _generate
+        "answer prompts in this process", "swell.cluster.cli.generate:generate", _generate
     ),
     "chat": Command("talk to a served model", "swell.cluster.cli.terminal_chat:chat", _chat),
     "bench": Command("measure a server or a model", "swell.cluster.cli.bench:bench", _bench),

@@ -1,8 +1,8 @@
-"""Settings of a Ray that `swell serve` starts: what keeps it from working while it idles.
+"""Settings of a Ray cluster that `swell serve` starts, so that it uses little CPU while it is idle.
 
-Ray reads them from the environment of whoever starts it; a value of the user's stays. Ray's own
-defaults suit clusters of many nodes and tasks: our Ray places a handful of actors and watches them.
-How a death is noticed does not change: a process's socket closes, and Serve's health checks stay.
+Ray reads them from the environment of the process that starts it; values that the user has set
+stay. Ray's own defaults suit clusters of many nodes and tasks: ours has a handful of actors. How a
+death is noticed does not change: a process's socket closes, and Serve's health checks stay.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 
 _SETTINGS = {
-    # A replica that does not answer is not asked to finish first: whoever reaches it waits.
+    # A replica that does not answer is stopped at once: requests that reach it wait.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # How often Serve compares what runs with what should. A start takes a few such times: with
     # Ray's 0.1 s it is 1.8 s shorter, and an idle cluster takes 1.6 % of a core more.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-    # Ray's own statistics, which nobody reads: `/metrics` is ours.
+    # Ray's own statistics, which have no reader: `/metrics` is ours.
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
     "RAY_enable_metrics_collection": "0",
     "RAY_event_stats": "0",
@@ -23,7 +23,7 @@ _SETTINGS = {
     "RAY_io_context_event_loop_lag_collection_interval_ms": "0",
     "RAY_io_context_monitor_probe_interval_ms": "10000",
     "RAY_task_events_report_interval_ms": "0",
-    # How often the node tells what is free on it: its own raylet, which places, knows.
+    # How often the node reports what is free on it: its own raylet, which places, knows.
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
     "RAY_report_worker_backlog_interval_ms": "5000",

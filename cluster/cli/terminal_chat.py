@@ -19,7 +19,7 @@ _HELP = "Ctrl-C stops an answer, /clear forgets the conversation, /quit or Ctrl-
 
 
 class Conversation:
-    """The messages so far and how the next answer is asked for."""
+    """The messages so far, and how the next one is sent."""
 
     def __init__(self, client: Client, model: str, system: str | None, **options: Any) -> None:
         self._client = client
@@ -32,7 +32,7 @@ class Conversation:
     def clear(self) -> None:
         self.messages = list(self._system)
 
-    def ask(self, text: str) -> None:
+    def send(self, text: str) -> None:
         """Print the answer as it comes. Ctrl-C ends it, and what has come is kept.
 
         After a ServerError the conversation is as it was before.
@@ -70,7 +70,7 @@ class Conversation:
 def chat(args: argparse.Namespace) -> int:
     client = Client(args.url, args.api_key)
     model = args.model or asyncio.run(client.get("/v1/models", ModelList)).data[0].id
-    talk = Conversation(
+    conversation = Conversation(
         client, model, args.system, temperature=args.temperature, max_tokens=args.max_tokens
     )
     interactive = sys.stdin.isatty()
@@ -94,17 +94,17 @@ def chat(args: argparse.Namespace) -> int:
             case "/quit" | "/exit":
                 return 0
             case "/clear":
-                talk.clear()
+                conversation.clear()
             case _ if text.startswith("/"):
                 print(f"unknown command {text.split()[0]!r}: {_HELP}")
             case _:
-                _answer(talk, text, interactive)
+                _answer(conversation, text, interactive)
 
 
-def _answer(talk: Conversation, text: str, interactive: bool) -> None:
-    """In a terminal a failed answer is told and the chat goes on; a script wants to know."""
+def _answer(conversation: Conversation, text: str, interactive: bool) -> None:
+    """In a terminal a failed answer is printed and the chat goes on; a script ends."""
     try:
-        talk.ask(text)
+        conversation.send(text)
     except ServerError as error:
         if not interactive:
             raise

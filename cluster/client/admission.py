@@ -1,26 +1,27 @@
 """Whether one more request may wait: pure, with time as an argument.
 
-All ingresses share all engines, so all of them hold one bound: what engines report, plus what this
-ingress has submitted that no report tells of yet. The second is what the others do not know; so
-that all of them together stay within the bound, each may only fill its share of the room that the
+All ingresses share all engines, so they share one bound: what engines report, plus what this
+ingress has submitted that is in no report yet. Other ingresses do not know the second part; so that
+all of them together stay within the bound, each may only fill its share of the room that the
 reports leave:
 
     refused if   own >= (limit - reported) / ingresses        for requests, and for their tokens
 
 With equal reports, `ingresses` of them admit no more than `limit + ingresses - 1` requests. Reports
 reach an ingress some `2 * cluster.load_report_s` after they were true, and not all ingresses at
-once: what one admits by a newer report than another has seen comes on top, at most a quarter of the
+once: what one admits by a newer report than another has seen adds to it, at most a quarter of the
 limit for two ingresses that are one report apart. A request is admitted whole, with all its prompts
 and answers: the last one may pass the bound by that much.
 
-While the coordinator is away no report comes, and the last one would refuse everybody for as long.
-Then an ingress counts what it has sent itself and has no token of, against its share of the bound.
+While the coordinator is away no report comes, and the last one would refuse every request for as
+long. Then an ingress counts the requests that it has sent and that have no token yet, against its
+share of the bound.
 
-What was admitted once is never refused later, wherever it has to go on.
+A request that was admitted once is never refused later, wherever it has to continue.
 
-A refused client learns when to come back: when the queue will have room, at the rate of the last
-seconds, and behind those that were refused before it. Otherwise all would come back at once, and
-all but one would be refused again.
+A refused client gets a time to retry: when the queue will have room, at the rate of the last
+seconds, and behind those that were refused before it. Otherwise all would retry at once, and all
+but one would be refused again.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from typing import NamedTuple
 from swell.coordinator.wire import ClusterView, EngineReport
 
 WINDOW_S = 10.0
-"""The rate is that of so many last seconds."""
+"""Length of the window over which the rate is measured."""
 MIN_SPAN_S = 1.0
-"""A rate over less says little."""
+"""A shorter window gives no useful rate."""
 MAX_RETRY_S = 60
-"""Nobody is sent away for longer: engines may come."""
+"""The longest time to retry: engines may come."""
 DEFAULT_RETRY_S = 5
-"""Where nothing was started in the last seconds: the burst has only begun, or nothing moves."""
+"""The time to retry where no request was started within the window: the burst has only begun, or
+there is no progress."""
 
 
 class TooManyWaiting(RuntimeError):
@@ -51,7 +53,7 @@ class TooManyWaiting(RuntimeError):
 
 
 class Backlog(NamedTuple):
-    """What waits to be computed, as one ingress knows it."""
+    """Requests that wait to be computed, and their tokens, as one ingress knows them."""
 
     requests: int = 0
     """As engines report."""
@@ -62,24 +64,24 @@ class Backlog(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """What the engines begin in a second."""
+    """What the engines start per second."""
 
     requests: float
     tokens: float
 
 
 class StartRate:
-    """Requests and tokens that engines have begun with, over the last seconds."""
+    """Requests and tokens that engines have started, over the last seconds."""
 
     def __init__(self) -> None:
         self._engines: dict[tuple[int, int], tuple[int, int]] = {}
-        """What each has reported last, by rank and incarnation."""
+        """The last report of each, by rank and incarnation."""
         self._requests = self._tokens = 0
         self._samples: deque[tuple[float, int, int]] = deque()
-        """When, and the sums until then. The first is as old as the window, or the only one."""
+        """Times with the sums until then. The first is as old as the window, or the only one."""
 
     def observe(self, view: ClusterView, now: float) -> None:
-        """Take in what engines have begun since. Of one that is new, only what comes."""
+        """Add what engines have started since. The first report of an engine adds nothing."""
         engines: dict[tuple[int, int], tuple[int, int]] = {}
         for report in view.reports:
             key = (report.rank, report.incarnation)
@@ -115,7 +117,7 @@ class Admission:
         self._ingresses = ingresses
         self._rate = StartRate()
         self._retries_until = 0.0
-        """When the last one that was refused is to come back."""
+        """The time to retry of the last refused request."""
 
     def observe(self, view: ClusterView, now: float) -> None:
         self._rate.observe(view, now)
@@ -141,7 +143,7 @@ class Admission:
         )
 
     def _over(self, limit: int, reported: int, own: int) -> int:
-        """How much has to begin before another one may wait; 0: it may now."""
+        """How much must start before another request may wait; 0: it may now."""
         share = -(-(limit - reported) // self._ingresses)
         return 0 if own < share else max(1, reported + own - limit + 1)
 
@@ -159,11 +161,14 @@ class Admission:
 
 
 def waiting_here(
-    report: EngineReport, unheard_requests: int, unheard_tokens: int, max_rows: int
+    report: EngineReport, unreported_requests: int, unreported_tokens: int, max_rows: int
 ) -> Backlog:
-    """What waits at one engine: as it reports, and of what it was sent since. While none waits
-    there, what comes takes free rows first."""
+    """What waits at one engine: as it reports, and of what was sent since. While no request waits
+    there, new ones take free rows first."""
     free_rows = 0 if report.waiting else max(0, max_rows - report.running)
     return Backlog(
-        report.waiting, report.waiting_tokens, max(0, unheard_requests - free_rows), unheard_tokens
+        report.waiting,
+        report.waiting_tokens,
+        max(0, unreported_requests - free_rows),
+        unreported_tokens,
     )

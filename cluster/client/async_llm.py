@@ -69,7 +69,9 @@ class AsyncLLM:
         self._view_at_s = clock()
         """When the newest view came."""
         self._log = StructuredLogger("cluster.ingress", client=self.client_index)
-        self._processor = OutputProcessor(detokenizer, stats=metrics, clock=clock)
+        self._processor = OutputProcessor(
+            detokenizer, stream_interval=config.serve.stream_interval, stats=metrics, clock=clock
+        )
         self._client = connect(
             self.client_index,
             heartbeat_s=config.cluster.heartbeat_s,
@@ -168,7 +170,7 @@ class AsyncLLM:
         self.view = view
         self._view_at_s = self._clock()
         self._admission.observe(view, self._view_at_s)
-        self.readiness.follow(view, time.monotonic())
+        self.readiness.on_view(view, time.monotonic())
         self._first_view.set()
         members = view.roster.members
         if members:

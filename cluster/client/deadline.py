@@ -1,4 +1,4 @@
-"""How long a client waits for its answer: what it says in a header."""
+"""How long a client waits for its answer, from a header of its request."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Deadline(NamedTuple):
     """Of one request."""
 
     timeout_s: float
-    """As its client said."""
+    """As its client sent it."""
     at_s: float
-    """On the clock of the event loop: so long after the request came."""
+    """On the clock of the event loop: `timeout_s` after the request came."""
 
 
 class RequestTimedOut(RuntimeError):
@@ -31,8 +31,8 @@ class RequestTimedOut(RuntimeError):
 
 
 def deadline_of(text: str | None, now_s: float) -> Deadline | None:
-    """What the header of a request that comes now says; None: its client waits as long as it
-    takes. Raises BadRequest."""
+    """The deadline of a request that comes now, from its header; None: it has none. Raises
+    BadRequest."""
     if text is None:
         return None
     try:

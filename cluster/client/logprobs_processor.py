@@ -37,7 +37,7 @@ class LogprobsProcessor:
         if request.sampler.prompt_logprobs is not None:
             ids = request.prompt_token_ids
             self._num_prompt_missing = len(ids) - 1
-            places = texts.places(ids, skip_special_tokens, prompt)
+            places = texts.offsets(ids, skip_special_tokens, prompt)
             self._prompt = LogprobTable(
                 texts, [[i] for i in ids], [[] for _ in ids], [0] * len(ids), *places
             )
@@ -62,7 +62,7 @@ class LogprobsProcessor:
         return outputs
 
     def add(self, token_logprobs: TokenLogprobs, offset: int, *, at_beginning: bool) -> None:
-        """The next output token is visible; `offset` characters of text stand before it."""
+        """The next output token is visible, with `offset` characters of text before it."""
         assert self._outputs is not None and self.cumulative is not None
         self._outputs.append(
             token_logprobs.token_ids,

@@ -43,7 +43,8 @@ class OutputProcessor:
         stats: StatsSink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stream_interval`: tokens between two outputs of a request, at least."""
+        """`stream_interval`: tokens between two outputs of a request, at least; the parameters of a
+        request may set a larger one."""
         self.request_states: dict[str, RequestState] = {}
         """Of all unfinished requests, by id."""
         self._detokenizer = detokenizer
@@ -80,7 +81,7 @@ class OutputProcessor:
             queue=queue,
             prompt=prompt,
             index=index,
-            stream_interval=self._stream_interval,
+            stream_interval=max(self._stream_interval, params.stream_interval or 1),
             arrival_s=self._clock() if arrival_s is None else arrival_s,
         )
         self.request_states[request.request_id] = state

@@ -32,7 +32,7 @@ class OutputText:
         self._pieces: list[str] = []
         """Visible text; of a stream of deltas only what has not been taken."""
         self._num_chars = 0
-        """Of all text so far, also of what is held back or stands behind a stop string."""
+        """Of all text so far, also of what is held back or comes after a stop string."""
 
     @property
     def stop_string(self) -> str | None:

@@ -3,7 +3,7 @@
     score(engine) = prompt tokens that it would have to compute
                   + tokens that wait there to be computed
                   + TOKENS_PER_ROW for each request that is there
-                  + tokens of the blocks that it lacks, which running rows would have to give up
+                  + tokens of the blocks that it lacks, which running rows would lose
 
 The prompt tokens to compute are estimated from the hashes of the blocks that this ingress sent
 there before. Scores that differ by at most SLACK_TOKENS are equal. Among equals the longest

@@ -4,11 +4,11 @@
     |<------------- time to first token ------------->|<- inter-token ->|
     |<------------------------------- end to end -------------------------------->|
 
-`queue` ends with the first schedule on the engine that gave the first token. What went by before
-that engine got the request (no engine was there, or another one was lost) is measured by the
-ingress, the rest of the queue by the engine on its own clock; everything else by the ingress. What
+`queue` ends with the first schedule on the engine that gave the first token. The time before that
+engine got the request (no engine was there, or another one was lost) is measured by the ingress,
+the rest of the queue by the engine on its own clock; everything else by the ingress. A request that
 ended before its first token has no prefill and no decode, and its queue is known only if it never
-came to an engine.
+was on an engine.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class FinishedRequestStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IterationStats(msgspec.Struct, kw_only=True):
-    """What one call of the loop saw."""
+    """The statistics of one call of the loop."""
 
     num_prompt_tokens: int = 0
     """Prompts whose first token came."""
     num_output_tokens: int = 0
     time_to_first_token_s: list[float] = []
     inter_token_latency_s: list[float] = []
-    """One entry a token; tokens that came together share their gap evenly."""
+    """One entry per token; tokens that came together share their gap evenly."""
     finished: list[FinishedRequestStats] = []
 
 

@@ -1,13 +1,14 @@
-"""What a cluster calls its engines in Ray, and which of those found there are still its own. Pure.
+"""Names of engines in Ray, and which of the engines found there belong to this cluster. Pure.
 
 Names are unique to each start: a name that is still being removed is in the way of no other start,
-and whatever carries a name of this cluster that its manager does not know is a stray.
+and an actor or placement group with a name of this cluster that its manager does not know is a
+stray.
 
     swell-app - engine - 3 - 0f3a..91 - 7c01d2e4
     namespace            rank  tag      start
 
-The tag says what an engine was built from and to which coordinator it speaks: an engine with
-another one is of no use here.
+The tag is a digest of the configuration and of the coordinator's key: an engine with another one
+cannot be used here.
 """
 
 from __future__ import annotations
@@ -54,26 +55,26 @@ def is_group(text: str, namespace: str) -> bool:
 
 
 def engine_tag(identity: str, coordinator: str) -> str:
-    """Of engines with this configuration that speak to the coordinator with this public key."""
+    """Of engines with this configuration whose coordinator has this public key."""
     return hashlib.sha256(f"{identity} {coordinator}".encode()).hexdigest()[:_TAG_DIGITS]
 
 
 def candidates(
     actors: Iterable[str], groups: Collection[str], namespace: str, tag: str
 ) -> list[EngineName]:
-    """Engines that may be adopted: of our tag, and with the placement group that they live in."""
+    """Engines that may be adopted: of our tag, and with their placement group."""
     names = (parse(actor, namespace) for actor in actors if actor in groups)
     return sorted(name for name in names if name is not None and name.tag == tag)
 
 
 def choose(answers: Mapping[EngineName, int | None], roster: Roster) -> dict[int, EngineName]:
-    """One engine for each rank, of those that have answered: with the number of their start, or
-    None while they load. Those of the roster come first, then those that are ready."""
+    """One engine for each rank, of those that have answered: with their incarnation, or None while
+    they load. Those of the roster come first, then those that are ready."""
 
-    def worth(name: EngineName) -> tuple[bool, bool]:
+    def priority(name: EngineName) -> tuple[bool, bool]:
         start = answers[name]
         return start is not None and roster.find(name.rank, start) is not None, start is not None
 
-    ordered = sorted(answers, key=lambda name: (worth(name), name))
+    ordered = sorted(answers, key=lambda name: (priority(name), name))
     chosen = {name.rank: name for name in ordered}
     return dict(sorted(chosen.items()))

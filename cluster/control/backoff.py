@@ -1,9 +1,10 @@
-"""When a rank's next engine may be started, and what there is to say about its troubles. Pure.
+"""When a rank's next engine may be started, and why engines of it are missing. Pure.
 
 The first replacement starts at once, and each further attempt waits twice as long as the one
-before it, up to some minutes; no rank is given up. An engine that lived for a while shows that
-engines can live here: what happened before it is forgotten. After several deaths of young engines
-in a row, or several starts in a row that failed, somebody has to look, and that is said.
+before it, up to some minutes; a rank is always tried again. An engine that served for a while shows
+that engines can run here: what happened before it is forgotten. After several deaths of young
+engines in a row, or several starts in a row that failed, the rank is *exhausted*: an operator has
+to find the cause.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
 MAX_FAILURES = 5
-"""Starts in a row that may fail before it is called a trouble."""
+"""Starts in a row that fail until the rank is exhausted."""
 MAX_DEATHS = 5
-"""Young engines in a row that may die, likewise."""
+"""Young engines in a row that may die until the rank is exhausted."""
 YOUNG_S = 30.0
 """An engine that served for less than this died young."""
 _FIRST_S = 0.5
@@ -22,7 +23,7 @@ _LONGEST_S = 300.0
 _DOUBLINGS = 20
 """More than `_LONGEST_S` needs; fewer than a float can hold."""
 _TICK_S = 1e-3
-"""Less than a clock tells apart is no wait."""
+"""Waits below the resolution of clocks are none."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Trouble:
     next_try_s: float
     """Until it is tried again; 0: it is being tried."""
     exhausted: bool
-    """It was tried so often that somebody has to look."""
+    """It was tried so often that an operator has to find the cause."""
     dying: bool
     """Starts succeed, and engines die soon."""
 
@@ -76,8 +77,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Backoff:
-    """The troubles of each rank of a cluster. Each event gives the next value; a new one knows of
-    no trouble."""
+    """The troubles of every rank. Each event gives the next value; a new one has no trouble."""
 
     slots: Mapping[int, _Slot] = field(default_factory=dict)
 
@@ -110,12 +110,12 @@ class Backoff:
         return left_s if left_s > _TICK_S else 0.0
 
     def exhausted(self, rank: int) -> bool:
-        """Whether the rank was tried so often that somebody has to look."""
+        """Whether the rank was tried so often that an operator has to find the cause."""
         return self._slot(rank).exhausted
 
     def trouble(self, living: Container[int], now: float) -> Trouble | None:
-        """The worst of those ranks that have no living engine. To die once, or a few times, is
-        none."""
+        """The worst of those ranks that have no living engine. A rank whose engine died a few times
+        has none."""
         absent = [
             rank
             for rank, slot in self.slots.items()

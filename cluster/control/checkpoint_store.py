@@ -32,13 +32,13 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
     identity: str = ""
     """Of the configuration that it manages; the rest is void for another one."""
     target: int = 0
-    """Engines wanted; 0: not said."""
+    """Engines wanted; 0: unknown."""
     pause_requested: bool = False
     """An operator wants a pause."""
     served: bool = False
     """The cluster was up once."""
     data: int = 0
-    """`parallel.data` of the configuration; 0: not said."""
+    """`parallel.data` of the configuration; 0: unknown."""
 
 
 class CheckpointStore:

@@ -65,7 +65,8 @@ def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> di
 
 def _state(view: ClusterView, target: int, phase: str, *, degraded: bool) -> str:
     """`failed` only if nothing is left, `degraded` if engines are missing that cannot be started:
-    both are tried again. What lives after a change that failed is `serving`."""
+    both are tried again. A cluster that serves after a change that failed is
+    `serving`."""
     states = [member.state for member in view.roster.members]
     if not states:
         return "failed" if degraded or phase == "failed" else "starting"

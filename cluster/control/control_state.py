@@ -113,7 +113,7 @@ def take_over(
 
 
 def adopt(state: ControlState, fleet: FleetView, limits: ClusterConfig) -> ControlState:
-    """Keep every engine that was found serving: nobody has said how many are wanted."""
+    """Keep every engine that was found serving: no checkpoint says how many are wanted."""
     target = _within(max(state.change.target, len(fleet.staying)), limits)
     return replace(state, change=replace(state.change, target=target, fallback=target))
 

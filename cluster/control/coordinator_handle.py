@@ -1,9 +1,9 @@
-"""Ray's part of the coordinator's life: made once, watched, started again. No decisions.
+"""The coordinator's actor: made once, watched, started again. No decisions.
 
-Its keys, its name and its port are chosen once and noted (`notes.py`), and it stays on the
-machine of the manager that made it: a successor is found where its predecessor was. Ray repeats
-calls that were under way when it died, so nobody here sees its death, only a longer wait. One that
-was stopped is told by its silence, and killed: the rest is as above.
+Its keys, its name and its port are chosen once and kept (`checkpoint_store.py`), and it stays on
+the machine of the manager that made it: a successor is found where its predecessor was. Ray repeats
+calls that were under way when it died, so a caller sees no death, only a longer wait. One that was
+stopped answers nothing, and is killed: the rest is as above.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from swell.coordinator.wire import ClusterView
 class CoordinatorHandle:
     """The coordinator of one cluster. Its methods are the coordinator's own."""
 
-    def __init__(self, config: Config, namespace: str, notes: CheckpointStore) -> None:
-        self.name = f"coordinator-{notes.identity}"
-        """Of its actor: engines of another configuration have another one."""
+    def __init__(self, config: Config, namespace: str, checkpoints: CheckpointStore) -> None:
+        self.name = f"coordinator-{checkpoints.identity}"
+        """Of its actor; engines of another configuration have another coordinator."""
         self._config = config
         self._namespace = namespace
-        self._notes = notes
+        self._checkpoints = checkpoints
         self._actor: Any = None
         self._probe_lock = asyncio.Lock()
         self._restarts = 0
@@ -52,7 +52,7 @@ class CoordinatorHandle:
         kind: Any = Coordinator
         host = ray.util.get_node_ip_address()
         fresh = CoordinatorEndpoint(make_keys(), secrets.token_hex(8), free_port(host))
-        endpoint = await self._notes.endpoint(lambda: fresh)
+        endpoint = await self._checkpoints.endpoint(lambda: fresh)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         self._actor = kind.options(
             name=self.name,
@@ -78,27 +78,30 @@ class CoordinatorHandle:
         return result
 
     async def join(self, members: list[Member]) -> None:
-        """Raises RuntimeError if their group does not form; everybody is as before then."""
+        """Raises RuntimeError if their group does not form; the roster is as before then."""
         limit_s = self._config.cluster.start_timeout_s
-        roster = await self._call(self._actor.join.remote(members, limit_s), limit_s)
-        self._log.info("joined", epoch=roster.epoch, ranks=[member.rank for member in members])
+        call = self._actor.join.remote(members, limit_s)
+        await self._change_roster("joined", [member.rank for member in members], call, limit_s)
 
     async def leave(self, ranks: list[int]) -> None:
-        roster = await self._call(self._actor.leave.remote(ranks))
-        self._log.info("leaving", epoch=roster.epoch, ranks=ranks)
+        await self._change_roster("leaving", ranks, self._actor.leave.remote(ranks))
 
     async def cancel_leave(self, ranks: list[int]) -> None:
-        roster = await self._call(self._actor.cancel_leave.remote(ranks))
-        self._log.info("staying", epoch=roster.epoch, ranks=ranks)
+        await self._change_roster("staying", ranks, self._actor.cancel_leave.remote(ranks))
 
     async def detach(self, ranks: list[int]) -> None:
         limit_s = self._config.cluster.start_timeout_s
-        roster = await self._call(self._actor.detach.remote(ranks, limit_s), limit_s)
-        self._log.info("parted", epoch=roster.epoch, ranks=ranks)
+        call = self._actor.detach.remote(ranks, limit_s)
+        await self._change_roster("detached", ranks, call, limit_s)
 
     async def remove_failed(self, ranks: list[int]) -> None:
-        roster = await self._call(self._actor.remove_failed.remote(ranks))
-        self._log.info("lost", epoch=roster.epoch, ranks=ranks)
+        await self._change_roster("removed", ranks, self._actor.remove_failed.remote(ranks))
+
+    async def _change_roster(
+        self, event: str, ranks: list[int], call: Awaitable[Any], limit_s: float = 0.0
+    ) -> None:
+        roster = await self._call(call, limit_s)
+        self._log.info(event, epoch=roster.epoch, ranks=ranks)
 
     async def pause(self) -> None:
         await self._call(self._actor.pause.remote())
@@ -135,8 +138,8 @@ class CoordinatorHandle:
             answer.cancel()
 
     async def _kill_if_unresponsive(self) -> None:
-        """It is asked once more: the one who had to wait may have been stopped itself. Its
-        successor has as long as anybody to answer: it may be stopped, too."""
+        """Kill it if it does not answer a second call: the caller that waited may have been stopped
+        itself. Its successor has as long to answer: it may be stopped, too."""
         async with self._probe_lock:
             try:
                 await asyncio.wait_for(

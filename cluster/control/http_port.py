@@ -15,7 +15,7 @@ def claim_port(config: Config) -> Config:
         return with_port(config, free_port(host))
     if not port_is_free(host, port):
         raise ConfigError(
-            f"serve.port={port} on {host} is in use; stop who listens there or choose another "
+            f"serve.port={port} on {host} is in use; stop what listens there or choose another "
             "port (--port P, or serve.port)"
         )
     return config

@@ -45,7 +45,7 @@ from swell.coordinator.service import ManagerState, Membership
 from swell.coordinator.wire import ClusterView
 
 _VIEW_TIMEOUT_S = 2.0
-"""How long a description waits for the coordinator before it tells what was known last."""
+"""How long a description waits for the coordinator before it gives what was known last."""
 _PAUSE_S = 1.0
 """After something failed that is tried again."""
 
@@ -175,7 +175,7 @@ class ClusterManager:
         """Returns when the newest request outlives this manager. Raises ScaleRefused if another one
         has taken over: it will not happen."""
         if not await self._checkpoints.save(self._checkpoint()):
-            raise ScaleRefused("another manager has taken over meanwhile: ask again")
+            raise ScaleRefused("another manager has taken over meanwhile: send the request again")
 
     def _checkpoint(self) -> ClusterCheckpoint:
         return self._checkpoints.make(self.target, self.pause_requested, self._state.has_served)

@@ -1,4 +1,4 @@
-"""Ray's part of an engine's life: placement groups, actors, names. No decisions."""
+"""Engines in Ray: placement groups, actors, names. No decisions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from swell.cluster.control import actor_names as names
-from swell.cluster.control import strays as remains
+from swell.cluster.control import actor_names, strays
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.fleet_view import Intent
@@ -26,11 +25,11 @@ from swell.coordinator.roster import Member, MemberState
 from swell.engine.actor import EngineActor, EngineReady
 
 _WATCH_S = 20.0
-"""How long one look at the end of an engine takes: a manager that dies leaves no thread behind."""
+"""How long one call waits for the end of an engine: a dead manager leaves no thread behind."""
 _STOP_S = 5.0
 """How long an engine may take to end by itself before it is killed."""
 _ANSWER_S = 10.0
-"""How long an engine may take to say how it is: it does so beside its work."""
+"""How long an engine may take to answer `ready`: it does so beside its work."""
 _RESERVE_TIMEOUT_S = 10.0
 """How long resources may take to become free: what was killed holds them for some seconds."""
 _STRAYS_TIMEOUT_S = 15.0
@@ -39,7 +38,7 @@ _POLL_S = 0.1
 
 
 class StartFailed(RuntimeError):
-    """An engine did not come up. `permanent`: it would fail again in the same way."""
+    """An engine did not start. `permanent`: it would fail again in the same way."""
 
     def __init__(self, message: str, *, permanent: bool) -> None:
         super().__init__(message)
@@ -68,7 +67,7 @@ class EngineHandle:
     joined_at: float = 0.0
     """By the clock of the manager's event loop."""
     repairs: int = 0
-    """Workers that had been replaced when `ready` was told."""
+    """Workers that had been replaced when `ready` was read."""
     ended: str | None = None
     """Why it has ended."""
     exit_watcher: asyncio.Task[None] | None = None
@@ -119,8 +118,7 @@ class Placement:
         self._log = StructuredLogger("cluster.placement")
 
     def refusal(self, engines: int) -> str | None:
-        """Why the Ray cluster can never hold so many, or None: it could if nobody else were
-        there."""
+        """Why the Ray cluster can never hold so many; None: it could, if it were empty."""
         total = ray.cluster_resources()
         workers = engines * self._config.parallel.world
         for name, amount in self._bundle().items():
@@ -134,28 +132,28 @@ class Placement:
 
     async def adopt(self) -> tuple[list[EngineHandle], list[EngineHandle]]:
         """What an earlier manager left: engines that serve, and engines that load or have not
-        joined yet. Whatever else carries a name of this cluster is ended."""
+        joined yet. Everything else with a name of this cluster is ended."""
         self._known.clear()
         roster = (await self._coordinator.view()).roster
-        actors = remains.actor_names(self._namespace)
+        actors = strays.actor_names(self._namespace)
         groups = self._groups()
-        found = names.candidates(actors, groups, self._namespace, self._tag)
+        found = actor_names.candidates(actors, groups, self._namespace, self._tag)
         handles = {
             name: EngineHandle(
                 name.rank,
                 str(name),
-                remains.find_actor(str(name), self._namespace),
-                remains.group(groups[str(name)][0]),
+                strays.find_actor(str(name), self._namespace),
+                strays.group(groups[str(name)][0]),
             )
             for name in found
         }
-        said = await asyncio.gather(*(self._probe(handle) for handle in handles.values()))
+        alive = await asyncio.gather(*(self._probe(handle) for handle in handles.values()))
         answers = {
             name: handle.ready.incarnation if handle.ready else None
-            for (name, handle), lives in zip(handles.items(), said, strict=True)
-            if lives
+            for (name, handle), is_alive in zip(handles.items(), alive, strict=True)
+            if is_alive
         }
-        kept = [handles[name] for name in names.choose(answers, roster).values()]
+        kept = [handles[name] for name in actor_names.choose(answers, roster).values()]
         self._known |= {handle.name for handle in kept}
         await self.end_strays()
         serving: list[EngineHandle] = []
@@ -177,13 +175,13 @@ class Placement:
             if handle.actor is not None:
                 await self.refresh(handle)
         except ray.exceptions.RayTaskError:
-            return True  # it says that it still loads
+            return True  # it still loads
         except (TimeoutError, ray.exceptions.RayError):
             return False
         return handle.actor is not None
 
     async def end_strays(self) -> bool:
-        """End everything that carries a name of this cluster and that this manager did not place:
+        """End everything with a name of this cluster that this manager did not place:
         engines of an earlier one, or of another configuration, and placement groups whose engines
         are dead. Waits until they are gone, for some seconds. Returns whether there were any."""
         ended: set[str] = set()
@@ -196,19 +194,19 @@ class Placement:
     def _end_strays(self, ended: set[str]) -> bool:
         """End each once, add their names to `ended`; whether some are still there."""
         known = self._known | {self._coordinator.name}
-        actors = remains.actor_names(self._namespace) - known
+        actors = strays.actor_names(self._namespace) - known
         groups = {name: ids for name, ids in self._groups().items() if name not in known}
         for name in (actors | set(groups)) - ended:
             self._log.warning("stray ended", name=name, actor=name in actors, group=name in groups)
             if name in actors:
-                remains.destroy(remains.find_actor(name, self._namespace), None)
+                strays.destroy(strays.find_actor(name, self._namespace), None)
             for group_id in groups.get(name, []):
-                remains.destroy(None, remains.group(group_id))
+                strays.destroy(None, strays.group(group_id))
             ended.add(name)
         return bool(actors or groups)
 
     async def refresh(self, handle: EngineHandle) -> None:
-        """Ask the engine how it is now. Raises TimeoutError or RayError if it does not answer."""
+        """Read `ready` again. Raises TimeoutError or RayError if the engine does not answer."""
         handle.ready = await asyncio.wait_for(handle.actor.ready.remote(), _ANSWER_S)
 
     def plan(self, rank: int) -> EngineHandle:
@@ -218,7 +216,7 @@ class Placement:
 
     async def start(self, handle: EngineHandle) -> None:
         """Reserve resources, start the processes, load. Raises StartFailed and leaves nothing; one
-        that is cancelled leaves all to whoever ends it.
+        that is cancelled leaves all to its caller, who ends it.
 
         An engine that was adopted while it loaded is waited for."""
         try:
@@ -272,7 +270,7 @@ class Placement:
         ).remote(self._config, handle.rank, contact.keys, contact.address)
 
     async def ended(self, handle: EngineHandle) -> str:
-        """Waits for the end of an engine; says why."""
+        """Waits for the end of an engine; returns why it ended."""
         reason: str | None = None
         try:
             while reason is None:
@@ -293,7 +291,7 @@ class Placement:
             self._destroy(handle)
 
     async def kill(self, handle: EngineHandle) -> None:
-        """End an engine that may not hear any more. Ray asks first, and waits for seconds."""
+        """End an engine that may not answer any more: `ray.kill` alone waits for seconds."""
         _cancel_watcher(handle)
         here = ray.get_runtime_context().get_node_id()
         if handle.ready is not None and handle.ready.node == here and handle.ended is None:
@@ -307,16 +305,16 @@ class Placement:
     def _destroy(self, handle: EngineHandle) -> None:
         """From now on a stray, if Ray does not end it."""
         self._known.discard(handle.name)
-        remains.destroy(handle.actor, handle.group)
+        strays.destroy(handle.actor, handle.group)
 
     def _groups(self) -> dict[str, list[str]]:
-        return remains.group_ids(lambda name: names.is_group(name, self._namespace))
+        return strays.group_ids(lambda name: actor_names.is_group(name, self._namespace))
 
     @property
     def _tag(self) -> str:
         contact = self._coordinator.contact
         assert contact is not None, "the coordinator is opened first"
-        return names.engine_tag(self._identity, contact.keys.public.hex())
+        return actor_names.engine_tag(self._identity, contact.keys.public.hex())
 
     def _bundle(self) -> dict[str, float]:
         """Ray resources of one worker."""

@@ -1,8 +1,8 @@
-"""Actors and placement groups of a cluster as Ray lists them, and how they are ended. No decisions.
+"""Actors and placement groups of a cluster as Ray lists them, and how to end them. No decisions.
 
 Ray removes both asynchronously, and neither ends the other: an actor that dies leaves its placement
-group behind, with all that it reserves. What lives in a placement group ends with it, workers of a
-dead engine too.
+group behind, with all that it reserves. Actors in a placement group end with it, workers of a dead
+engine too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def actor_names(namespace: str) -> set[str]:
 
 
 def group_ids(name_filter: Callable[[str], bool]) -> dict[str, list[str]]:
-    """Placement groups of such names, in whatever state they are."""
+    """Placement groups of such names, in every state but removed."""
     found: dict[str, list[str]] = {}
     for group_id, row in placement_group_table().items():
         if name_filter(row["name"]) and row["state"] != _REMOVED:
@@ -48,7 +48,7 @@ def find_actor(name: str, namespace: str) -> Any:
 
 
 def destroy(actor: Any, group: Any) -> None:
-    """Kill the actor and give its resources back; both may be gone, or never have been."""
+    """Kill the actor and give its resources back; each may be None."""
     if actor is not None:
         ray.kill(actor)
     if group is not None:

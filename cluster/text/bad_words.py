@@ -1,10 +1,12 @@
-"""Bad words as the token sequences that an engine is told never to complete."""
+"""Bad words as the token sequences that an engine must never complete."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.tokenizer import encode_text
+from swell.cluster.text.validate_params import num_utf8_bytes
 from swell.engine.request_validation import MAX_BAD_WORD_TOKENS
 
 
@@ -15,11 +17,11 @@ def bad_words_token_ids(tokenizer: Any, words: list[str], *, vocab_size: int) ->
     out.
 
     As vLLM does it (`SamplingParams.update_from_tokenizer`): a word is tokenized as at the
-    beginning of a text and as behind a space, whatever spaces it brings in front. The second form
+    beginning of a text and as after a space, whatever spaces it brings in front. The second form
     counts if it begins with another token and is as long; a longer one is mostly a space and the
     first form. A word that a space makes shorter ("ban", "ana" but " banana") is thus not found
-    behind spaces. Beyond vLLM's rule, a tokenizer that puts a space before every text also gives
-    the form without it, as behind a line end.
+    after spaces. Beyond vLLM's rule, a tokenizer that puts a space before every text also gives
+    the form without it, as after a line end.
 
     Raises `BadRequest` for a word that is no text or has no token, and for too many tokens.
     """
@@ -53,23 +55,12 @@ def bad_words_token_ids(tokenizer: Any, words: list[str], *, vocab_size: int) ->
 
 
 def _after_line_end(tokenizer: Any, word: str, index: int) -> list[int]:
-    """None where the two share a token."""
+    """The tokens of a word after a line end; empty where the two share a token."""
     before = _encode(tokenizer, "\n", index)
     whole = _encode(tokenizer, "\n" + word, index)
     return whole[len(before) :] if whole[: len(before)] == before else []
 
 
 def _encode(tokenizer: Any, text: str, index: int) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadRequest(
-            f"bad_words[{index}] holds a lone surrogate, which is no text", f"bad_words[{index}]"
-        ) from None
-    # The backend may be called from several threads, transformers' own method not, and only in
-    # batches lets others go on meanwhile.
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
-    return list(encoding.ids)
+    num_utf8_bytes(f"bad_words[{index}]", text)
+    return encode_text(tokenizer, text, add_special_tokens=False)

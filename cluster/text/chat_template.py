@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from swell.cluster.text.schema.chat_messages import (
     MessageToolCall,
     ToolDefinition,
 )
+from swell.configs.schema import ConfigError
 
 _RESERVED_VARIABLES = {
     "add_generation_prompt",
@@ -41,6 +43,16 @@ _MAX_REASON_CHARS = 500
 """Of what a template says against messages: it may repeat them."""
 
 
+def read_template(path: str | None) -> str | None:
+    """The chat template of `serve.chat_template`; None if there is none. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"serve.chat_template={path!r} cannot be read: {error}") from None
+
+
 class TemplateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a conversation is written."""
 
@@ -57,17 +69,18 @@ class TemplateOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatTemplate:
-    """The template of one model; `own` is used instead of the tokenizer's where it is given."""
+    """The template of one model; `override` is used instead of the tokenizer's where it is
+    given."""
 
-    def __init__(self, tokenizer: Any, model_name: str, own: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, model_name: str, override: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._model_name = model_name
-        self._own = own
+        self._override = override
 
     @property
     def text(self) -> str:
         """Of the template; empty where there is none. Of several named ones, that of tools."""
-        template = self._own or self._tokenizer.chat_template or ""
+        template = self._override or self._tokenizer.chat_template or ""
         if isinstance(template, dict):
             template = template.get("tool_use") or template.get("default") or ""
         return str(template)
@@ -106,8 +119,8 @@ class ChatTemplate:
     def _check_role(
         self, role: str, messages: Sequence[ChatMessage], options: TemplateOptions, text: str
     ) -> None:
-        """A template may leave out, without a word, what has a role that it does not know: then the
-        text is the same whatever these messages say."""
+        """A template may silently leave out messages of a role that it does not know: then the text
+        is the same whatever these messages contain."""
         others = [
             msgspec.structs.replace(message, content=message.text + "?")
             if message.role == role
@@ -116,7 +129,7 @@ class ChatTemplate:
         ]
         try:
             leaves_out = self._render_or_refuse(others, options) == text
-        except BadRequest:  # it looks at what they say
+        except BadRequest:  # it reads their content
             return
         if leaves_out:
             index = next(i for i, message in enumerate(messages) if message.role == role)
@@ -170,7 +183,7 @@ class ChatTemplate:
                 self._message_dicts(messages, options),
                 tools=tools or None,
                 documents=list(options.documents) or None,
-                chat_template=options.template or self._own,
+                chat_template=options.template or self._override,
                 tokenize=False,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,

@@ -30,6 +30,8 @@ def child_sampling_params(params: SamplingParams) -> list[SamplingParams]:
     """The parameters of each child: child i samples with `seed + i`, within 63 bits, or, without a
     seed, with a random one of its own that is chosen later. Children that will be ranked return log
     probabilities."""
+    if params.n == 1 and params.best_of is None:
+        return [params]
     count = num_children(params)
     ranked = count > params.n and params.logprobs is None
     return [

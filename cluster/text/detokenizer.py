@@ -7,19 +7,20 @@ with its prompt (`TextStart.CONTINUATION`), `prompt_text` and all pieces are the
 and answer together, at a cost that does not grow with the prompt either.
 
 Decoding the last few ids again, as is common, cannot keep that law: a decoder may treat the first
-token apart, drop a leading space, or judge bytes by what follows them. So the tokenizer's decoder
-is read, and one of three machines (`text_machines.py`) runs:
+token specially, drop a leading space, or decide about bytes by what follows them. So the
+tokenizer's decoder is read, and one of three classes is used:
 
-    ByteLevelDetokenizer   every token is bytes, the text is UTF-8 with errors replaced   (gpt2, llama 3)
-    PieceDetokenizer       every token is a piece of text; the first may differ; runs of byte tokens
-                    are judged as a whole                                 (llama 2, t5, bert)
-    WindowDetokenizer      nothing is known: a window is decoded again, whatever is uncertain is held
+    ByteLevelDetokenizer  every token is bytes, the text is UTF-8 with errors replaced
+                          (gpt2, llama 3)
+    PieceDetokenizer      every token is a piece of text; the first may differ; a run of byte
+                          tokens is decoded as a whole (llama 2, t5, bert)
+    WindowDetokenizer     nothing is known: a window is decoded again, and uncertain text is held
 
-A machine is taken only if it agrees with the tokenizer on a few hundred random answers. Limits of
-the law: a run of byte tokens that later turns out not to be UTF-8 has its valid characters shown
+A class is used only if it agrees with the tokenizer on a few hundred random answers. Limits of the
+law: a run of byte tokens that later turns out not to be UTF-8 has its valid characters shown
 already where it has more than `MAX_RUN_TOKENS`, or begins in the prompt (`PieceDetokenizer`);
-`WindowDetokenizer` shows text after at most `MAX_PENDING_TOKENS`, which a decoder without any locality can
-contradict.
+`WindowDetokenizer` shows text after at most `MAX_PENDING_TOKENS`, which a decoder without any
+locality can contradict.
 Cleaning of spaces (" ." to ".") is never applied: it would rewrite text that the model meant.
 """
 
@@ -33,17 +34,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from swell.cluster.text.incremental_detokenizers import (
-    ByteLevelDetokenizer,
-    ByteTable,
-    Decode,
-    DecoderShape,
-    IncrementalDetokenizer,
-    PieceDetokenizer,
-    PieceTable,
-    WindowDetokenizer,
-    byte_of_token,
-)
+from swell.cluster.text.byte_level_detokenizer import ByteLevelDetokenizer, ByteTable
+from swell.cluster.text.decoder_shape import DecoderShape, byte_of_token
+from swell.cluster.text.incremental_detokenizer import Decode, IncrementalDetokenizer
+from swell.cluster.text.piece_detokenizer import PieceDetokenizer, PieceTable
+from swell.cluster.text.window_detokenizer import WindowDetokenizer
 
 
 class TextStart(enum.Enum):
@@ -78,7 +73,7 @@ def _special_token_ids(backend: Tokenizer | None) -> frozenset[int]:
 
 
 class Detokenizer:
-    """What a tokenizer's answers share: the chosen machine and its tables.
+    """What a tokenizer's answers share: the chosen class of detokenizer and its tables.
 
     `tokenizer` is one of transformers', or a `tokenizers.Tokenizer`, or None for no text.
     """
@@ -96,20 +91,20 @@ class Detokenizer:
         text_start: TextStart = TextStart.NEW_TEXT,
         prompt_token_ids: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
-        """The text machine of a new answer to a prompt. Behind special tokens alone every answer is
-        a beginning."""
-        machine = self._start[skip_special_tokens]()
+        """The detokenizer of a new answer to a prompt. After special tokens alone every answer is a
+        beginning."""
+        incremental = self._start[skip_special_tokens]()
         if text_start is TextStart.VERBATIM:
-            machine.skip_beginning()
+            incremental.skip_beginning()
         elif text_start is TextStart.CONTINUATION and self._has_text(prompt_token_ids):
-            machine.follow(prompt_token_ids)
-        return machine
+            incremental.prime_with_prompt(prompt_token_ids)
+        return incremental
 
     def prompt_text(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a prompt that an answer goes on with: all but an unfinished character at its
         end, which is the answer's. Takes as long as the decoding of so many ids."""
-        machine = self._start[skip_special_tokens]()
-        return "".join(map(machine.push, token_ids)) + machine.finish_prompt()
+        incremental = self._start[skip_special_tokens]()
+        return "".join(map(incremental.push, token_ids)) + incremental.finish_prompt()
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -139,9 +134,9 @@ class Detokenizer:
             return self.decode(token_ids, skip)
 
         try:
-            machine = self._exact_detokenizer(decode, skip)
-            if machine is not None and self._agrees(machine, decode):
-                return machine
+            incremental = self._exact_detokenizer(decode, skip)
+            if incremental is not None and self._agrees(incremental, decode):
+                return incremental
         except ValueError:
             pass  # a decoder that only looked like one of ours
         return lambda: WindowDetokenizer(decode)
@@ -163,7 +158,7 @@ class Detokenizer:
         pieces = PieceTable(decode, self._backend, special, shape)
         return lambda: PieceDetokenizer(pieces)
 
-    def _agrees(self, machine: Callable[[], IncrementalDetokenizer], decode: Decode) -> bool:
+    def _agrees(self, incremental: Callable[[], IncrementalDetokenizer], decode: Decode) -> bool:
         """Random answers, half of them rich in added tokens, single bytes and blanks."""
         assert self._backend is not None
         vocab = self._backend.get_vocab()
@@ -180,7 +175,7 @@ class Detokenizer:
                 draw.choice(pool) if draw.random() < 0.7 else draw.randrange(size)
                 for _ in range(draw.randint(1, 16))
             ]
-            text = machine()
+            text = incremental()
             if "".join(map(text.push, ids)) + text.flush() != decode(ids):
                 return False
         return True

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from swell.cluster.text.field_path import rename_roots
-from swell.cluster.text.prompts import read_json
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams
+from swell.cluster.text.tokenizer import read_json
 from swell.cluster.text.validate_params import check_filters, check_length
 from swell.configs.schema import ConfigError, ModelConfig
 
@@ -37,8 +37,8 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_generation_config(model: ModelConfig) -> GenerationDefaults:
-    """Raises ConfigError for a value that a request could not have either: an answer drawn
-    otherwise than its model wants would be wrong in silence."""
+    """Raises ConfigError for a value that a request could not have either: an answer
+    sampled otherwise than its model wants would be silently wrong."""
     if model.generation_config == "none":
         return GenerationDefaults()
     given = read_json(model.path, FILE)

@@ -1,9 +1,9 @@
-"""Whether a grammar compiles, found out in a process of its own.
+"""Whether a grammar compiles, checked in a process of its own.
 
-A grammar is a program that a stranger sends. Some hundred bytes can make the compiler work for
-minutes, take all memory, or overflow its stack, which no exception reports. Whatever the check
-does to its process, the server stays, and a grammar that passes costs the workers no more than it
-cost there: they compile it again, with the same limits and a larger stack.
+A grammar is a program that a client sends. Some hundred bytes can make the compiler work for
+minutes, take all memory, or overflow its stack, which no exception reports. The check can end its
+process but not the server, and a grammar that passes costs the workers no more than it cost there:
+they compile it again, with the same limits and a larger stack.
 
 The process runs this file as a script and reads one JSON line for each grammar; it lives as long as
 its standard input and starts again after a check that ended it. Linux only, as the limits are.
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 CPU_S = 0.5
 """Processor time of one check."""
 WALL_S = 30.0
-"""Longest wait for one check, on a machine that has other things to do."""
+"""Longest wait for one check, on a busy machine."""
 MEMORY_BYTES = 1 << 30
 """Address space of the process."""
 MAX_REASON_CHARS = 4096
@@ -135,7 +135,7 @@ def _reason(lark: str, limits: Mapping[str, int]) -> str:
     if reason and not reason.startswith("WARNING"):
         return reason
     tokenizer = LLTokenizer("byte")
-    # Ids of special tokens are the model's own; here one stands for all.
+    # Ids of special tokens are the model's own; here one id replaces all.
     lark = _TOKEN_IDS.sub(f"<[{tokenizer.vocab_size - 1}]>", lark)
     matcher = LLMatcher(tokenizer, lark, log_level=0, limits=parser_limits)
     matcher.compute_bitmask()

@@ -13,7 +13,6 @@ from swell.cluster.text.child_params import check_num_children, child_sampling_p
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.generation_request import Conversation, GenerationRequest, Prompt
 from swell.cluster.text.model_formats import ModelFormats
-from swell.cluster.text.offload import OffloadPools
 from swell.cluster.text.parsers.base import ContentParser, Parser
 from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams, shown, to_core_request
@@ -44,7 +43,7 @@ class ChildRequest(msgspec.Struct, frozen=True):
     core: EngineCoreRequest
     params: SamplingParams
     """This answer's own."""
-    index: int
+    child_index: int
     """Among the answers to its prompt."""
     prompt_text: str | None
 
@@ -247,35 +246,3 @@ def _text_start(request: GenerationRequest) -> TextStart:
         continues = request.prompt.template.continue_final_message
         return TextStart.CONTINUATION if continues else TextStart.NEW_TEXT
     return TextStart.CONTINUATION
-
-
-class AsyncInputProcessor:
-    """`InputProcessor` for an event loop: what takes long runs in a thread, so that it does not
-    delay the tokens of others. `size_bytes`: of the body as JSON, and of what it refers to; the
-    work grows with it."""
-
-    def __init__(self, processor: InputProcessor, offloads: OffloadPools) -> None:
-        self._processor = processor
-        self._offloads = offloads
-
-    async def process(
-        self, convert: Callable[[], GenerationRequest], size_bytes: int = 0
-    ) -> RequestParams:
-        """Of what `convert` makes, which may take long too. Raises `BadRequest`."""
-        build, compile_grammar = await self._offloads.bodies.run_sized(
-            size_bytes, lambda: self._processor.prepare(convert())
-        )
-        if compile_grammar is None:
-            return build(grammar=None)
-        return build(grammar=await self._offloads.grammars.run(compile_grammar))
-
-    async def tokenize(
-        self,
-        convert: Callable[[], tuple[list[Prompt] | Conversation, TokenizeOptions]],
-        size_bytes: int = 0,
-    ) -> list[int]:
-        """The token ids of one prompt, or of a conversation."""
-        (token_ids,) = await self._offloads.bodies.run_sized(
-            size_bytes, lambda: self._processor.tokenize(*convert())
-        )
-        return token_ids

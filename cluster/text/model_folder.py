@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swell.cluster.text.generation_config import read_generation_config
-from swell.cluster.text.prompts import load_model_eos_token_ids
+from swell.cluster.text.tokenizer import load_model_eos_token_ids
 from swell.configs.schema import Config, ConfigError
 
 _WEIGHTS = "model.safetensors"
@@ -74,7 +74,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_whole(path: Path) -> None:
-    """A safetensors file tells its own length: 8 bytes, a header of so many, and the tensors."""
+    """A safetensors file states its own length: 8 bytes, a header of so many, and the tensors."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""How one model marks reasoning and tool calls, and what that means for one request."""
+"""The formats of reasoning and tool calls of one model, and what they mean for one request."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class ModelFormats:
     def _reasoning_grammar(
         self, conversation: Conversation, form: StructuredOutputs | None, prompt: str
     ) -> ReasoningGrammar | None:
-        """The reasoning that may stand before the answer; None: none is read as such."""
+        """The reasoning that may precede the answer; None: none is read as such."""
         if self._reasoning is None:
             return None
         kind = reasoning_format(self._reasoning)
@@ -150,7 +150,7 @@ class ModelFormats:
             return None
         own = form.grammar if form else None
         if not begun and own is not None and kind.start_token in own:
-            return None  # the parser could not tell such a text from reasoning
+            return None  # the parser could not distinguish such a text from reasoning
         return ReasoningGrammar(
             opening=kind.start_token,
             closing=kind.end_token,
@@ -206,7 +206,7 @@ class ModelFormats:
 def _check_after_reasoning(
     reasoning: ReasoningGrammar, form: StructuredOutputs, param: str | None
 ) -> None:
-    """Raises BadRequest for a form of which nothing can stand behind reasoning."""
+    """Raises BadRequest for a form of which nothing can follow reasoning."""
     behind = unpadded(grammar_fragment(form, param), reasoning.padding)
     if not behind.terminal:
         return
@@ -250,7 +250,7 @@ def special_tokens(tokenizer: Any) -> frozenset[str]:
 
 def added_tokens(tokenizer: Any) -> dict[str, int]:
     """Text -> id of the tokens that the tokenizer finds in a text before it cuts it into words:
-    special ones, and others that models write as marks."""
+    special ones, and others that models write as markers."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {str(token): id for id, token in added.items()}
 

@@ -1,16 +1,13 @@
 """Prompts to token ids, once: router, prefix hash, engine and any retry reuse them.
 
-Everything that a prompt can be refused for is refused here, before an engine hears of it. Text
+All reasons to refuse a prompt are checked here, before an engine receives it. Text
 that cannot fit is refused by its length in bytes alone: a token covers at most as many bytes as
 the longest one of the vocabulary.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,113 +19,21 @@ from swell.cluster.text.sampling_params import BadRequest, Field, shown
 from swell.cluster.text.schema.chat_messages import ChatMessage, check_messages
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.tokenizer import encode_text, encode_without_offsets
 from swell.cluster.text.truncation import (
     MAX_TRUNCATED_BYTES,
     PLAIN_TEXT,
     TEMPLATE_TEXT,
     TokenizeOptions,
     Truncation,
-    kept,
+    truncate,
 )
-from swell.cluster.text.validate_params import check_token_ids
-from swell.configs.schema import ConfigError
+from swell.cluster.text.validate_params import check_token_ids, num_utf8_bytes
 
 CHUNK_CHARS = 64 * 1024
 """Of a text that is very probably too long, so much is tokenized at once to find out."""
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
-
 PLAIN_CHAT = TemplateOptions()
-
-
-def encode_without_offsets(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> Any:
-    """The encoding of one text without its offsets. Of the ways to ask for it only those of batches
-    let other threads go on meanwhile: `encode` holds the interpreter for seconds a megabyte."""
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    return encoding
-
-
-@lru_cache(maxsize=8)
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a model folder or hub id, as transformers reads it; loaded once."""
-    folder = Path(path)
-    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(
-            f"model.path={path!r} holds no tokenizer: one of {', '.join(TOKENIZER_FILES)} is "
-            "needed; copy it there from the original model"
-        )
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"the tokenizer of model.path={path!r} cannot be loaded: {reason}; give a folder with "
-            "tokenizer.json, or a hub id that can be reached"
-        ) from None
-
-
-def end_token_ids(path: str, tokenizer: Any) -> list[int]:
-    """Ids that end an answer: the model's (generation_config.json, else config.json) and the
-    tokenizer's own. Raises ConfigError for what is no id."""
-    found = load_model_eos_token_ids(path)
-    if tokenizer.eos_token_id is not None:
-        found.append(tokenizer.eos_token_id)
-    return sorted(set(found))
-
-
-def load_model_eos_token_ids(path: str) -> list[int]:
-    """Of the model's own files. Raises ConfigError for what is no id."""
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(path, name).get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise ConfigError(
-                f"{Path(path) / name}: eos_token_id={json.dumps(value)} is no token id: it has to "
-                "be an integer of at least 0, or a list of such; write it without quotes"
-            )
-        return list(ids)
-    return []
-
-
-def read_json(path: str, name: str) -> dict[str, Any]:
-    """A JSON file of a model, or nothing where there is none."""
-    file = Path(path) / name
-    if not Path(path).is_dir():
-        from transformers.utils import cached_file
-
-        cached = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        if cached is None:
-            return {}
-        file = Path(cached)
-    try:
-        data = json.loads(file.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
-    return data if isinstance(data, dict) else {}
-
-
-def read_template(path: str | None) -> str | None:
-    """The chat template of `serve.chat_template`; None if there is none."""
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"serve.chat_template={path!r} cannot be read: {error}") from None
 
 
 class _Messages(RequestBody, kw_only=True):
@@ -174,7 +79,7 @@ class PromptProcessor:
         return self.max_model_len * self._max_token_bytes
 
     def set_limits(self, max_model_len: int, vocab_size: int) -> None:
-        """What the engines can take, once they have told it."""
+        """The engines' limits, once they are known."""
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
 
@@ -198,7 +103,7 @@ class PromptProcessor:
                     )
                 )
             else:
-                truncated = kept(prompt, options.truncation, self.max_model_len)
+                truncated = truncate(prompt, options.truncation, self.max_model_len)
                 ids.append(self.check_ids(truncated, field=path))
         return ids
 
@@ -226,10 +131,8 @@ class PromptProcessor:
             return self._truncated(text, add_special_tokens, field, truncation)
         self._check_bytes(text, field)
         if self._backend is None:
-            token_ids: list[int] = self.tokenizer.encode(
-                text, add_special_tokens=add_special_tokens
-            )
-            return self.check_ids(token_ids, field=field)
+            ids = encode_text(self.tokenizer, text, add_special_tokens=add_special_tokens)
+            return self.check_ids(ids, field=field)
         self._check_chunks(self._backend, text, field)
         encoding = encode_without_offsets(
             self._backend, text, add_special_tokens=add_special_tokens
@@ -241,25 +144,20 @@ class PromptProcessor:
     def _truncated(
         self, text: str, add_special_tokens: bool, field: str, truncation: Truncation
     ) -> list[int]:
-        """All of the text is tokenized: where tokens begin depends on what stands before them."""
+        """All of the text is tokenized: where tokens begin depends on what is before them."""
         self._check_bytes(text, field, max(self.max_prompt_bytes, MAX_TRUNCATED_BYTES))
-        if self._backend is None:
-            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            ids = encode_without_offsets(
-                self._backend, text, add_special_tokens=add_special_tokens
-            ).ids
-        return self.check_ids(kept(ids, truncation, self.max_model_len), field=field)
+        ids = encode_text(self.tokenizer, text, add_special_tokens=add_special_tokens)
+        return self.check_ids(truncate(ids, truncation, self.max_model_len), field=field)
 
     def _check_chunks(self, backend: Tokenizer, text: str, field: str) -> None:
         """Refuse a text that is far too long before all of it is tokenized. A text has fewer tokens
-        than its pieces, if not by much: so twice as many as fit are too many."""
+        than its chunks, if not by much: so twice as many as fit are too many."""
         if len(text) <= max(CHUNK_CHARS, 4 * self.max_model_len):
             return
         count = 0
         for start in range(0, len(text), CHUNK_CHARS):
-            piece = text[start : start + CHUNK_CHARS]
-            count += len(encode_without_offsets(backend, piece, add_special_tokens=False))
+            chunk = text[start : start + CHUNK_CHARS]
+            count += len(encode_without_offsets(backend, chunk, add_special_tokens=False))
             if count > 2 * self.max_model_len:
                 raise self._too_long(count, field)
 
@@ -277,18 +175,18 @@ class PromptProcessor:
         self,
         messages: Sequence[ChatMessage],
         options: TemplateOptions = PLAIN_CHAT,
-        own: TokenizeOptions = TEMPLATE_TEXT,
+        tokenize_options: TokenizeOptions = TEMPLATE_TEXT,
     ) -> list[int]:
         """The ids of a conversation, as the chat template writes it."""
-        if own.truncation is None:
+        if tokenize_options.truncation is None:
             for index, message in enumerate(messages):
                 self._check_bytes(message.text, f"messages[{index}].content")
         text = self.template.render(messages, options)
         return self.encode(
             text,
-            add_special_tokens=own.add_special_tokens,
+            add_special_tokens=tokenize_options.add_special_tokens,
             field="messages",
-            truncation=own.truncation,
+            truncation=tokenize_options.truncation,
         )
 
     def decode(self, token_ids: list[int]) -> str:
@@ -319,8 +217,8 @@ class PromptProcessor:
         min_tokens: int = 0,
         field: str = "prompt",
     ) -> int:
-        """The answer's budget: as asked, or what the prompt leaves (None), but then no more than
-        `default` and no less than `min_tokens`."""
+        """The answer's budget: `max_tokens`, or what the prompt leaves (None), but then no more
+        than `default` and no less than `min_tokens`."""
         if num_prompt_tokens >= self.max_model_len:
             raise self._too_long(num_prompt_tokens, field, max_tokens)
         left = self.max_model_len - num_prompt_tokens
@@ -340,10 +238,7 @@ class PromptProcessor:
     def _check_bytes(self, text: str, field: str, limit: int | None = None) -> None:
         """Refuse what cannot fit (or is no text) without tokenizing it."""
         limit = self.max_prompt_bytes if limit is None else limit
-        try:
-            num_bytes = len(text) if text.isascii() else len(text.encode())
-        except UnicodeEncodeError:
-            raise BadRequest(f"{field} holds a lone surrogate, which is no text", field) from None
+        num_bytes = num_utf8_bytes(field, text)
         if num_bytes > limit:
             raise BadRequest(
                 [

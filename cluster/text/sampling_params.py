@@ -1,8 +1,7 @@
-"""What a user may ask about an answer, checked, and turned into what an engine is told.
+"""`SamplingParams`, which a user gives in text and numbers, and what an engine gets of them.
 
-`SamplingParams` is the user's wish in text and numbers; an `EngineCoreRequest` is the same wish
-in tokens and numbers. What only the text floor can do (stop strings, special tokens in the text)
-stays here and is never sent.
+An `EngineCoreRequest` holds the same in tokens and numbers. What only this process can do (stop
+strings, special tokens in the text) is never sent.
 """
 
 from __future__ import annotations
@@ -76,18 +75,18 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one answer is drawn and when it ends."""
+    """How one answer is sampled and when it ends."""
 
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """0 takes the argmax."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens that holds this much probability; 0: the likeliest alone."""
+    """Keep the smallest set of tokens that holds this much probability; 0: the argmax alone."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
     """Keep tokens with at least this share of the largest probability."""
     seed: int | None = None
-    """The same seed gives the same answer; None draws one."""
+    """The same seed gives the same answer; None: a random one."""
     max_tokens: int | None = 16
     """Longest answer, in tokens; None: up to the model's limit."""
     min_tokens: int = 0
@@ -100,27 +99,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
     """Special tokens leave no text."""
     n: int = 1
-    """Answers to the prompt; answer i draws with `seed + i`."""
+    """Answers to the prompt; answer i samples with `seed + i`."""
     best_of: int | None = None
-    """Draw this many answers and keep the n with the largest mean log probability."""
+    """Sample this many answers and keep the n with the largest mean log probability."""
     presence_penalty: float = 0.0
-    """Taken once from the logit of each token that stands in the answer."""
+    """Taken once from the logit of each token that the answer has."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time that it stands in the answer."""
+    """Taken from a token's logit for each time that the answer has it."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or answer."""
     logit_bias: dict[int, float] = {}
     """Token id -> what is added to its logit, -100 .. 100."""
     bad_words: list[str] = []
-    """Texts whose last token is never drawn behind the others."""
+    """Texts whose last token is never sampled after the others."""
     allowed_token_ids: list[int] | None = None
-    """No other token is drawn."""
+    """No other token is sampled."""
     logprobs: int | None = None
-    """Tell each token's log probability, and those of this many most likely ones."""
+    """Return each token's log probability, and those of this many top tokens."""
     prompt_logprobs: int | None = None
-    """The same of every prompt token behind the first."""
+    """The same of every prompt token after the first."""
     structured_outputs: StructuredOutputs | None = None
     """The form that the answer must have."""
+    stream_interval: int | None = None
+    """Tokens between two outputs of a stream, at least; None: as the server is configured. The
+    first token and the end come at once."""
 
     @property
     def stop_strings(self) -> list[str]:
@@ -168,20 +170,19 @@ def to_core_request(
     data_parallel_rank: int | None = None,
     trace_headers: dict[str, str] | None = None,
 ) -> EngineCoreRequest:
-    """The engine's form of a validated wish.
+    """The engine's form of validated parameters.
 
-    `max_tokens` is the resolved budget (`PromptProcessor.resolve_max_tokens`), `bad_words` and
-    `grammar` are what the wish says in text, as tokens. A wish without
-    a seed gets a random one here, once: a resubmission to another engine must continue the same
-    random stream.
+    `max_tokens` is the resolved budget (`PromptProcessor.resolve_max_tokens`); `bad_words` and
+    `grammar` are what `params` have as text. Without a seed the request gets a random one here,
+    once: a resubmission to another engine must continue the same random stream.
     """
-    drawn = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
+    seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
     sampler = SamplerParams(
         temperature=0.0 if params.temperature < SAMPLING_EPS else float(params.temperature),
         top_k=max(params.top_k, 0) if params.top_p else 1,
         top_p=float(params.top_p) or 1.0,
         min_p=float(params.min_p),
-        seed=drawn & (2**SEED_BITS - 1),
+        seed=seed & (2**SEED_BITS - 1),
         repetition_penalty=float(params.repetition_penalty),
         frequency_penalty=float(params.frequency_penalty),
         presence_penalty=float(params.presence_penalty),

@@ -70,7 +70,7 @@ CACHED_NODES = 8192
 
 
 class AutomatonCache:
-    """Automata by their stops. Equal requests share one while any of them lives, and the last used
+    """Automata by their stops. Equal requests share one while any of them runs, and the last used
     stay for later ones, as many as have `max_nodes` nodes together."""
 
     def __init__(self, max_nodes: int = CACHED_NODES) -> None:
@@ -108,7 +108,7 @@ class StopChecker:
     """One answer's text against its stop strings.
 
     `push` takes the text of one token and gives what may be shown. After a match `matched` names
-    the stop, and everything behind it is gone. Nothing is held where the stop itself is shown.
+    the stop, and everything after it is dropped. Nothing is held where the stop itself is shown.
     """
 
     def __init__(

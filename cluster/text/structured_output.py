@@ -33,7 +33,7 @@ _DATA = frozenset(("const", "enum", "default", "examples"))
 
 
 class GrammarFragment(msgspec.Struct, frozen=True):
-    """The form of an answer, or of a part of one: exactly one of these, in Lark's notation."""
+    """The form of an answer, or of some text in one: exactly one of these, in Lark's notation."""
 
     rule: str = ""
     """What a rule may refer to."""
@@ -166,7 +166,7 @@ def _json_object(_value: bool, _param: str) -> GrammarFragment:
 
 
 def lark_expression(pattern: str) -> str:
-    """A regular expression as it stands between slashes. Digits and word characters are those of
+    """A regular expression as Lark has it between slashes. Digits and word characters are those of
     ASCII, as in JSON schema's patterns."""
     expression: str = regex_to_lark(pattern, "dw")
     return expression

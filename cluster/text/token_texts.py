@@ -1,4 +1,4 @@
-"""What a token stands for alone: its bytes, and the text that these are."""
+"""The bytes of each token alone, and their text."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
+from swell.cluster.text.byte_level_detokenizer import ByteLevelDetokenizer
 from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.incremental_detokenizers import (
-    ByteLevelDetokenizer,
-    IncrementalDetokenizer,
-    PieceDetokenizer,
-    PieceTable,
-)
+from swell.cluster.text.incremental_detokenizer import IncrementalDetokenizer
+from swell.cluster.text.piece_detokenizer import PieceDetokenizer, PieceTable
 
 
 class TokenText(NamedTuple):
@@ -21,17 +18,17 @@ class TokenText(NamedTuple):
 
     text: str
     """What it makes certain, perhaps also of tokens before it."""
-    place: int
-    """Characters of what is certain then that stand before its own text."""
+    offset: int
+    """Characters of what is certain then, before its own text."""
     at_beginning: bool
     """The tokens that could have stood there have the texts of a beginning."""
 
 
 class TextOffsets(NamedTuple):
-    """Where tokens stand in their text."""
+    """Where tokens begin in their text."""
 
     offsets: list[int]
-    """For each token the characters before it; tokens that share a character share its place."""
+    """For each token the characters before it; tokens that share a character share its offset."""
     at_beginning: int
     """So many of the first tokens have the texts of a beginning."""
 
@@ -52,7 +49,7 @@ class Texts(dict[int, bytes]):
 
 
 class TokenTexts(Texts):
-    """id -> the bytes that the token adds behind others, filled on use; special tokens too.
+    """id -> the bytes that the token adds after others, filled on use; special tokens too.
 
     Exact for the tokenizers that `detokenizer` reads; for others it is the decoding of the id
     alone, which may hold replacement characters instead of a part of a character. An id that the
@@ -62,9 +59,9 @@ class TokenTexts(Texts):
     def __init__(self, detokenizer: Detokenizer) -> None:
         super().__init__()
         self.at_beginning: Texts = BeginningTexts(self)
-        """The same of a token that no text stands before."""
+        """The same of a token without text before it."""
         self._detokenizer = detokenizer
-        self._machine = detokenizer.start(skip_special_tokens=False)
+        self._incremental = detokenizer.start(skip_special_tokens=False)
         self._whole = {skip: StandaloneTexts(detokenizer.start(skip)) for skip in (False, True)}
 
     def __missing__(self, token_id: int) -> bytes:
@@ -74,26 +71,28 @@ class TokenTexts(Texts):
     @property
     def pieces(self) -> PieceTable | None:
         """Where tokens may have another text at a beginning."""
-        return self._machine.table if isinstance(self._machine, PieceDetokenizer) else None
+        return self._incremental.table if isinstance(self._incremental, PieceDetokenizer) else None
 
-    def text_writer(self, machine: IncrementalDetokenizer, skip_special_tokens: bool) -> TextWriter:
-        """Of the text that `machine` makes."""
-        return TextWriter(self, machine, self._whole[skip_special_tokens])
+    def text_writer(
+        self, incremental: IncrementalDetokenizer, skip_special_tokens: bool
+    ) -> TextWriter:
+        """Of the text that `incremental` makes."""
+        return TextWriter(self, incremental, self._whole[skip_special_tokens])
 
-    def places(
+    def offsets(
         self,
         token_ids: Sequence[int],
         skip_special_tokens: bool = True,
         sent: str | None = None,
     ) -> TextOffsets:
         """Of the tokens of a text. `sent`: the text that they were made from, which may spell
-        special tokens that are skipped, and lack a space that the tokenizer puts behind those."""
-        machine = self._detokenizer.start(skip_special_tokens)
-        written = list(map(self.text_writer(machine, skip_special_tokens).write, token_ids))
+        special tokens that are skipped, and lack a space that the tokenizer puts after those."""
+        incremental = self._detokenizer.start(skip_special_tokens)
+        written = list(map(self.text_writer(incremental, skip_special_tokens).write, token_ids))
         if sent is not None and "".join([one.text for one in written]) != sent:
             written = self._as_sent(token_ids, written, sent)
         starts = accumulate([len(one.text) for one in written], initial=0)
-        offsets = list(map(add, starts, [one.place for one in written]))
+        offsets = list(map(add, starts, [one.offset for one in written]))
         return TextOffsets(offsets, sum([one.at_beginning for one in written]))
 
     def _as_sent(
@@ -101,25 +100,25 @@ class TokenTexts(Texts):
     ) -> list[TokenText]:
         """The same with the texts of `sent`, where that differs from what was written."""
         found, chars = [], 0
-        for token_id, (text, place, at_beginning) in zip(token_ids, written, strict=True):
+        for token_id, (text, offset, at_beginning) in zip(token_ids, written, strict=True):
             if not sent.startswith(text or self.text(token_id), chars):
                 if self._detokenizer.is_special(token_id):
                     text = ""  # the tokenizer has put it there
                 elif text.startswith(" ") and sent.startswith(text[1:], chars):
-                    text, place = text[1:], max(0, place - 1)
+                    text, offset = text[1:], max(0, offset - 1)
             elif not text and self._detokenizer.is_special(token_id):
                 text = self.text(token_id)
-            found.append(TokenText(text, place, at_beginning))
+            found.append(TokenText(text, offset, at_beginning))
             chars += len(text)
         return found
 
     def _bytes(self, token_id: int) -> bytes:
-        machine, pieces = self._machine, self.pieces
-        if isinstance(machine, ByteLevelDetokenizer):
-            return machine.table[token_id]
+        incremental, pieces = self._incremental, self.pieces
+        if isinstance(incremental, ByteLevelDetokenizer):
+            return incremental.table[token_id]
         if pieces is None:
             return self._detokenizer.decode([token_id], skip_special_tokens=False).encode()
-        return _as_bytes(pieces.behind(token_id))
+        return _as_bytes(pieces.text_after(token_id))
 
 
 class BeginningTexts(Texts):
@@ -127,23 +126,25 @@ class BeginningTexts(Texts):
 
     def __init__(self, texts: TokenTexts) -> None:
         super().__init__()
-        self._behind = texts
+        self._texts_after = texts
 
     def __missing__(self, token_id: int) -> bytes:
-        pieces = self._behind.pieces
+        pieces = self._texts_after.pieces
         data = (
-            self._behind[token_id] if pieces is None else _as_bytes(pieces.at_beginning(token_id))
+            self._texts_after[token_id]
+            if pieces is None
+            else _as_bytes(pieces.text_at_start(token_id))
         )
         self[token_id] = data
         return data
 
 
 class StandaloneTexts(dict[int, TokenText | None]):
-    """id -> what the token writes behind a finished character; None: that depends on others."""
+    """id -> what the token writes after a finished character; None: that depends on others."""
 
-    def __init__(self, machine: IncrementalDetokenizer) -> None:
+    def __init__(self, incremental: IncrementalDetokenizer) -> None:
         super().__init__()
-        self._machine = machine
+        self._incremental = incremental
 
     def __missing__(self, token_id: int) -> TokenText | None:
         text = self._text(token_id)
@@ -151,14 +152,14 @@ class StandaloneTexts(dict[int, TokenText | None]):
         return written
 
     def _text(self, token_id: int) -> str:
-        machine = self._machine
-        if isinstance(machine, PieceDetokenizer):
-            piece = machine.table.behind(token_id)
+        incremental = self._incremental
+        if isinstance(incremental, PieceDetokenizer):
+            piece = incremental.table.text_after(token_id)
             return piece if isinstance(piece, str) else ""
-        if not isinstance(machine, ByteLevelDetokenizer):
+        if not isinstance(incremental, ByteLevelDetokenizer):
             return ""
         try:
-            return machine.table[token_id].decode()
+            return incremental.table[token_id].decode()
         except UnicodeDecodeError:
             return ""
 
@@ -166,32 +167,32 @@ class StandaloneTexts(dict[int, TokenText | None]):
 class TextWriter:
     """One text, written token by token.
 
-    Behind a token with a whole text nothing is open: the next such token is not pushed, for the
-    machine would give its text and remember nothing.
+    After a token with a whole text nothing is open: the next such token is not pushed, for the
+    detokenizer would give its text and remember nothing.
     """
 
     def __init__(
-        self, texts: TokenTexts, machine: IncrementalDetokenizer, whole: StandaloneTexts
+        self, texts: TokenTexts, incremental: IncrementalDetokenizer, whole: StandaloneTexts
     ) -> None:
         self._texts = texts
-        self._machine = machine
+        self._incremental = incremental
         self._whole = whole
         self._is_closed = False
 
     def write(self, token_id: int) -> TokenText:
-        """Push a token, and see where its own text stands."""
+        """Push a token, and find where its own text begins."""
         whole = self._whole[token_id]
         if whole is not None and self._is_closed:
             return whole
-        texts, machine = self._texts, self._machine
-        at_beginning, place = machine.at_beginning, machine.pending_chars
-        text = machine.push(token_id)
+        texts, incremental = self._texts, self._incremental
+        at_beginning, offset = incremental.at_beginning, incremental.pending_chars
+        text = incremental.push(token_id)
         self._is_closed = whole is not None and text != ""
-        if len(text) > place:
+        if len(text) > offset:
             own = (texts.at_beginning if at_beginning else texts).text(token_id)
             if own and text.endswith(own):
-                place = max(place, len(text) - len(own))
-        return TokenText(text, place, at_beginning)
+                offset = max(offset, len(text) - len(own))
+        return TokenText(text, offset, at_beginning)
 
 
 def _as_bytes(piece: str | int | None) -> bytes:

@@ -1,5 +1,5 @@
-"""How a text becomes tokens, and what of a longer prompt is kept: `add_special_tokens`,
-`truncate_prompt_tokens` and `truncation_side` of a request. Pure."""
+"""How a text is tokenized, and which part of a longer prompt is kept: the fields
+`add_special_tokens`, `truncate_prompt_tokens` and `truncation_side` of a request. Pure."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Literal, NamedTuple
 from swell.cluster.text.sampling_params import BadRequest
 
 FIT_CONTEXT = -1
-"""Of `truncate_prompt_tokens`: as many as the model can read."""
+"""A value of `truncate_prompt_tokens`: as many tokens as the model can read."""
 MAX_TRUNCATED_BYTES = 1024 * 1024
 """Of a text of which `truncate_prompt_tokens` keeps a part: all of it is tokenized, which takes a
 second."""
 
 
 class Truncation(NamedTuple):
-    """What is kept of a longer prompt."""
+    """Which part of a longer prompt is kept."""
 
     tokens: int
     """`FIT_CONTEXT`: as many as fit."""
     side: Literal["left", "right"]
-    """That is cut off."""
-    beside: int
+    """The side that is cut off."""
+    reserved_tokens: int
     """Tokens of the answer, which must fit too."""
 
 
@@ -37,17 +37,20 @@ TEMPLATE_TEXT = TokenizeOptions(add_special_tokens=False)
 """A chat template writes special tokens itself."""
 
 
-def kept(token_ids: list[int], truncation: Truncation | None, max_model_len: int) -> list[int]:
-    """Of a prompt. Raises `BadRequest` where no token of it could stay."""
+def truncate(token_ids: list[int], truncation: Truncation | None, max_model_len: int) -> list[int]:
+    """The tokens of a prompt that are kept. Raises `BadRequest` if none could be."""
     if truncation is None:
         return token_ids
     count = (
-        max_model_len - truncation.beside if truncation.tokens == FIT_CONTEXT else truncation.tokens
+        max_model_len - truncation.reserved_tokens
+        if truncation.tokens == FIT_CONTEXT
+        else truncation.tokens
     )
     if not 1 <= count < max_model_len:
         raise BadRequest(
-            f"truncate_prompt_tokens={truncation.tokens} leaves {max(count, 0)} tokens of the prompt "
-            f"beside {truncation.beside} of the answer; it must leave at least one, and fewer than "
+            f"truncate_prompt_tokens={truncation.tokens} leaves {max(count, 0)} tokens of the "
+            f"prompt beside {truncation.reserved_tokens} of the answer; it must leave "
+            "at least one, and fewer than "
             f"max_model_len={max_model_len}",
             "truncate_prompt_tokens",
         )

@@ -1,4 +1,4 @@
-"""The limits of what a user may ask about an answer: each refusal names field, value and limit."""
+"""Checks `SamplingParams`: each refusal names field, value and limit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ MAX_BAD_WORD_CHARS_TOTAL = 16_384
 MAX_TEMPERATURE = 100.0
 MAX_TOP_K = 2**31 - 1
 MAX_N = 128
+MAX_STREAM_INTERVAL = 2**31 - 1
 """Answers to one prompt."""
 MAX_LOGPROBS = 20
-"""Most likely tokens that are told beside each token."""
+"""Top tokens that are returned with each token."""
 WHOLE_VOCABULARY = -1
-"""Of `prompt_logprobs`: every token is told beside each token of the prompt."""
+"""Of `prompt_logprobs`: the log probability of every token at each token of the prompt."""
 MAX_VOCABULARY_LOGPROBS = 512 * 1024
 """Of the whole vocabulary, over all prompt tokens and answers of a request: 40 MB of JSON."""
 MAX_BIASED_TOKENS = 1024
@@ -55,7 +56,7 @@ def resolve_prompt_logprobs(
     params: SamplingParams, num_prompt_tokens: int, vocab_size: int
 ) -> SamplingParams:
     """`prompt_logprobs=-1` as a number of tokens. `num_prompt_tokens`: of all prompts together.
-    Raises `BadRequest` where that is too much to tell."""
+    Raises `BadRequest` where that is too much."""
     if params.prompt_logprobs != WHOLE_VOCABULARY:
         return params
     count = num_prompt_tokens * (params.best_of or params.n) * vocab_size
@@ -85,6 +86,14 @@ def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
             )
 
 
+def num_utf8_bytes(name: str, text: str) -> int:
+    """The length of a text. Raises `BadRequest` where it is none."""
+    try:
+        return len(text) if text.isascii() else len(text.encode())
+    except UnicodeEncodeError:
+        raise BadRequest(f"{name} holds a lone surrogate, which is no text", name) from None
+
+
 def check_filters(params: SamplingParams) -> None:
     _number("temperature", params.temperature, 0, MAX_TEMPERATURE)
     _number("top_p", params.top_p, 0, 1)
@@ -106,6 +115,8 @@ def check_length(params: SamplingParams) -> None:
     if params.max_tokens is not None:
         _integer("max_tokens", params.max_tokens, 1, None)
     _integer("min_tokens", params.min_tokens, 0, None)
+    if params.stream_interval is not None:
+        _integer("stream_interval", params.stream_interval, 1, MAX_STREAM_INTERVAL)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise BadRequest(
             [
@@ -118,7 +129,7 @@ def check_length(params: SamplingParams) -> None:
 
 
 def _check_count(params: SamplingParams) -> None:
-    """How many answers are drawn, and how many of them are kept."""
+    """How many answers are sampled, and how many of them are kept."""
     _integer("n", params.n, 1, MAX_N)
     if params.best_of is None:
         return

@@ -13,14 +13,14 @@ from swell.engine.executor.worker_monitor import WorkerMonitor
 from swell.worker.wire import AbortGroups, WorkerHeartbeat, WorkerMessage
 
 _CHECKS_PER_TIMEOUT = 8
-"""More than two, else the watch would think that it had slept."""
+"""More than two, else the monitor would think that it had slept."""
 
 
 class HeartbeatListener:
-    """Hears the beats of the workers and tells workers to leave their groups.
+    """Receives the heartbeats of the workers and sends them `AbortGroups`.
 
-    A thread owns the socket and looks around in a rhythm of its own, so that what it finds does
-    not depend on what the engine is doing. Every method may be called from any thread.
+    A thread owns the socket and checks in a rhythm of its own, so that its findings do not depend
+    on what the engine is doing. Every method may be called from any thread.
     """
 
     def __init__(self, keys: ChannelKeys, host: str, stall_timeout_s: float) -> None:
@@ -31,19 +31,19 @@ class HeartbeatListener:
         self._lock = threading.Lock()
         self._peers: dict[int, bytes] = {}
         self._removed_peers: set[bytes] = set()
-        """Peers of workers that were given up: a late beat of theirs means nothing."""
+        """Peers of workers that were replaced: a late heartbeat of theirs means nothing."""
         self._abort_to: set[bytes] = set()
         self._generation = 0
         self._stopped: dict[int, str] = {}
         self._waker = Waker()
         self._closing = False
-        run = exit_on_error(self._run, "workers' beats")
-        self._thread = threading.Thread(target=run, name="swell-beats", daemon=True)
+        run = exit_on_error(self._run, "worker heartbeats")
+        self._thread = threading.Thread(target=run, name="swell-heartbeats", daemon=True)
         self._thread.start()
 
     @property
     def ranks(self) -> set[int]:
-        """Workers that were heard and not given up."""
+        """Workers that have sent heartbeats and were not replaced."""
         with self._lock:
             return self._monitor.ranks
 
@@ -53,13 +53,13 @@ class HeartbeatListener:
         return self._monitor.progress_counter
 
     def stopped(self) -> dict[int, str]:
-        """Workers that are there and do nothing any more, and why they are thought to."""
+        """Workers that have stopped, and why they are thought to have."""
         with self._lock:
             return dict(self._stopped)
 
     @contextmanager
     def awaiting_step(self) -> Iterator[None]:
-        """While a result is waited for."""
+        """A result is waited for inside the context."""
         with self._lock:
             self._monitor.awaiting_step(time.monotonic())
         try:
@@ -69,17 +69,17 @@ class HeartbeatListener:
                 self._monitor.step_done()
 
     def forming(self, generation: int) -> None:
-        """All workers have been told to form these groups."""
+        """All workers have been commanded to form these groups."""
         with self._lock:
             self._monitor.forming(generation, time.monotonic())
 
     def groups_formed(self) -> None:
-        """They have."""
+        """All workers have formed their groups."""
         with self._lock:
             self._monitor.groups_formed()
 
     def forget(self, rank: int) -> None:
-        """The worker is given up: its successor has the same rank."""
+        """The worker is to be replaced: its successor has the same rank."""
         with self._lock:
             self._monitor.forget(rank)
             self._stopped.pop(rank, None)

@@ -1,4 +1,4 @@
-"""The one worker of an engine, on the engine's own thread: no queue, nobody to wake.
+"""The one worker of an engine, on the engine's own thread: no queue, no thread to wake.
 
 A CPU computes the step inside `execute`. A GPU is given its kernels there and goes on by itself, so
 that the next step is prepared meanwhile.
@@ -110,7 +110,8 @@ class InlineExecutor(Executor):
         return [regrouped]
 
     def guard(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call the worker. A group that fails can be mended, what else fails is the end of it."""
+        """Call the worker. After the failure of a group it can form another; any other failure is
+        its end."""
         if self._failure is not None:
             raise ExecutorError(f"the worker failed before: {self._failure}")
         try:

@@ -41,14 +41,14 @@ _JOIN_S = 10.0
 _FAILURE_GRACE_S = 1.0
 """When one worker fails, its peers notice within this time."""
 _POLL_S = 0.1
-"""How often a wait for groups looks whether they were given up."""
+"""How often a wait for groups checks whether they were aborted."""
 
 LoadProgress = Callable[[int, int], None]
 """Takes bytes done and bytes in all."""
 
 
 def _no_progress(done_bytes: int, total_bytes: int) -> None:
-    """One worker's progress stands for all: their shards are alike."""
+    """Only rank 0 reports progress: shards are alike."""
 
 
 class WorkerThread:

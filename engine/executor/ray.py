@@ -51,14 +51,14 @@ from swell.worker.wire import (
 )
 
 _DEATH_POLL_S = 0.1
-"""How often a wait looks whether the workers live."""
+"""How often a wait checks whether the workers live."""
 _FAILURE_GRACE_S = 1.0
 """When a group fails because a worker of ours died, Ray says so within this time."""
 _END_S = 5.0
-"""How long workers may take to end when they are asked to."""
+"""How long workers may take to end after `Shutdown`."""
 MAX_REPAIRS = 3
 REPAIRS_PERIOD_S = 300.0
-"""An engine that needs more than `MAX_REPAIRS` in this time has another trouble."""
+"""An engine that needs more than `MAX_REPAIRS` in this time has another problem."""
 
 
 class RayOutput(AsyncModelRunnerOutput):
@@ -146,7 +146,8 @@ class RayExecutor(Executor):
         self._inbox.close()
 
     def _start_workers(self, ranks: Iterable[int], progress: Progress) -> None:
-        """Create workers, let them load and allocate, and hear them on both channels."""
+        """Create workers, let them load and allocate, and wait until they connect on both
+        channels."""
         limit_s = self._config.cluster.start_timeout_s
         nodes = placement_group_table(self._placement_group)["bundles_to_node_id"]
         order = rank_order(nodes)
@@ -191,7 +192,7 @@ class RayExecutor(Executor):
         ).remote(self._config, rank, self._local_workers, self._keys, *addresses)
 
     def _load(self, workers: list[_WorkerHandle], progress: Progress) -> list[WorkerLimits]:
-        """Load on these workers, telling how far the first one is."""
+        """Load on these workers, and report the progress of the first one."""
         loads = [worker.actor.load.remote() for worker in workers]
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
         while len(ray.wait(loads, num_returns=len(loads), timeout=0)[0]) < len(loads):
@@ -237,7 +238,7 @@ class RayExecutor(Executor):
             raise WorkerLost("; ".join(f"worker {rank} {why}" for rank, why in lost))
 
     def _raise_if_failed(self, message: WorkerMessage) -> None:
-        """Raise if a worker told that its groups or itself have failed."""
+        """Raise if the message says that a worker or its groups have failed."""
         if not isinstance(message, WorkerFailure) or message.generation != self._generation:
             return
         self._record_failure(message)
@@ -339,7 +340,7 @@ class RayExecutor(Executor):
             self._inbox.send(worker.peer, frame)
 
     def _receive(self) -> list[WorkerMessage]:
-        """What living workers say, after waiting a moment for it; results are kept aside too."""
+        """Messages of living workers, after waiting a moment for one; results are kept, too."""
         messages = []
         for peer, message in self._inbox.receive(_DEATH_POLL_S):
             if isinstance(message, WorkerHello):

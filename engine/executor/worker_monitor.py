@@ -1,4 +1,4 @@
-"""Which workers have stopped, judged by what they say of themselves.
+"""Which workers have stopped, judged by their heartbeats.
 
 Pure: time is an argument, in seconds of any monotonic clock.
 """
@@ -7,47 +7,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swell.coordinator.listening_clock import ListeningClock
+from swell.coordinator.progress_monitor import ProgressMonitor
 
 
 @dataclass(slots=True)
-class _WorkerState:
-    heartbeat_at: float
-    progress_counter: int
+class _WorkerGroups:
     first_progress: int
-    """Ticks when the present groups were formed: what ranks are compared by."""
-    progressed_at: float
+    """Layers computed when the present groups were formed: ranks are compared from there on."""
     generation: int
+    """Of the groups that it is in or forming."""
 
 
 class WorkerMonitor:
-    """Workers beat in a fixed rhythm and say how many layers they have computed.
+    """Workers send heartbeats in a fixed rhythm, with the number of layers they have computed.
 
     A worker has stopped if
 
-    - it is *silent*: no beat for `stall_timeout_s`; or
-    - it is *stuck*: all beat, a step is out, and for twice as long nobody has computed a layer.
-      Workers wait for each other, so the one that is furthest behind is named. Twice, because a
-      worker also waits for workers of other engines, whose silence is theirs to notice; or
-    - it is *caught*: it was told to form groups, and for `stall_timeout_s` it has neither begun to
-      nor computed a layer of the step that it is in. Not every operation ends when it is aborted.
+    - it is *silent*: no heartbeat for `stall_timeout_s`; or
+    - it is *stuck*: all are heard of, a step is out, and for twice as long none has computed a
+      layer. Workers wait for each other, so the one that is furthest behind is named. Twice,
+      because a worker also waits for workers of other engines, whose silence is for their own
+      engine to notice; or
+    - it is *caught*: it was commanded to form groups, and for `stall_timeout_s` it has neither
+      begun to nor computed a layer of the step that it is in. Not every operation ends when it is
+      aborted.
 
-    A slow step is neither. Time in which the process that looks was stopped itself, and received
-    nothing, does not count (`coordinator/listening_clock.py`).
+    A worker in a slow step has not stopped.
     """
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._limit_s = stall_timeout_s
-        self._workers: dict[int, _WorkerState] = {}
+        self._monitor: ProgressMonitor[int] = ProgressMonitor(stall_timeout_s)
+        self._groups: dict[int, _WorkerGroups] = {}
         self._total_progress = 0
         self._forming: tuple[int, float] | None = None
         self._step_since: float | None = None
-        self._clock = ListeningClock(stall_timeout_s)
 
     @property
     def ranks(self) -> set[int]:
         """Workers that are being watched."""
-        return set(self._workers)
+        return set(self._groups)
 
     @property
     def progress_counter(self) -> int:
@@ -57,77 +56,67 @@ class WorkerMonitor:
     def on_heartbeat(
         self, rank: int, progress_counter: int, now: float, generation: int = 0
     ) -> None:
-        """A worker lives; from its first beat on it is watched. `generation`: of the groups that
-        it is in or forming."""
-        now = self._clock.read(now)
-        worker = self._workers.setdefault(
-            rank, _WorkerState(now, 0, progress_counter, now, generation)
-        )
-        if progress_counter != worker.progress_counter:
-            self._total_progress += progress_counter - worker.progress_counter
-            worker.progressed_at = now
-        worker.heartbeat_at, worker.progress_counter, worker.generation = (
-            now,
-            progress_counter,
-            generation,
-        )
+        """A worker lives; it is watched from its first heartbeat on."""
+        if rank not in self._groups:
+            self._groups[rank] = _WorkerGroups(progress_counter, generation)
+            self._monitor.set_subjects(self._groups, now)
+        self._total_progress += progress_counter - (self._monitor.counter(rank) or 0)
+        self._monitor.on_report(rank, progress_counter, now)
+        self._groups[rank].generation = generation
 
     def forget(self, rank: int) -> None:
-        """The worker has been given up."""
-        self._workers.pop(rank, None)
+        """The worker is to be replaced."""
+        self._groups.pop(rank, None)
+        self._monitor.remove(rank)
 
     def forming(self, generation: int, now: float) -> None:
-        """All workers have been told to form these groups."""
-        self._forming = (generation, self._clock.read(now))
+        """All workers have been commanded to form these groups."""
+        self._forming = (generation, self._monitor.read(now))
 
     def groups_formed(self) -> None:
         """All groups are formed: a replacement is not behind because it is young."""
         self._forming = None
-        for worker in self._workers.values():
-            worker.first_progress = worker.progress_counter
+        for rank, groups in self._groups.items():
+            groups.first_progress = self._monitor.counter(rank)
 
     def awaiting_step(self, now: float) -> None:
         """A result is waited for, if none was before."""
         if self._step_since is None:
-            self._step_since = self._clock.read(now)
+            self._step_since = self._monitor.read(now)
 
     def step_done(self) -> None:
         """No result is waited for."""
         self._step_since = None
 
     def check(self, now: float) -> dict[int, str]:
-        """The workers that have stopped, and why they are thought to; called once what they said
-        has been taken in."""
-        now = self._clock.advance(now)
-        return self._silent(now) or self._not_left_groups(now) or self._stuck(now)
+        """The workers that have stopped, and why; called once all heartbeats have been taken
+        in."""
+        self._monitor.advance(now)
+        return self._silent() or self._not_left_groups() or self._stuck()
 
-    def _silent(self, now: float) -> dict[int, str]:
-        return {
-            rank: f"said nothing for {self._limit_s:g} s"
-            for rank, worker in self._workers.items()
-            if now - worker.heartbeat_at > self._limit_s
-        }
+    def _silent(self) -> dict[int, str]:
+        silent = self._monitor.silent_s(self._limit_s)
+        return dict.fromkeys(silent, f"said nothing for {self._limit_s:g} s")
 
-    def _not_left_groups(self, now: float) -> dict[int, str]:
+    def _not_left_groups(self) -> dict[int, str]:
         if self._forming is None:
             return {}
         generation, since = self._forming
         return {
             rank: f"did not leave its groups in {self._limit_s:g} s"
-            for rank, worker in self._workers.items()
-            if worker.generation < generation
-            and now - max(worker.progressed_at, since) > self._limit_s
+            for rank in self._monitor.without_progress_s(self._limit_s, since)
+            if self._groups[rank].generation < generation
         }
 
-    def _stuck(self, now: float) -> dict[int, str]:
-        if self._step_since is None or not self._workers:
+    def _stuck(self) -> dict[int, str]:
+        if self._step_since is None or not self._groups:
             return {}
-        progressed_at = max(worker.progressed_at for worker in self._workers.values())
-        if now - max(progressed_at, self._step_since) <= 2 * self._limit_s:
+        limit_s = 2 * self._limit_s
+        if len(self._monitor.without_progress_s(limit_s, self._step_since)) < len(self._groups):
             return {}
-        behind = min(self._workers, key=lambda rank: (self._progress_since_formed(rank), rank))
-        return {behind: f"is stuck: no layer was computed for {2 * self._limit_s:g} s"}
+        behind = min(self._groups, key=lambda rank: (self._progress_since_formed(rank), rank))
+        return {behind: f"is stuck: no layer was computed for {limit_s:g} s"}
 
     def _progress_since_formed(self, rank: int) -> int:
-        worker = self._workers[rank]
-        return worker.progress_counter - worker.first_progress
+        progress: int = self._monitor.counter(rank) - self._groups[rank].first_progress
+        return progress

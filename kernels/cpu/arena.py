@@ -1,11 +1,11 @@
-"""Where buffers lie that are needed at different times."""
+"""Memory planning: offsets for buffers that are used at different times."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 ALIGNMENT = 64
-"""Bytes: a line of the cache."""
+"""Bytes of a cache line."""
 
 
 class Lifetime(NamedTuple):
@@ -17,10 +17,10 @@ class Lifetime(NamedTuple):
 
 
 def assign_offsets(buffers: list[Lifetime]) -> tuple[list[int], int]:
-    """An offset of each buffer, so that none overlaps another that is in use at the same time, and
-    the bytes of all together.
+    """The offset of each buffer, so that buffers in use at the same time do not overlap, and the
+    total bytes.
 
-    First fit, in the order of their beginnings: a buffer lies as low as it can.
+    First fit, in the order of first use: each buffer gets the lowest free offset.
     """
     offsets = [0] * len(buffers)
     placed: list[int] = []

@@ -1,8 +1,8 @@
-"""Compiling the C++ backend: once per machine, source and compiler, at first use.
+"""Compiles the C++ backend at first use, once per machine, source and compiler.
 
-The library lies in `$SWELL_CACHE/kernels/<hash>/` (default `~/.cache/swell/kernels/<hash>/`),
+The library is stored in `$SWELL_CACHE/kernels/<hash>/` (default `~/.cache/swell/kernels/<hash>/`),
 where the hash covers the sources, the flags, the compiler's version and the processor's features.
-It is built under a temporary name and moved into place, so any number of processes may race.
+It is built under a temporary name and then renamed, so several processes may build it at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FLAGS = (
     "-Wno-psabi",
 )
 TYPES = (torch.float32, torch.bfloat16)
-"""The types that this backend computes; tensors of others go to the reference."""
+"""The types that this backend computes; the reference computes tensors of other types."""
 
 _log = logging.getLogger("swell.kernels")
 _lock = threading.Lock()
@@ -58,7 +58,7 @@ def _load_once() -> ctypes.CDLL | Exception:
     except Exception as error:
         _log.warning(
             "CPU kernels are not available, plain torch takes their place (several times slower "
-            "attention): %s. A working g++ of version 12 or later brings them.",
+            "attention): %s. Install g++ 12 or later to get them.",
             error,
         )
         return error
@@ -84,7 +84,7 @@ def _built() -> Path:
 
 
 def _compile(compiler: str, openmp: Path | None, build: Path) -> Path:
-    """All sources at once, each to its object, then one shared library."""
+    """Compile all sources in parallel, then link one shared library."""
     jobs = []
     for source in sorted(SOURCES.glob("*.cpp")):
         command = [compiler, *FLAGS, "-c", str(source), "-o", str(build / f"{source.stem}.o")]
@@ -94,7 +94,7 @@ def _compile(compiler: str, openmp: Path | None, build: Path) -> Path:
         if job.returncode:
             raise RuntimeError(f"{compiler} failed: {_first_error(message)}")
     objects = sorted(str(path) for path in build.glob("*.o"))
-    # Torch's own OpenMP: a second runtime in the process would bring a second pool of threads.
+    # Torch's own OpenMP: a second runtime in the process would have a second pool of threads.
     runtime = [str(openmp)] if openmp else ["-fopenmp"]
     output = build / "kernels.so"
     link = [compiler, "-shared", *objects, *runtime, "-o", str(output)]
@@ -118,7 +118,7 @@ def _compiler() -> str:
 
 
 def _torch_openmp() -> Path | None:
-    """The libgomp that torch has loaded into this process."""
+    """The libgomp that torch loaded into this process."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -129,7 +129,7 @@ def _torch_openmp() -> Path | None:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """The properties of the processor that `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

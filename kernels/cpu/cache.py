@@ -1,4 +1,4 @@
-"""Writing K and V compiled from `cache.cpp`: any type, for it only copies."""
+"""Writing K and V compiled from `cache.cpp`; it copies bytes, so it takes any type."""
 
 from __future__ import annotations
 

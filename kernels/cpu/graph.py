@@ -1,8 +1,8 @@
-"""Calls of compiled functions: each takes one struct of arguments, so calls can be recorded and run
-again, all in one go, for as many rows as each has then.
+"""Calls of compiled functions: each takes one struct of arguments, so calls can be recorded and
+replayed together, with other numbers of rows.
 
-What a recording replays are addresses: inputs are written to the tensors that were there when it
-was made, and results are read from those that it returned then. What lies between them shares one
+A recording stores addresses: its inputs must be written to the tensors that were used when it was
+made, and its results are in the tensors that it returned then. All tensors between them use one
 piece of memory, as small as the order of the calls allows.
 """
 
@@ -43,11 +43,11 @@ class _RecordedCall(NamedTuple):
     arguments: ctypes.Structure
     used: tuple[Tensor, ...]
     size: int
-    """Which of the recording's sizes is the number of rows."""
+    """Index of the recording's size that is the number of rows."""
 
 
 class Recording:
-    """Calls in the order in which they were made, and all that they read and write."""
+    """Calls in the order in which they were made, and references to all tensors that they use."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self._sizes = sizes
@@ -60,7 +60,7 @@ class Recording:
     def record(
         self, function: Function, arguments: ctypes.Structure, used: tuple[Tensor, ...]
     ) -> None:
-        """Take up a call. Raises `NotCapturableError` if it computes other rows."""
+        """Add a call. Raises `NotCapturableError` if its number of rows is none of the sizes."""
         rows = getattr(arguments, function.rows)
         if rows not in self._sizes:
             sizes = " or ".join(map(str, self._sizes))
@@ -72,10 +72,10 @@ class Recording:
         )
 
     def finish(self, made: list[Tensor], results: list[Tensor]) -> None:
-        """Lay out what was `made` meanwhile and is no result."""
-        stays = {tensor.untyped_storage().data_ptr() for tensor in results}
+        """Plan the memory of the tensors `made` during the recording that are no results."""
+        kept = {tensor.untyped_storage().data_ptr() for tensor in results}
         storages = [tensor.untyped_storage() for tensor in made]
-        sizes = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in stays}
+        sizes = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in kept}
         self._plan_memory(sorted(sizes.items()))
         self._references += results
         for recorded_call in self._recorded_calls:
@@ -91,8 +91,8 @@ class Recording:
         self._recorded_calls = []
 
     def _plan_memory(self, buffers: list[tuple[int, int]]) -> None:
-        """`buffers`: address and bytes of each, by address: all arguments that point into them
-        point to their places in the common memory afterwards."""
+        """`buffers`: (address, bytes), sorted. All arguments that point into a buffer are changed
+        to point to its offset in the common memory."""
         begins = [begin for begin, _ in buffers]
         uses: dict[int, list[int]] = {}
         pointers = []
@@ -114,7 +114,7 @@ class Recording:
         self._references.append(memory)
 
     def replay(self, *sizes: int) -> None:
-        """Make the calls, for the first rows."""
+        """Make the calls for the first rows; `sizes`: their numbers."""
         assert all(map(le, sizes, self._sizes)), sizes
         self._current_sizes[:] = list(sizes)
         _replay(self._address)
@@ -140,8 +140,8 @@ _current = _Current()
 
 @contextmanager
 def recorded(sizes: tuple[int, ...]) -> Iterator[Recording]:
-    """The calls that this thread makes meanwhile, each on as many rows as one of `sizes`: they are
-    recorded_call, and not run."""
+    """In this context the calls of this thread are recorded and not run; each must have as many
+    rows as one of `sizes`."""
     assert _current.recording is None
     _current.recording = recording = Recording(sizes)
     try:
@@ -154,8 +154,8 @@ class Function:
     """A function of the compiled library."""
 
     def __init__(self, name: str, rows: str, /, **fields: type) -> None:
-        """`fields`: name -> type of each member of its struct, in order; `rows`: the one that says
-        how many rows are computed, each by itself."""
+        """`fields`: name -> type of each member of its struct, in order; `rows`: the member with
+        the number of rows, each of which is computed by itself."""
         self.name, self.rows = name, rows
         self.pointers = [field for field, kind in fields.items() if kind is POINTER]
         self._run = getattr(library(), name)

@@ -1,4 +1,4 @@
-"""Products compiled from `linear.cpp`: the weight packed in panels of neighbouring outputs."""
+"""Products compiled from `linear.cpp`; weights are packed in panels of neighbouring outputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _panel = library().swell_linear_panel
 _panel.restype = ctypes.c_int64
 
 PANEL = _panel()
-"""Outputs that lie side by side; the last panel is filled up with zeros."""
+"""Outputs of one panel; the last panel is padded with zeros."""
 
 
 def pack(weight: Tensor) -> Weight:

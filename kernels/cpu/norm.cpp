@@ -34,14 +34,6 @@ void norm(const T* x, const T* residual, const T* weight, T* out, T* total, int6
   });
 }
 
-template <typename T>
-void dispatch(const void* x, const void* residual, const void* weight, void* out, void* total,
-              int64_t outer, int64_t inner, int64_t x_stride, int64_t size, float eps) {
-  auto run = residual ? norm<T, true> : norm<T, false>;
-  run(static_cast<const T*>(x), static_cast<const T*>(residual), static_cast<const T*>(weight),
-      static_cast<T*>(out), static_cast<T*>(total), outer, inner, x_stride, size, eps);
-}
-
 }  // namespace
 
 struct NormArgs {
@@ -52,7 +44,12 @@ struct NormArgs {
 };
 
 SWELL_API void swell_rms_norm(const NormArgs* a) {
-  auto run = a->is_bf16 ? dispatch<bf16> : dispatch<float>;
-  run(a->x, a->residual, a->weight, a->out, a->total, a->outer, a->inner, a->x_stride, a->size,
-      a->eps);
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    (a->residual ? norm<T, true> : norm<T, false>)(
+        static_cast<const T*>(a->x), static_cast<const T*>(a->residual),
+        static_cast<const T*>(a->weight), static_cast<T*>(a->out), static_cast<T*>(a->total),
+        a->outer, a->inner, a->x_stride, a->size, a->eps);
+  };
+  a->is_bf16 ? run(bf16{}) : run(float{});
 }

@@ -29,17 +29,6 @@ void rope(T* x, const C* cos, const C* sin, int64_t tokens, int64_t heads, int64
   });
 }
 
-template <typename T>
-void dispatch(void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads,
-              int64_t stride, int64_t head_dim, int64_t half, int64_t cos_bf16) {
-  if (cos_bf16)
-    rope(static_cast<T*>(x), static_cast<const bf16*>(cos), static_cast<const bf16*>(sin), tokens,
-         heads, stride, head_dim, half);
-  else
-    rope(static_cast<T*>(x), static_cast<const float*>(cos), static_cast<const float*>(sin),
-         tokens, heads, stride, head_dim, half);
-}
-
 }  // namespace
 
 struct RopeArgs {
@@ -49,6 +38,12 @@ struct RopeArgs {
 };
 
 SWELL_API void swell_rope(const RopeArgs* a) {
-  auto run = a->is_bf16 ? dispatch<bf16> : dispatch<float>;
-  run(a->x, a->cos, a->sin, a->tokens, a->heads, a->stride, a->head_dim, a->half, a->cos_bf16);
+  const auto run = [&](auto type, auto cos_type) {
+    using T = decltype(type);
+    using C = decltype(cos_type);
+    rope(static_cast<T*>(a->x), static_cast<const C*>(a->cos), static_cast<const C*>(a->sin),
+         a->tokens, a->heads, a->stride, a->head_dim, a->half);
+  };
+  const auto with_cos = [&](auto type) { a->cos_bf16 ? run(type, bf16{}) : run(type, float{}); };
+  a->is_bf16 ? with_cos(bf16{}) : with_cos(float{});
 }

@@ -1,5 +1,5 @@
-"""Paged attention in plain torch: rows are padded to the longest and gathered, so it shows what
-the answer is, not how to be fast."""
+"""Paged attention in plain torch: rows are gathered and padded to the longest. It defines the
+result and is not fast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swell.kernels.attention import AttentionMetadata
 
-# Rows are taken together while their padded scores stay below this.
+# Rows are computed together while their padded scores stay below this.
 MAX_SCORE_ELEMENTS = 1 << 25
 
 
@@ -33,7 +33,7 @@ def paged_attention(
         last = min(rows, first + chunk)
         # [rows of the chunk, Q, heads, head_dim]
         answer = _attend_rows(q, k_cache, v_cache, meta, first, last, scale, window, softcap)
-        # Chosen by a mask: how many tokens the chunk has is known to the device only.
+        # Selected by a mask: only the device knows how many tokens the chunk has.
         inside = (row >= first) & (row < last)
         answer = answer[(row - first).clamp(0, last - first - 1), index]
         out = torch.where(inside[:, None, None], answer.to(q.dtype), out)
@@ -78,6 +78,6 @@ def _attend_rows(
     if window > 0:
         seen &= key_index > position[:, :, None] - window
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    # What lies behind a row's context is another's or nobody's: it may be anything, even NaN.
+    # Cache entries after a row's context may hold anything, even NaN.
     rows_v = rows_v.masked_fill((key_index >= total[:, None])[:, None, :, None], 0.0)
     return (torch.softmax(scores, dim=-1) @ rows_v[:, :, None]).flatten(1, 2).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""A step's inputs in plain torch: what the host knows reaches the device in one copy."""
+"""A step's inputs in plain torch; the host's data is copied to the device at once."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class _Gather:
         self._check(columns)
         slots_np, starts_np, counts_np, _ = columns
         ends_np, context_np = counts_np.cumsum(), starts_np + counts_np
-        drawing = columns[3].nonzero()[0]
-        sampling_np = (ends_np[drawing] - 1, slots_np[drawing], context_np[drawing])
+        sample_rows = columns[3].nonzero()[0]
+        sampling_np = (ends_np[sample_rows] - 1, slots_np[sample_rows], context_np[sample_rows])
         sizes = Sizes(
             tokens=int(counts_np.sum()),
             rows=len(slots),
-            samples=len(drawing),
+            samples=len(sample_rows),
             max_query_tokens=int(counts_np.max(initial=0)),
             max_context_tokens=int(context_np.max(initial=0)),
         )

@@ -1,4 +1,4 @@
-"""Products in plain torch: a weight stays as it is."""
+"""Products in plain torch; weights are not packed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixture of experts in plain torch: one product for each expert that was chosen."""
+"""Mixture of experts in plain torch: one product for each chosen expert."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def expert_outputs(
     if not weights or not len(x):
         return
     chosen, rows = experts.flatten(), out.view(-1, out.shape[-1])
-    # The (token, choice) pairs, those of one expert side by side and in the order of tokens.
+    # The (token, choice) pairs, grouped by expert, in the order of tokens.
     pairs = chosen.argsort(stable=True)
     counts = torch.bincount(chosen, minlength=max(weights) + 1).tolist()
     ends = list(accumulate(counts))

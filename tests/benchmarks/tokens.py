@@ -28,7 +28,7 @@ from swell.cluster.client.engine_core_client import (
     OnView,
 )
 from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.prompts import load_tokenizer
+from swell.cluster.text.tokenizer import load_tokenizer
 from swell.configs.schema import load
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, Roster

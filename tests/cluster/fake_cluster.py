@@ -24,7 +24,7 @@ import msgspec
 
 from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.api.ingress import Ingress, build_ingress
-from swell.cluster.api.server.connection import ConnectionLimits
+from swell.cluster.api.server.connection_limits import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import Config, load
@@ -143,6 +143,8 @@ class FakeEngine(_Threaded):
         self.requests: dict[str, tuple[bytes, EngineCoreRequest, list[int]]] = {}
         self.arrived: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
+        self.deaf_to_aborts = False
+        """Aborts are recorded, and not handled."""
         self.keep_alives = 0
         self.counts: dict[bytes, int] = {}
         self._script = script
@@ -223,6 +225,8 @@ class FakeEngine(_Threaded):
     def _abort(self, message: AbortRequests) -> None:
         for request_id, attempt in zip(message.request_ids, message.attempts, strict=True):
             self.aborted.append(request_id)
+            if self.deaf_to_aborts:
+                continue
             if request_id in self.requests and self.requests[request_id][1].attempt <= attempt:
                 del self.requests[request_id]
 
@@ -401,6 +405,8 @@ class Stream:
         self.comments: list[str] = []
         self.error: dict[str, Any] | None = None
         self.usage: dict[str, Any] | None = None
+        self.num_events = 0
+        """With tokens."""
         self.done = asyncio.create_task(self._read(cluster.client, {**payload, "stream": True}))
 
     async def _read(self, client: httpx.AsyncClient, payload: dict[str, Any]) -> Stream:
@@ -419,6 +425,7 @@ class Stream:
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices", ()):
             self.ids += choice["token_ids"]
+            self.num_events += bool(choice["token_ids"])
             self.text += choice["text"]
             self.finish_reason = choice["finish_reason"] or self.finish_reason
 

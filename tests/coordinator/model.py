@@ -59,7 +59,7 @@ class Model:
         outside = [Engine(EngineState.OUTSIDE, Fields()) for _ in range(b.newcomers)]
         groups = (Group(1, ranks, ((),) * b.engines, (0,) * b.engines),) if ranks else ()
         budget = Budget(
-            len(b.jobs), b.pauses, b.newcomers, b.parts, b.deaths, b.losses, b.restarts,
+            len(b.jobs), b.pauses, b.newcomers, b.detaches, b.deaths, b.losses, b.restarts,
             b.late_reports, b.errors,
         )  # fmt: skip
         return State(

@@ -49,7 +49,7 @@ RULES = {
     "a newer start is accepted": Rule(
         _C, "start_wave", "wave > self.wave", "False", "three requests"
     ),
-    "an equal start is accepted by who sees nobody running": Rule(
+    "an equal start is accepted while no engine is seen running": Rule(
         _C, "start_wave", "wave == self.wave and", "False and", "depth 1"
     ),
     "an older start is refused": Rule(
@@ -78,7 +78,7 @@ RULES = {
         _M, "_complete", "self.start_pending = False", "pass", "three requests"
     ),
     # 4. How a wave ends.
-    "while the tide ebbs no step is submitted": Rule(
+    "while a wave finishes no step is submitted": Rule(
         _M, "may_submit", " and not self.finishing", "", "depth 2"
     ),
     "work keeps the wave alive": Rule(_M, "on_all_reduce", "not working", "True", "depth 1"),
@@ -93,7 +93,7 @@ RULES = {
     ),
     # 5. Numbers.
     "an engine counts waves": Rule(_M, "_complete", "self.wave += 1", "pass", "depth 1"),
-    "the first tells the end": Rule(
+    "the first engine sends the end": Rule(
         _M, "_complete", "self.rank == self.ranks[0]", "False", "depth 1"
     ),
     "a late end is refused": Rule(
@@ -112,10 +112,10 @@ RULES = {
     "an agreed pause is no end of the wave": Rule(
         _M, "on_all_reduce", "self._pause() if agreed else ", "", "exchange"
     ),
-    "who is stopped runs to vote": Rule(
+    "a stopped engine runs to vote": Rule(
         _M, "pause", "self.phase is Phase.STOPPED", "False", "pause"
     ),
-    "who votes goes on after the end of a wave": Rule(
+    "a voting engine goes on after the end of a wave": Rule(
         _M, "_complete", " or self.voting", "", "pause"
     ),
     "a start does not wake a paused engine": Rule(
@@ -130,10 +130,10 @@ RULES = {
     "resume is for all": Rule(
         _C, "_resume", "for rank in self.ranks", "for rank in self.ranks[:1]", "pause"
     ),
-    "a pause is asked for once": Rule(
+    "a pause is requested once": Rule(
         _C, "_request_pause", "self.group_state is not GroupState.SERVING", "False", "two pauses"
     ),
-    "nobody is no group to pause": Rule(
+    "an empty group is not paused": Rule(
         _C, "_request_pause", " or not self.ranks", "", "first two, pause"
     ),
     "a pause is kept until resume": Rule(
@@ -162,27 +162,27 @@ RULES = {
         _C, "change", "return self._request_pause()", "return []", "newcomer"
     ),
     "a paused group changes at once": Rule(
-        _C, "change", " or self.group_state is GroupState.PAUSED", "", "newcomer, hold"
+        _C, "change", " or self.group_state is GroupState.PAUSED", "", "newcomer, pause"
     ),
     "a first group forms at once": Rule(_C, "change", "not self.ranks or", "", "first two, pause"),
     "a death is a new epoch at once": Rule(_C, "change", "gone or not", "not", "death"),
     "a death counts even if the change was wanted": Rule(
-        _C, "change", "and not gone", "", "parting, death"
+        _C, "change", "and not gone", "", "detach, death"
     ),
     "only a loss is a new epoch at once": Rule(
-        _C, "change", "lost and not", "not", "parting"
+        _C, "change", "lost and not", "not", "detach"
     ),
     "after the pause the group changes": Rule(
         _C, "_on_acknowledged", "self.target_ranks != self.ranks or ", "", "newcomer"
     ),
-    "who is not wanted hears that it has left": Rule(
-        _C, "_form", "{*self.ranks, *self.target_ranks}", "{*self.target_ranks}", "parting"
+    "an engine that is not wanted gets the command to leave": Rule(
+        _C, "_form", "{*self.ranks, *self.target_ranks}", "{*self.target_ranks}", "detach"
     ),
     "a group is a new epoch": Rule(_C, "_form", "self.epoch + 1", "self.epoch", "newcomer"),
     "all must join": Rule(
         _C, "_form", "self.ranks, self.acknowledged,", "self.ranks, _,", "newcomer"
     ),
-    "nobody is no group to wait for": Rule(
+    "an empty group is not waited for": Rule(
         _C, "_form", " if self.ranks else GroupState.SERVING", "", "two deaths"
     ),
     "a broken group forms again": Rule(
@@ -195,24 +195,24 @@ RULES = {
     "a group begins with one wave": Rule(
         _M, "reconfigure", "message.epoch, message.wave", "message.epoch, self.wave", "newcomer"
     ),
-    "who leaves does not remember the ebb": Rule(
+    "an engine that leaves forgets that its wave was finishing": Rule(
         _M, "_leave", "self.finishing = ", "", "death, depth 2"
     ),
-    "who leaves does not remember a start": Rule(
+    "an engine that leaves forgets a start": Rule(
         _M, "_leave", " = self.start_pending", "", "repair, two requests"
     ),
     # 8. Another coordinator.
     "a group that was taken over forms again": Rule(
-        _C, "_on_acknowledged", " or self.inherited", "", "restart, hold"
+        _C, "_on_acknowledged", " or self.inherited", "", "restart, pause"
     ),
-    "a formed group is nobody's heritage": Rule(
+    "a formed group is not inherited": Rule(
         _C, "_form", "frozenset(), False", "frozenset(), self.inherited", "restart"
     ),
-    "who is out of the group cannot pause": Rule(
+    "an engine out of the group cannot pause": Rule(
         _C, "recover", "set(newest.ranks) <= able", "True", "restart, newcomers"
     ),
     "a group half resumed cannot pause": Rule(
-        _C, "recover", "Phase.RUNNING)", "Phase.RUNNING, Phase.PAUSED)", "restart, hold"
+        _C, "recover", "Phase.RUNNING)", "Phase.RUNNING, Phase.PAUSED)", "restart, pause"
     ),
     "an engine that was in no group has none that could pause": Rule(
         _C, "recover", "not newest.ranks or", "", "restart, newcomers"
@@ -224,19 +224,19 @@ RULES = {
         _C, "recover", "tuple(sorted(hello.member.rank for hello in hellos))",
         "tuple(newest.ranks)", "restart, newcomers",
     ),
-    "a report tells what broke unheard": Rule(
+    "a report reveals what broke": Rule(
         _C, "report", "phase is Phase.OUT", "False", "restart, repair"
     ),
     "an engine that forms its group is not broken": Rule(
         _C, "report", "self.group_state is not GroupState.FORMING", "True", "restart"
     ),
-    "who has left is not broken": Rule(
-        _C, "report", " and rank in self.ranks", "", "restart, parting"
+    "an engine that has left is not broken": Rule(
+        _C, "report", " and rank in self.ranks", "", "restart, detach"
     ),
-    "who has yet to leave an older group is not in the newest": Rule(
+    "an engine in an older group is not in the newest": Rule(
         _C, "recover", "hello.epoch == self.epoch and ", "", "restart, repair"
     ),
     "a paused engine answers again": Rule(
-        _M, "pause", "if self.phase is Phase.PAUSED", "if False", "restart, hold"
+        _M, "pause", "if self.phase is Phase.PAUSED", "if False", "restart, pause"
     ),
 }  # fmt: skip

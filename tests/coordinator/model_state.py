@@ -101,7 +101,7 @@ class Budget(NamedTuple):
     requests: int = 0
     pauses: int = 0
     joins: int = 0
-    parts: int = 0
+    detaches: int = 0
     deaths: int = 0
     losses: int = 0
     """Of workers."""
@@ -133,7 +133,7 @@ class Bounds:
     """Kind and steps of each request, in the order of their arrival."""
     newcomers: int = 0
     pauses: int = 0
-    parts: int = 0
+    detaches: int = 0
     deaths: int = 0
     losses: int = 0
     restarts: int = 0

@@ -34,7 +34,7 @@ from tests.coordinator.model_state import (
     pack,
 )
 
-_HELD, _WANTED = (
+_PAUSE_REQUESTED, _TARGET_RANKS = (
     [field.name for field in fields(WaveCoordinator)].index(name)
     for name in ("pause_requested", "target_ranks")
 )
@@ -45,10 +45,10 @@ def moves(model: Model, state: State) -> Iterator[Transition]:
     """All that can happen next."""
     for rank, engine in enumerate(state.engines):
         if engine.outbox:
-            yield f"{rank} is heard", True, _deliver(model, state, rank)
+            yield f"{rank} is delivered", True, _deliver(model, state, rank)
         if engine.place is EngineState.DEAD:
             if rank in state.unnoticed and state.coordinator is not None:
-                yield f"{rank} is noticed", True, _lose(model, state, rank)
+                yield f"{rank} is noticed", True, _notice_death(model, state, rank)
             continue
         for name, owed, after in _engine_moves(model, state, rank, engine):
             yield f"{rank} {name}", owed, after
@@ -95,9 +95,9 @@ def _engine_moves(model: Model, state: State, rank: int, engine: Engine) -> Iter
         if all(_arrived(state.engines[r], engine.fields.epoch) for r in engine.fields.ranks):
             yield "forms", True, _join(model, state, rank)
     elif engine.place is EngineState.REPAIRING:
-        mended = engine._replace(place=EngineState.BROKEN)
+        repaired = engine._replace(place=EngineState.BROKEN)
         said = (pack(Repaired(rank, 0)),)
-        yield "is repaired", True, model.with_engine(state, rank, mended, said)
+        yield "is repaired", True, model.with_engine(state, rank, repaired, said)
     if listens and state.left.requests and rank in state.desired:
         yield "gets a request", False, _request(model, state, rank)
 
@@ -118,7 +118,7 @@ def _accidents(
         if engine.place in (EngineState.INSIDE, EngineState.FORMING)
         else False
     ):
-        yield "is is_aborted out", spend(model.fall_out(state, rank, EngineState.BROKEN), "errors")
+        yield "is aborted", spend(model.fall_out(state, rank, EngineState.BROKEN), "errors")
     elif state.left.errors and _alone(state, engine):
         yield "sees an error", spend(model.fall_out(state, rank, EngineState.BROKEN), "errors")
 
@@ -210,12 +210,12 @@ def _joined(model: Model, state: State, message: Packed) -> State:
 
 def _broken(model: Model, state: State, message: Packed) -> State:
     if message[5]:
-        return _want(model, state, _wanted(state) - {message[1]}, lost=True)
+        return _change_target(model, state, _target_ranks(state) - {message[1]}, lost=True)
     return model.command(state, "broken", message[3])
 
 
 def _repaired(model: Model, state: State, message: Packed) -> State:
-    return _want(model, state, _wanted(state) | ({message[1]} & state.desired))
+    return _change_target(model, state, _target_ranks(state) | ({message[1]} & state.desired))
 
 
 def _report(model: Model, state: State, message: Packed) -> State:
@@ -243,47 +243,47 @@ def _reported(rank: int, engine: Engine) -> Packed:
     return (EngineReport, rank, fields.epoch, fields.wave, fields.phase, fields.voting)
 
 
-def _wanted(state: State) -> frozenset[int]:
+def _target_ranks(state: State) -> frozenset[int]:
     assert state.coordinator is not None
-    return frozenset(state.coordinator[_WANTED])
+    return frozenset(state.coordinator[_TARGET_RANKS])
 
 
-def _want(model: Model, state: State, wanted: frozenset[int], lost: bool = False) -> State:
+def _change_target(model: Model, state: State, wanted: frozenset[int], lost: bool = False) -> State:
     return model.command(state, "change", tuple(sorted(wanted)), lost)
 
 
 # -------------------------------------------------------------------- manager and operator
 
 
-def _lose(model: Model, state: State, rank: int) -> State:
+def _notice_death(model: Model, state: State, rank: int) -> State:
     """A dead engine is noticed; what it said is not heard any more."""
     state = model.with_engine(state, rank, state.engines[rank]._replace(outbox=()))
     state = state._replace(desired=state.desired - {rank}, unnoticed=state.unnoticed - {rank})
-    return _want(model, state, _wanted(state) - {rank}, lost=True)
+    return _change_target(model, state, _target_ranks(state) - {rank}, lost=True)
 
 
 def _operator(model: Model, state: State) -> Iterator[Transition]:
     assert state.coordinator is not None
-    left, wanted = state.left, _wanted(state)
+    left, wanted = state.left, _target_ranks(state)
     if left.pauses:
         yield "pause", False, spend(model.command(state, "pause"), "pauses")
-    if state.coordinator[_HELD]:
+    if state.coordinator[_PAUSE_REQUESTED]:
         yield "resume", False, model.command(state, "resume")
     if unwanted := wanted - state.desired - state.unnoticed:
-        yield "part again", True, _want(model, state, wanted - unwanted)
+        yield "detach again", True, _change_target(model, state, wanted - unwanted)
     if left.joins:
         rank = len(state.engines) - left.joins
         if state.engines[rank].place is not EngineState.DEAD:
-            after = _want(model, state, wanted | {rank})
+            after = _change_target(model, state, wanted | {rank})
             after = after._replace(desired=state.desired | {rank})
             yield f"{rank} is wanted", False, spend(after, "joins")
-    if left.parts:
+    if left.detaches:
         for rank in sorted(wanted & state.desired) if len(state.desired) > 1 else ():
-            after = _want(model, state, wanted - {rank})
+            after = _change_target(model, state, wanted - {rank})
             after = after._replace(desired=state.desired - {rank})
-            yield f"{rank} is to part", False, spend(after, "parts")
+            yield f"{rank} is to detach", False, spend(after, "detaches")
     if left.restarts:
-        for name, kept in (("its words too", False), ("its words arrive", True)):
+        for name, kept in (("messages are lost", False), ("messages arrive", True)):
             engines = tuple(
                 e._replace(
                     inbox=e.inbox if kept else (), outbox=(), greeted=e.place is EngineState.DEAD
@@ -343,14 +343,14 @@ def is_quiescent(state: State, bounds: Bounds) -> bool:
     if any(e.inbox or e.outbox or e.place is EngineState.REPAIRING for e in state.engines):
         return False
     coordinator = WaveCoordinator(*state.coordinator)
-    held = coordinator.pause_requested
+    pause_requested = coordinator.pause_requested
     group = tuple(sorted(state.desired))
-    phase = Phase.PAUSED if held else Phase.STOPPED
-    group_state = GroupState.PAUSED if held and group else GroupState.SERVING
+    phase = Phase.PAUSED if pause_requested else Phase.STOPPED
+    group_state = GroupState.PAUSED if pause_requested and group else GroupState.SERVING
     return (
         coordinator.ranks == coordinator.target_ranks == group
         and coordinator.group_state is group_state
-        and (held or not coordinator.running)
+        and (pause_requested or not coordinator.running)
         and all(
             _rests(engine, coordinator, phase)
             if rank in group

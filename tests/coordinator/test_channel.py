@@ -78,12 +78,12 @@ def outlet(address: ChannelAddress, keys: ChannelKeys) -> Iterator[Outlet[str]]:
 
 def take(inbox: Inbox[str], count: int) -> list[tuple[bytes, str]]:
     """The next `count` messages."""
-    heard: list[tuple[bytes, str]] = []
+    received: list[tuple[bytes, str]] = []
     deadline = time.monotonic() + SOON_S
-    while len(heard) < count:
-        assert time.monotonic() < deadline, f"{len(heard)} of {count} messages came"
-        heard += inbox.receive(0.1)
-    return heard
+    while len(received) < count:
+        assert time.monotonic() < deadline, f"{len(received)} of {count} messages came"
+        received += inbox.receive(0.1)
+    return received
 
 
 # -------------------------------------------------------------------------------- messages
@@ -93,9 +93,9 @@ def test_messages_keep_their_order_both_ways(inbox, outlet) -> None:
     sent = [str(i) for i in range(500)]
     for message in sent:
         outlet.send(message)
-    heard = take(inbox, len(sent))
-    assert [message for _, message in heard] == sent
-    (peer,) = {peer for peer, _ in heard}
+    received = take(inbox, len(sent))
+    assert [message for _, message in received] == sent
+    (peer,) = {peer for peer, _ in received}
     for message in sent:
         inbox.send(peer, message)
     assert [outlet.receive(SOON_S) for _ in sent] == sent
@@ -105,9 +105,9 @@ def test_each_peer_gets_its_own_answers(inbox, address, keys) -> None:
     outlets: list[Outlet[str]] = [Outlet(address, str, keys) for _ in range(4)]
     for index, outlet in enumerate(outlets):
         outlet.send(str(index))
-    heard = take(inbox, len(outlets))
-    assert len({peer for peer, _ in heard}) == len(outlets)
-    for peer, message in heard:
+    received = take(inbox, len(outlets))
+    assert len({peer for peer, _ in received}) == len(outlets)
+    for peer, message in received:
         inbox.send(peer, f"answer {message}")
     for index, outlet in enumerate(outlets):
         assert outlet.receive(SOON_S) == f"answer {index}"
@@ -186,9 +186,9 @@ def test_a_message_of_several_frames_is_skipped(inbox, outlet) -> None:
 
 def test_what_was_sent_right_before_closing_arrives(inbox, address, keys) -> None:
     outlet: Outlet[str] = Outlet(address, str, keys)
-    outlet.send("last words")
+    outlet.send("last messages")
     outlet.close()
-    assert [message for _, message in take(inbox, 1)] == ["last words"]
+    assert [message for _, message in take(inbox, 1)] == ["last messages"]
 
 
 def test_an_inbox_that_closes_delivers_its_last_answer(keys) -> None:
@@ -196,9 +196,9 @@ def test_an_inbox_that_closes_delivers_its_last_answer(keys) -> None:
     outlet: Outlet[str] = Outlet(inbox.address, str, keys)
     outlet.send("x")
     ((peer, _),) = take(inbox, 1)
-    inbox.send(peer, "last words")
+    inbox.send(peer, "last messages")
     inbox.close()
-    assert outlet.receive(SOON_S) == "last words"
+    assert outlet.receive(SOON_S) == "last messages"
     outlet.close()
 
 
@@ -281,8 +281,8 @@ def test_an_async_outlet_talks_in_order(inbox, address, keys) -> None:
         outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys, queue.put_nowait)
         for i in range(100):
             outlet.send(str(i))
-        heard = take(inbox, 100)
-        for peer, message in heard:
+        received = take(inbox, 100)
+        for peer, message in received:
             inbox.send(peer, message)
         answers = [await asyncio.wait_for(queue.get(), SOON_S) for _ in range(100)]
         outlet.close()
@@ -293,7 +293,7 @@ def test_an_async_outlet_talks_in_order(inbox, address, keys) -> None:
 
 def test_sending_does_not_swallow_the_wake_up_of_a_message(inbox, address, keys) -> None:
     """zmq's file descriptor signals once. A message that has arrived while the loop was busy
-    must be heard even if the loop sends before it looks."""
+    must be received even if the loop sends before it looks."""
 
     async def talk() -> None:
         queue: asyncio.Queue[str] = asyncio.Queue()
@@ -314,12 +314,14 @@ def test_sending_does_not_swallow_the_wake_up_of_a_message(inbox, address, keys)
 
 def test_an_outlet_that_is_closed_by_what_it_hears_hands_over_no_more(inbox, address, keys) -> None:
     async def talk() -> tuple[list[str], list[Any]]:
-        heard: list[str] = []
+        received: list[str] = []
         troubles: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, told: troubles.append(told))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: troubles.append(context)
+        )
 
         def close(message: str) -> None:
-            heard.append(message)
+            received.append(message)
             outlet.close()
 
         outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys, close)
@@ -327,10 +329,10 @@ def test_an_outlet_that_is_closed_by_what_it_hears_hands_over_no_more(inbox, add
         ((peer, _),) = take(inbox, 1)
         for i in range(3):
             inbox.send(peer, str(i))
-        while not heard:
+        while not received:
             await asyncio.sleep(0.01)
         await asyncio.sleep(NEVER_S)
-        return heard, troubles
+        return received, troubles
 
     assert asyncio.run(talk()) == (["0"], [])
 

@@ -1,4 +1,5 @@
-"""When the coordinator tells: a deadline after the first untold change, however busy it is."""
+"""When the coordinator publishes: a deadline after the first unpublished change, however busy it
+is."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def joined(*ranks: int):
 
 
 def cluster_state_of(*ranks: int) -> ClusterState:
-    """A cluster_state that has told everything at time 0."""
+    """A cluster_state that has published everything at time 0."""
     cluster_state = ClusterState(CONFIG)
     cluster_state.change(joined(*ranks), 0.0)
     assert cluster_state.due(0.0) is not None
@@ -44,56 +45,56 @@ arrivals = st.lists(
 
 
 @given(arrivals)
-def test_no_change_stays_untold_longer_than_the_deadline(pattern) -> None:
+def test_no_change_stays_unpublished_longer_than_the_deadline(pattern) -> None:
     """A loop that sleeps as the cluster_state says, under any traffic.
 
-    Nothing is told late: neither a change after its deadline nor the heartbeat. Nothing is told
-    needlessly: each view has a reason, a change or the silence of a heartbeat.
+    Nothing is published late: neither a change after its deadline nor the heartbeat. Nothing is
+    published needlessly: each view has a reason, a change or the silence of a heartbeat.
     """
-    cluster_state, now, told_at = cluster_state_of(0, 1), 0.0, 0.0
+    cluster_state, now, published_at = cluster_state_of(0, 1), 0.0, 0.0
     known: dict[int, EngineReport] = {}
-    untold_since: float | None = None
+    unpublished_since: float | None = None
 
     def run_until(end: float) -> None:
-        nonlocal now, told_at, untold_since
+        nonlocal now, published_at, unpublished_since
         while now + cluster_state.wait_s(now) <= end:
             now += cluster_state.wait_s(now)
             view = cluster_state.due(now)
             assert view is not None
-            since_change = None if untold_since is None else now - untold_since
+            since_change = None if unpublished_since is None else now - unpublished_since
             if since_change is None:
-                assert now - told_at == CONFIG.heartbeat_s
+                assert now - published_at == CONFIG.heartbeat_s
             else:
                 assert since_change <= CONFIG.load_report_s
             assert view.reports == [known[rank] for rank in sorted(known)]
-            told_at, untold_since = now, None
+            published_at, unpublished_since = now, None
         now = end
 
     for pause_s, rank, steps in pattern:
         run_until(now + pause_s)
         report = EngineReport(rank, steps=steps)
-        if known.get(rank) != report and untold_since is None:
-            untold_since = now
+        if known.get(rank) != report and unpublished_since is None:
+            unpublished_since = now
         known[rank] = report
         cluster_state.report(report, now)
-        assert cluster_state.due(now) is None or untold_since is not None
-        assert cluster_state.wait_s(now) <= CONFIG.load_report_s or untold_since is None
+        assert cluster_state.due(now) is None or unpublished_since is not None
+        assert cluster_state.wait_s(now) <= CONFIG.load_report_s or unpublished_since is None
     run_until(now + 3.0)
-    assert untold_since is None
+    assert unpublished_since is None
 
 
 def test_continuous_traffic_does_not_push_the_deadline_back() -> None:
-    cluster_state, told = cluster_state_of(0), []
+    cluster_state, published = cluster_state_of(0), []
     for tick in range(1, 1000):
         now = tick / 1024
         cluster_state.report(EngineReport(0, steps=tick), now)
         if cluster_state.due(now):
-            told.append(tick)
-    assert told[0] == 1 + 64
-    assert all(b - a == 1 + 64 for a, b in itertools.pairwise(told))
+            published.append(tick)
+    assert published[0] == 1 + 64
+    assert all(b - a == 1 + 64 for a, b in itertools.pairwise(published))
 
 
-def test_a_new_roster_is_told_at_once() -> None:
+def test_a_new_roster_is_published_at_once() -> None:
     cluster_state = cluster_state_of(0)
     for now, step in [
         (0.3, joined(1)),
@@ -108,7 +109,7 @@ def test_a_new_roster_is_told_at_once() -> None:
     assert cluster_state.roster.epoch == 4
 
 
-def test_no_change_of_the_roster_is_not_told() -> None:
+def test_no_change_of_the_roster_is_not_published() -> None:
     cluster_state = cluster_state_of(0)
     assert cluster_state.change(lambda r: leave(r, [5]), 0.1) is cluster_state.roster
     assert cluster_state.due(0.1) is None

@@ -1,4 +1,4 @@
-"""Whatever ingresses come and go, each is told what all others have counted, and nothing twice."""
+"""Whatever ingresses come and go, each receives what all others have counted, and nothing twice."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from swell.coordinator.metrics_aggregator import MetricsAggregator, add
 HOUR_S = 3600.0
 NAMES = ("first", "second")
 
-words = st.tuples(
+messages = st.tuples(
     st.integers(0, 3),  # who speaks
     st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9), max_size=2),  # what it has counted
     st.floats(0, HOUR_S / 2),  # how long after the word before
 )
 
 
-@given(st.lists(words, max_size=40))
+@given(st.lists(messages, max_size=40))
 def test_all_others_are_counted_once(said):
     """An ingress that was silent for an hour is dead: who speaks then is another one."""
     metrics_aggregator, now = MetricsAggregator(), 0.0
     spoke: dict[int, float] = {}
-    lives: Counter[int] = Counter()
+    starts: Counter[int] = Counter()
     true: dict[tuple[int, int], Counter[str]] = {}
     for who, more, later in said:
         now += later
         if now - spoke.get(who, now) > HOUR_S:
-            lives[who] += 1
+            starts[who] += 1
         spoke[who] = now
-        mine = true.setdefault((who, lives[who]), Counter())
+        mine = true.setdefault((who, starts[who]), Counter())
         mine.update(more)
-        index = who + 10 * lives[who]
+        index = who + 10 * starts[who]
         metrics_aggregator.record(index, {name: [float(mine[name]), 1.0] for name in mine}, now)
-        others = [counts for key, counts in true.items() if key != (who, lives[who])]
+        others = [counts for key, counts in true.items() if key != (who, starts[who])]
         assert metrics_aggregator.total_of_others(index) == {
             name: [float(sum(c[name] for c in others)), float(sum(name in c for c in others))]
             for name in NAMES

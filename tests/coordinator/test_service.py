@@ -1,4 +1,4 @@
-"""The coordinator's loop over real channels: who watches hears, soon and however busy it is."""
+"""The coordinator's loop over real channels: subscribers receive views soon, however busy it is."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def connect(service: CoordinatorService) -> Iterator[Callable[[], Outlet[Cluster
         outlet.close()
 
 
-def hear(outlet: Outlet[ClusterView], wanted: Callable[[ClusterView], bool]) -> ClusterView:
+def receive_view(outlet: Outlet[ClusterView], wanted: Callable[[ClusterView], bool]) -> ClusterView:
     """The first view that is as wanted."""
     deadline = time.monotonic() + SOON_S
     while time.monotonic() < deadline:
@@ -69,7 +69,7 @@ def test_a_subscriber_receives_the_current_view_at_once(service, connect) -> Non
     service.join([member(0), member(1)], SOON_S)
     subscriber = connect()
     subscriber.send(Subscribe(0))
-    view = hear(subscriber, lambda _view: True)
+    view = receive_view(subscriber, lambda _view: True)
     assert view.roster.ranks == [0, 1] and view == service.view()
 
 
@@ -137,20 +137,20 @@ def test_a_failing_handler_does_not_stop_the_loop(service, connect, monkeypatch)
     subscriber, engine = connect(), connect()
     service.join([member(0)], SOON_S)
     subscriber.send(Subscribe(0))
-    hear(subscriber, lambda _view: True)
-    hear_word, failed = service._state_machine.on_message, []
+    receive_view(subscriber, lambda _view: True)
+    handle, failed = service._state_machine.on_message, []
 
-    def once(word, now):
+    def once(message, now):
         if not failed:
-            failed.append(word)
+            failed.append(message)
             raise ZeroDivisionError("planted")
-        return hear_word(word, now)
+        return handle(message, now)
 
     monkeypatch.setattr(service._state_machine, "on_message", once)
     engine.send(msgspec.Raw(b"\xc1"))
     for steps in (1, 2):
         engine.send(EngineReport(0, steps=steps))
-    hear(subscriber, lambda view: [report.steps for report in view.reports] == [2])
+    receive_view(subscriber, lambda view: [report.steps for report in view.reports] == [2])
     assert failed == [EngineReport(0, steps=1)] and service._inbox.malformed == 1
 
 
@@ -170,10 +170,10 @@ def test_a_stalled_coordinator_keeps_its_subscribers() -> None:
     subscriber: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
     try:
         subscriber.send(Subscribe(0))
-        hear(subscriber, lambda _view: True)
+        receive_view(subscriber, lambda _view: True)
         clock.jumped_s += 100.0
         service.join([member(0)], SOON_S)
-        hear(subscriber, lambda view: view.roster.ranks == [0])
+        receive_view(subscriber, lambda view: view.roster.ranks == [0])
     finally:
         service.stop()
         subscriber.close()
@@ -202,7 +202,7 @@ def test_a_roster_change_reaches_every_subscriber(service, connect) -> None:
     subscribers = [connect() for _ in range(3)]
     for index, subscriber in enumerate(subscribers):
         subscriber.send(Subscribe(index))
-        hear(subscriber, lambda _view: True)
+        receive_view(subscriber, lambda _view: True)
     for step in (
         lambda: service.join([member(0), member(1)], SOON_S),
         lambda: service.leave([1]),
@@ -210,7 +210,7 @@ def test_a_roster_change_reaches_every_subscriber(service, connect) -> None:
     ):
         roster = step()
         for subscriber in subscribers:
-            hear(subscriber, lambda view, roster=roster: view.roster == roster)
+            receive_view(subscriber, lambda view, roster=roster: view.roster == roster)
 
 
 def test_a_report_reaches_the_subscribers(service, connect) -> None:
@@ -220,21 +220,21 @@ def test_a_report_reaches_the_subscribers(service, connect) -> None:
     report = EngineReport(0, running=3, waiting=2, kv_usage=0.25, steps=7)
     engine.send(EngineReport(5, steps=1))
     engine.send(report)
-    assert hear(subscriber, lambda view: bool(view.reports)).reports == [report]
+    assert receive_view(subscriber, lambda view: bool(view.reports)).reports == [report]
 
 
-def test_each_ingress_is_told_what_all_others_have_counted(service) -> None:
+def test_each_ingress_receives_what_all_others_have_counted(service) -> None:
     def said(index: int, *, total: float) -> dict[str, list[float]]:
-        """What ingress `index` is told when it has counted so much."""
+        """What ingress `index` receives when it has counted so much."""
         outlet: Outlet[IngressMessage] = Outlet(service.address, IngressMessage, service.keys)
         try:
             outlet.send(Subscribe(index, counts={"n": [total]}))
             deadline = time.monotonic() + SOON_S
             while time.monotonic() < deadline:
-                word = outlet.receive(0.5)
-                if isinstance(word, OtherIngressCounts):
-                    return word.counts
-            raise AssertionError("nothing was told")
+                message = outlet.receive(0.5)
+                if isinstance(message, OtherIngressCounts):
+                    return message.counts
+            raise AssertionError("nothing was received")
         finally:
             outlet.close()
 
@@ -250,15 +250,15 @@ def test_without_subscription_nothing_is_sent(service, connect) -> None:
     subscriber.send(Subscribe(0))
     engine.send(EngineReport(0))
     service.join([member(0)], SOON_S)
-    hear(subscriber, lambda view: view.roster.ranks == [0])
+    receive_view(subscriber, lambda view: view.roster.ranks == [0])
     assert engine.receive(0.0) is None
 
 
 def test_heartbeats_come_without_changes(service, connect) -> None:
     subscriber = connect()
     subscriber.send(Subscribe(0))
-    first = hear(subscriber, lambda _view: True)
-    assert [hear(subscriber, lambda _view: True) for _ in range(3)] == [first] * 3
+    first = receive_view(subscriber, lambda _view: True)
+    assert [receive_view(subscriber, lambda _view: True) for _ in range(3)] == [first] * 3
 
 
 def test_continuous_reports_do_not_hold_views_back(service, connect) -> None:
@@ -295,14 +295,14 @@ def test_continuous_reports_do_not_hold_views_back(service, connect) -> None:
 def test_garbage_and_gone_subscribers_are_ignored(service, connect) -> None:
     gone: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
     gone.send(Subscribe(9))
-    hear(gone, lambda _view: True)
+    receive_view(gone, lambda _view: True)
     gone.close()
     subscriber = connect()
     for nonsense in (b"", b"\x93\x01\xa1\xff", b"\x91\x63", b"\xc1"):
         subscriber.send(msgspec.Raw(nonsense))
     subscriber.send(Subscribe(0))
     service.join([member(0)], SOON_S)
-    assert hear(subscriber, lambda view: view.roster.epoch == 1)
+    assert receive_view(subscriber, lambda view: view.roster.epoch == 1)
 
 
 def test_a_malformed_message_is_dropped(service, connect) -> None:
@@ -311,7 +311,7 @@ def test_a_malformed_message_is_dropped(service, connect) -> None:
     engine.send(EngineReport(0, wave_phase=99))
     engine.send(EngineReport(0, steps=5))
     subscriber.send(Subscribe(0))
-    hear(subscriber, lambda view: [report.steps for report in view.reports] == [5])
+    receive_view(subscriber, lambda view: [report.steps for report in view.reports] == [5])
 
 
 def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:

@@ -115,8 +115,8 @@ def test_a_death_takes_it_out_at_once_and_the_others_form_again(lockstep) -> Non
     form(lockstep)
     sends = lockstep.remove_failed([0], 0.0)
     assert lockstep.roster.ranks == [1]
-    told = {rank: c for rank, c in sends if isinstance(c, ReconfigureDistributedRequest)}
-    assert told[1].ranks == [1] and told[1].store is None
+    commands = {rank: c for rank, c in sends if isinstance(c, ReconfigureDistributedRequest)}
+    assert commands[1].ranks == [1] and commands[1].store is None
 
 
 def test_a_newcomer_that_dies_while_forming_leaves_the_group_as_it_was(lockstep) -> None:
@@ -165,8 +165,8 @@ def test_a_silent_engine_is_taken_out_and_named(dense) -> None:
         dense.on_message(EngineReport(0, 7), now)
         dense.tick(now)
     assert dense.roster.ranks == [0]
-    [verdict] = dense.stalled_engines
-    assert verdict.rank == 1 and "silent" in verdict.reason
+    [stalled] = dense.stalled_engines
+    assert stalled.rank == 1 and "silent" in stalled.reason
     assert dense.view().stalls == 1
 
 
@@ -178,7 +178,7 @@ def test_an_operators_pause_and_its_end(dense) -> None:
         EngineReport(0, 7, wave_phase=int(Phase.RUNNING)),
         EngineReport(0, 7, wave_phase=3),
     )
-    assert dense.on_message(idle, 0.0) == [(0, Pause(0))], "who did not hear it is told again"
+    assert dense.on_message(idle, 0.0) == [(0, Pause(0))], "who did not hear it is commands again"
     assert dense.on_message(paused, 0.0) == []
     assert dense.resume(0.0) == [(0, Resume(0))]
     assert dense.on_message(paused, 0.0) == [(0, Resume(0))]
@@ -203,4 +203,4 @@ def test_the_epoch_advances_past_one_that_was_seen(dense) -> None:
     assert dense.roster.epoch == 1
     dense.advance_epoch(9, 0.0)
     assert (dense.roster.epoch, dense.roster.ranks) == (10, [0])
-    assert dense.cluster_state.due(0.0) is not None, "and it is told"
+    assert dense.cluster_state.due(0.0) is not None, "and it is commands"

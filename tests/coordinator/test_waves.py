@@ -1,4 +1,4 @@
-"""The races of waves, one by one. Every scenario must come to rest: nobody waits, no work is
+"""The races of waves, one by one. Every scenario must come to rest: no engine waits, no work is
 left."""
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tests.coordinator.model_checker import E1, K1, K2, S2, Scenario
 from tests.coordinator.model_state import Bounds, EngineState
 from tests.coordinator.model_transitions import is_quiescent
 
-AWAKE = ("0 gets a request", "0 is heard", "1 takes")
+AWAKE = ("0 gets a request", "0 is delivered", "1 takes")
 """Both engines run."""
 PAUSED = ("pause", "0 takes", "1 takes", "0 submits", "1 submits", "0 reads", "1 reads")
-"""Both engines are paused behind one step; what they said is under way."""
+"""Both engines are paused behind one step; their messages are under way."""
 
 STATES = {
     "stopped": (),
@@ -36,31 +36,33 @@ STATES = {
 """How a group of two gets into each state."""
 
 
-def test_a_stopped_engine_with_work_runs_first_and_then_tells() -> None:
+def test_a_stopped_engine_with_work_runs_first_and_then_reports() -> None:
     scenario = Scenario(Bounds(2, 1, (K1,))).perform("0 gets a request")
     assert scenario.phases() == [Phase.RUNNING, Phase.STOPPED]
-    scenario.perform("0 is heard", "1 takes")
+    scenario.perform("0 is delivered", "1 takes")
     assert scenario.phases() == [Phase.RUNNING, Phase.RUNNING]
     scenario.rest()
 
 
 def test_the_first_wave_starts_although_its_number_is_that_of_everybody() -> None:
     scenario = Scenario(Bounds(2, 2, (K1,)))
-    scenario.perform("1 gets a request", "1 is heard").rest()
+    scenario.perform("1 gets a request", "1 is delivered").rest()
     assert [engine.fields.wave for engine in scenario.state.engines] == [1, 1]
 
 
 def test_two_engines_woken_at_once_make_one_wave() -> None:
     scenario = Scenario(Bounds(2, 1, (K1, K1)))
-    scenario.perform("0 gets a request", "1 gets a request", "1 is heard", "0 is heard").rest()
+    scenario.perform(
+        "0 gets a request", "1 gets a request", "1 is delivered", "0 is delivered"
+    ).rest()
     assert [engine.fields.wave for engine in scenario.state.engines] == [1, 1]
 
 
 def test_the_next_start_may_overtake_the_end_of_a_wave() -> None:
     scenario = Scenario(Bounds(2, 1, (K1, K1))).perform(*AWAKE, "0 submits", "1 submits")
-    scenario.perform("0 reads", "1 reads", "1 gets a request", "1 is heard")
+    scenario.perform("0 reads", "1 reads", "1 gets a request", "1 is delivered")
     assert WaveCoordinator(*(scenario.state.coordinator or ())).wave == 1
-    scenario.perform("0 is heard")
+    scenario.perform("0 is delivered")
     assert WaveCoordinator(*(scenario.state.coordinator or ())).running
     scenario.rest()
 
@@ -68,7 +70,7 @@ def test_the_next_start_may_overtake_the_end_of_a_wave() -> None:
 def test_a_start_is_remembered_by_an_engine_that_has_yet_to_end_the_wave_before() -> None:
     scenario = Scenario(Bounds(2, 1, (K1, K1))).perform(*AWAKE, "0 submits", "1 submits")
     scenario.perform(
-        "0 reads", "0 is heard", "0 gets a request", "0 is heard", "1 takes", "1 reads"
+        "0 reads", "0 is delivered", "0 gets a request", "0 is delivered", "1 takes", "1 reads"
     )
     assert scenario.phases() == [Phase.RUNNING, Phase.RUNNING]
     scenario.rest()
@@ -76,8 +78,10 @@ def test_a_start_is_remembered_by_an_engine_that_has_yet_to_end_the_wave_before(
 
 def test_a_start_that_comes_after_its_wave_is_ignored() -> None:
     scenario = Scenario(Bounds(2, 1, (K1, K1)))
-    scenario.perform("0 gets a request", "0 is heard", "1 gets a request", "0 submits", "1 submits")
-    scenario.perform("0 reads", "1 takes", "1 reads", "1 is heard")
+    scenario.perform(
+        "0 gets a request", "0 is delivered", "1 gets a request", "0 submits", "1 submits"
+    )
+    scenario.perform("0 reads", "1 takes", "1 reads", "1 is delivered")
     assert scenario.phases() == [Phase.STOPPED, Phase.STOPPED]
     assert scenario.rest()
 
@@ -96,7 +100,7 @@ def test_a_start_that_comes_after_a_pause_is_ignored() -> None:
 
 def test_one_may_resume_long_before_another() -> None:
     scenario = Scenario(Bounds(2, 1, (K2,), pauses=1)).perform(*PAUSED)
-    scenario.perform(*["0 is heard"] * 2, *["1 is heard"] * 2, "resume", "1 takes")
+    scenario.perform(*["0 is delivered"] * 2, *["1 is delivered"] * 2, "resume", "1 takes")
     scenario.perform("1 takes", "1 submits")
     assert scenario.phases() == [Phase.PAUSED, Phase.RUNNING]
     scenario.rest()
@@ -151,8 +155,8 @@ def test_a_newcomer_may_join_in_each_state(state: str) -> None:
 
 @pytest.mark.parametrize("state", STATES)
 def test_an_engine_may_detach_in_each_state(state: str) -> None:
-    scenario = Scenario(Bounds(2, 1, (K1,), parts=1, pauses=1)).perform(
-        *STATES[state], "1 is to part"
+    scenario = Scenario(Bounds(2, 1, (K1,), detaches=1, pauses=1)).perform(
+        *STATES[state], "1 is to detach"
     )
     assert scenario.rest().engines[1].place is EngineState.OUTSIDE
 
@@ -160,19 +164,19 @@ def test_an_engine_may_detach_in_each_state(state: str) -> None:
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("fate", ["too", "arrive"])
 def test_the_coordinator_may_die_in_each_state(state: str, fate: str) -> None:
-    words = {"too": "its words too", "arrive": "its words arrive"}[fate]
+    fates = {"too": "messages are lost", "arrive": "messages arrive"}[fate]
     scenario = Scenario(Bounds(2, 1, (K1,), pauses=1, restarts=1, reports=True)).perform(
         *STATES[state]
     )
     before = scenario.state.engines[0].fields.epoch
-    scenario.perform(f"the coordinator dies, {words}")
+    scenario.perform(f"the coordinator dies, {fates}")
     assert scenario.rest().engines[0].fields.epoch > before
 
 
-# -------------------------------------------------------------------- what saves words, or time
+# -------------------------------------------------------------------- what saves messages, or time
 
 
-def test_a_wave_is_told_once() -> None:
+def test_a_wave_is_announced_once() -> None:
     coordinator = WaveCoordinator(epoch=1, ranks=(0, 1, 2), target_ranks=(0, 1, 2))
     assert [rank for rank, _ in coordinator.start_wave(1, 1, 0)] == [0, 2]
     assert coordinator.start_wave(2, 1, 0) == []
@@ -192,7 +196,7 @@ def test_only_the_first_says_that_a_wave_has_ended() -> None:
         assert len(member.on_all_reduce(0, 0, has_work=False)) == said
 
 
-def test_a_group_whose_end_several_engines_tell_is_formed_once() -> None:
+def test_a_group_whose_end_several_engines_report_is_formed_once() -> None:
     coordinator = WaveCoordinator(epoch=1, ranks=(0, 1), target_ranks=(0, 1))
     assert len(coordinator.broken(1)) == 2
     assert coordinator.broken(1) == []

@@ -23,6 +23,8 @@ from tests.e2e.cluster import NANO, ROOT, Cluster, enable_sigint
 
 pytestmark = pytest.mark.slow
 
+_MANAGER, _STORE = "ServeReplica:swell:Manager", "ServeReplica:swell:ResponseStore"
+
 
 def swell(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -290,6 +292,40 @@ def test_a_coordinator_that_stops_comes_back(cluster):
     wait_for_engines(cluster, 1)
 
 
+def test_stored_responses_outlive_the_manager_and_their_store_is_replaced(cluster):
+    """They pass through no manager; what the store held is lost with it, and the next one keeps
+    again."""
+
+    def replaced(name: str) -> None:
+        (old,) = cluster.named(name)
+        os.kill(old, signal.SIGKILL)
+        if name == _MANAGER:
+            assert read(kept)["status"] == "completed", "the store does not need the manager"
+        deadline = time.monotonic() + 60
+        while cluster.named(name) in ([], [old]):
+            assert time.monotonic() < deadline, f"no other {name}"
+            time.sleep(0.1)
+
+    def read(id: str) -> dict:
+        return cluster.get(f"/v1/responses/{id}").json()
+
+    def create() -> str:
+        made = cluster.post("/v1/responses", {"model": "nano", "input": "reverse: kitten"}).json()
+        return made["id"] if made["store"] else ""
+
+    kept = create()
+    replaced(_MANAGER)
+    assert read(kept)["status"] == "completed"
+    replaced(_STORE)
+    deadline = time.monotonic() + 60
+    while not (again := create()):
+        assert time.monotonic() < deadline, "nothing is kept again"
+        time.sleep(0.5)
+    assert read(again)["status"] == "completed"
+    assert read(kept)["error"]["code"] == "response_not_found"
+    wait_for_engines(cluster, 1)
+
+
 def test_serve_run_deploys_the_same_app():
     """Ray Serve's own command, on a Ray of its own; Serve's proxy answers beside our port."""
     binaries = Path(sys.executable).parent
@@ -309,9 +345,9 @@ def test_serve_run_deploys_the_same_app():
         reader.start()
         try:
             ask_until_ready("http://127.0.0.1:8000", process)
-            told = [line for line in lines if "; ours is " in line]
-            assert told, "".join(lines)
-            ask_until_ready("http://127.0.0.1:" + told[0].split()[-1], process)
+            found = [line for line in lines if "; ours is " in line]
+            assert found, "".join(lines)
+            ask_until_ready("http://127.0.0.1:" + found[0].split()[-1], process)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(timeout=90)

@@ -72,15 +72,15 @@ def test_logprobs_of_a_chat_are_those_of_transformers(
     )
     choice = answer.choices[0]
     prompt, ids = answer.prompt_token_ids, choice.token_ids
-    told = choice.logprobs.content
-    assert len(told) == len(ids)
+    logprobs = choice.logprobs.content
+    assert len(logprobs) == len(ids)
     wanted = logprobs_of(prompt + ids)[len(prompt) - 1 :]
-    for one, token, row in zip(told, ids, wanted, strict=False):
+    for one, token, row in zip(logprobs, ids, wanted, strict=False):
         assert one.logprob == pytest.approx(row[token].item(), abs=1e-4)
         tops = [top.logprob for top in one.top_logprobs]
         assert tops == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
-    said = b"".join(bytes(one.bytes) for one in told)
-    assert said.startswith(choice.message.content.encode())
+    joined = b"".join(bytes(one.bytes) for one in logprobs)
+    assert joined.startswith(choice.message.content.encode())
 
 
 def test_an_echo_scores_the_prompt(
@@ -96,51 +96,51 @@ def test_an_echo_scores_the_prompt(
     assert choice.text.startswith(text)
     ids = choice.prompt_token_ids
     wanted = logprobs_of(ids)
-    told = choice.logprobs
-    assert told.token_logprobs[0] is None
-    assert "".join(told.tokens[: len(ids)]) == text
+    logprobs = choice.logprobs
+    assert logprobs.token_logprobs[0] is None
+    assert "".join(logprobs.tokens[: len(ids)]) == text
     for place in range(1, len(ids)):
         expected = wanted[place - 1, ids[place]].item()
-        assert told.token_logprobs[place] == pytest.approx(expected, abs=1e-4)
-        assert max(told.top_logprobs[place].values()) == pytest.approx(
+        assert logprobs.token_logprobs[place] == pytest.approx(expected, abs=1e-4)
+        assert max(logprobs.top_logprobs[place].values()) == pytest.approx(
             wanted[place - 1].max().item(), abs=1e-4
         )
-    assert [text[o] for o in told.text_offset[: len(ids)]] == list(text)
+    assert [text[o] for o in logprobs.text_offset[: len(ids)]] == list(text)
     alone = api.completions.create(
         model=MODEL, prompt=text, max_tokens=0, echo=True, logprobs=1, temperature=0
     )
     assert alone.choices[0].text == text
     assert alone.usage.completion_tokens == 0
     assert alone.choices[0].logprobs.token_logprobs[1:] == pytest.approx(
-        told.token_logprobs[1 : len(ids)], abs=1e-5
+        logprobs.token_logprobs[1 : len(ids)], abs=1e-5
     )
 
 
 def test_n_answers_are_those_of_their_seeds(api: openai.OpenAI) -> None:
-    wish = {"temperature": 1.0, "max_tokens": 16}
-    many = api.chat.completions.create(**chat(**wish, n=4, seed=100))
+    fields = {"temperature": 1.0, "max_tokens": 16}
+    many = api.chat.completions.create(**chat(**fields, n=4, seed=100))
     assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
-    ones = [api.chat.completions.create(**chat(**wish, seed=100 + i)) for i in range(4)]
+    ones = [api.chat.completions.create(**chat(**fields, seed=100 + i)) for i in range(4)]
     assert [c.message.content for c in many.choices] == [
         one.choices[0].message.content for one in ones
     ]
     assert many.usage.prompt_tokens == ones[0].usage.prompt_tokens
     assert many.usage.completion_tokens == sum(one.usage.completion_tokens for one in ones)
     texts = ["", "", "", ""]
-    for chunk in api.chat.completions.create(**chat(**wish, n=4, seed=100, stream=True)):
+    for chunk in api.chat.completions.create(**chat(**fields, n=4, seed=100, stream=True)):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     assert texts == [choice.message.content for choice in many.choices]
 
 
 def test_best_of_keeps_the_likeliest(api: openai.OpenAI) -> None:
-    wish = {"model": MODEL, "prompt": "abc", "temperature": 1.0, "max_tokens": 6, "seed": 7}
-    drawn = api.completions.create(**wish, n=5, logprobs=0).choices
-    means = [math.fsum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in drawn]
-    ranked = [drawn[i].text for i in sorted(range(5), key=lambda i: -means[i])]
-    best = api.completions.create(**wish, n=2, best_of=5)
+    fields = {"model": MODEL, "prompt": "abc", "temperature": 1.0, "max_tokens": 6, "seed": 7}
+    sampled = api.completions.create(**fields, n=5, logprobs=0).choices
+    means = [math.fsum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in sampled]
+    ranked = [sampled[i].text for i in sorted(range(5), key=lambda i: -means[i])]
+    best = api.completions.create(**fields, n=2, best_of=5)
     assert [choice.text for choice in best.choices] == ranked[:2]
-    assert best.usage.completion_tokens == sum(len(c.logprobs.tokens) for c in drawn)
+    assert best.usage.completion_tokens == sum(len(c.logprobs.tokens) for c in sampled)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -152,11 +152,11 @@ def test_a_schema_is_held_at_high_temperature(api: openai.OpenAI, seed: int) -> 
             "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
         },
     )
-    said = json.loads(answer.choices[0].message.content)
+    person = json.loads(answer.choices[0].message.content)
     assert answer.choices[0].finish_reason == "stop"
-    assert said.keys() == {"name", "age", "tags"}
-    assert 0 <= said["age"] <= 130
-    assert len(said["name"]) <= 12
+    assert person.keys() == {"name", "age", "tags"}
+    assert 0 <= person["age"] <= 130
+    assert len(person["name"]) <= 12
 
 
 def test_a_required_call_is_made_and_its_answer_can_be_sent_back(api: openai.OpenAI) -> None:
@@ -167,15 +167,15 @@ def test_a_required_call_is_made_and_its_answer_can_be_sent_back(api: openai.Ope
     (call,) = choice.message.tool_calls
     assert call.function.name == "weather"
     assert 1 <= json.loads(call.function.arguments)["days"] <= 9
-    said, name = "", ""
+    arguments, name = "", ""
     stream = api.chat.completions.create(
         **ask, tool_choice="required", parallel_tool_calls=False, stream=True
     )
     for chunk in stream:
         for delta in chunk.choices[0].delta.tool_calls or []:
             name += delta.function.name or ""
-            said += delta.function.arguments or ""
-    assert (name, said) == (call.function.name, call.function.arguments)
+            arguments += delta.function.arguments or ""
+    assert (name, arguments) == (call.function.name, call.function.arguments)
     ask["messages"] += [
         choice.message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "sun"},
@@ -185,7 +185,7 @@ def test_a_required_call_is_made_and_its_answer_can_be_sent_back(api: openai.Ope
 
 
 def test_wishes_about_tokens(api: openai.OpenAI) -> None:
-    """Ids are bytes here, so the text shows what was drawn."""
+    """Ids are bytes here, so the text shows what was sampled."""
     allowed = api.completions.create(
         model=MODEL, prompt="x", temperature=1.0, max_tokens=12,
         extra_body={"allowed_token_ids": [97, 98]},

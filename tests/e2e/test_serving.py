@@ -91,15 +91,15 @@ def test_accuracy_equals_the_model_card(cluster, heldout):
 
 
 def test_a_seeded_answer_is_the_same_alone_and_in_a_crowd(cluster):
-    wish = {"temperature": 1.2, "top_p": 0.95, "seed": 7, "max_tokens": 40}
+    fields = {"temperature": 1.2, "top_p": 0.95, "seed": 7, "max_tokens": 40}
 
     async def ask() -> tuple[str, list[str]]:
         async with client(cluster) as api:
-            alone = await whole(api, "alphabet from c", **wish)
+            alone = await whole(api, "alphabet from c", **fields)
             crowd = [
                 whole(api, f"reverse: word{i}", temperature=1.0, max_tokens=30) for i in range(31)
             ]
-            among = await asyncio.gather(whole(api, "alphabet from c", **wish), *crowd)
+            among = await asyncio.gather(whole(api, "alphabet from c", **fields), *crowd)
             return alone, among
 
     alone, among = asyncio.run(ask())

@@ -59,7 +59,7 @@ def test_answers_equal_transformers(cluster, heldout, truth):
 
 
 def ended(cluster: Cluster) -> set[float]:
-    """How many requests have ended, as several looks tell it: each time the kernel decides which
+    """How many requests have ended, as several polls give it: each time the kernel decides which
     ingress answers."""
     pattern = r"^swell_request_success_total{.*} (\S+)$"
     texts = [cluster.get("/metrics").text for _ in range(12)]
@@ -67,11 +67,11 @@ def ended(cluster: Cluster) -> set[float]:
 
 
 def test_any_ingress_tells_of_all_requests(cluster):
-    time.sleep(3)  # three heartbeats: all has been told
+    time.sleep(3)  # three heartbeats: all has been reported
     (before,) = ended(cluster)
-    wish = {"model": "nano", "prompt": "count from 1 to 9", "max_tokens": 8}
+    fields = {"model": "nano", "prompt": "count from 1 to 9", "max_tokens": 8}
     for _ in range(12):
-        cluster.post("/v1/completions", wish)
+        cluster.post("/v1/completions", fields)
     deadline = time.monotonic() + 30
-    while (told := ended(cluster)) != {before + 12}:
-        assert time.monotonic() < deadline, f"{told}, and it were {before}"
+    while (count := ended(cluster)) != {before + 12}:
+        assert time.monotonic() < deadline, f"{count}, and it were {before}"

@@ -1,14 +1,14 @@
-"""A desk that has engines of this process answer request_specs, what it was told, and the oracle.
+"""A harness in which engines of this process answer `RequestSpec`s, their answers, and the oracle.
 
-The desk is all that stands above an engine in production (requests, output processor, collectors,
+The harness is all that is above an engine in production (requests, output processor, collectors,
 children), driven by hand: no socket, no task, no clock. So a test decides when a request moves to
-another engine, how slowly its asker reads, and in which kind it is told.
+another engine, how slowly its client reads, and in which kind of output it gets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ from swell.cluster.client.request_state import MigrationReason
 from swell.cluster.local import LLM
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.generation_request import Conversation, GenerationRequest
-from swell.cluster.text.prompts import load_tokenizer
+from swell.cluster.text.tokenizer import load_tokenizer
 from swell.cluster.text.truncation import TEMPLATE_TEXT
 from swell.worker.sample import logprobs, sampler
+from tests.engine.depth import keeping_depth
 from tests.engine.features import RequestSpec
 
 NANO = str(Path(__file__).parents[2] / "configs" / "models" / "nano")
@@ -40,11 +41,11 @@ TOLERANCE = 1e-4
 """Of a log probability: float32 rounds differently in batches of different shapes."""
 _, DELTA, FINAL = RequestOutputKind
 DETOKENIZER = Detokenizer(load_tokenizer(NANO))
-CLIENT = b"desk"
+CLIENT = b"harness"
 MAX_STEPS = 5000
 """Several times what the largest crowd takes."""
 
-# ---------------------------------------------------------------- what was told
+# ---------------------------------------------------------------- what was received
 
 
 Positions = list[tuple[list[int], list[float], int, int]]
@@ -64,7 +65,7 @@ class Part:
     stop_reason: int | str | None = None
 
     def add(self, newer: CompletionOutput, *, is_delta: bool) -> None:
-        """Take what is told next; what was told before stays true."""
+        """Take the next output; what came before stays true."""
         logprobs = positions(newer.logprobs)
         assert self.finish_reason is None or (newer.text == self.text and not is_delta)
         if is_delta:
@@ -85,14 +86,14 @@ class Part:
 
 @dataclass
 class Answer:
-    """All that an asker was told, folded by a second hand: not by the code under test."""
+    """All that a client received, folded by a second hand: not by the code under test."""
 
     parts: dict[int, Part] = field(default_factory=dict)
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: Positions | None = None
     finished: bool = False
     num_outputs: int = 0
-    """How many times the asker was told something."""
+    """How many outputs the client received."""
     preemptions: int = 0
     """Of all its children."""
     is_firm: bool = True
@@ -155,7 +156,9 @@ def engine(**overrides: Any) -> LLM:
     """Eight rows; the keys of `overrides` are those of `--set`, with `__` for a dot."""
     changes = {key.replace("__", "."): value for key, value in overrides.items()}
     basis = {"model.device": "cpu", "cache.memory_bytes": 4_000_000, "scheduler.max_rows": 8}
-    return LLM(NANO, **basis | changes)
+    settings = basis | changes
+    with keeping_depth() if settings.get("scheduler.steps_in_flight", 1) != 1 else nullcontext():
+        return LLM(NANO, **settings)
 
 
 @dataclass
@@ -165,18 +168,18 @@ class _Child:
     engine: int
     collector: RequestOutputCollector
     cuts: list[int]
-    heard: int = 0
+    num_outputs: int = 0
     """Outputs that engines gave, with tokens or without."""
     preemptions: int = 0
-    """Most that one engine told of."""
+    """Most that one engine reported."""
 
 
 class EngineHarness:
-    """One asker and its engines.
+    """One client and its engines.
 
-    `patience`: the asker reads its collectors every so many steps, and finds what has merged there.
-    `recovered_every`: every so many steps each engine loses its cache and its steps in flight, as
-    when a worker of its dies; 0: never.
+    `patience`: the client reads its collectors every so many steps, and finds what has merged
+    there. `recovered_every`: every so many steps each engine loses its cache and its steps in
+    flight, as when a worker of its dies; 0: never.
     """
 
     def __init__(
@@ -204,7 +207,7 @@ class EngineHarness:
         at: int = 0,
     ) -> None:
         """Begin: child i on engine `at + i`. Each moves to the next engine when so many of its
-        outputs have been heard as `cuts` says."""
+        outputs were received as `cuts` says."""
         number, llm = len(self._asked), self._engines[0]
         talk = llm._prompts.chat_messages([{"role": "user", "content": request_spec.prompt}])
         self._asked.append((ParentRequest(request_spec.params, kind), kind, Answer()))
@@ -233,7 +236,7 @@ class EngineHarness:
             while self._processor.request_states:
                 for place, llm in enumerate(self._engines):
                     if llm._core.has_work:
-                        self._hear(llm)
+                        self._receive(llm)
                     self._move_from(place)
                 steps += 1
                 assert steps < MAX_STEPS, f"{list(self._processor.request_states)} do not end"
@@ -248,27 +251,27 @@ class EngineHarness:
         return [answer for _, _, answer in self._asked]
 
     def _clear(self) -> None:
-        """Leave the engines empty, also behind a failure: who asks next finds them so."""
+        """Leave the engines empty, also behind a failure: the next test finds them so."""
         for llm in self._engines:
             llm._core.abort_requests(list(self._children))
-            while llm._core.has_work:  # steps in flight that nobody waits for
+            while llm._core.has_work:  # steps in flight without requests
                 llm._core.step()
             llm.check_idle()
 
-    def _hear(self, llm: LLM) -> None:
+    def _receive(self, llm: LLM) -> None:
         for outputs in llm._core.step().values():
             for output in outputs:
                 child = self._children[output.request_id]
-                child.heard += 1
+                child.num_outputs += 1
                 child.preemptions = max(child.preemptions, output.num_preemptions)
             ended = self._processor.process_outputs(outputs).reqs_to_abort
             llm._core.abort_requests([state.request_id for state in ended])
 
     def _move_from(self, place: int) -> None:
-        """The engine is lost to those whose time has come; another gets what they have heard."""
+        """The engine is lost to those whose time has come; another gets what they have received."""
         for request_id, state in list(self._processor.request_states.items()):
             child = self._children[request_id]
-            if child.engine != place or not child.cuts or child.heard < child.cuts[0]:
+            if child.engine != place or not child.cuts or child.num_outputs < child.cuts[0]:
                 continue
             child.cuts.pop(0)
             self.num_moves += 1
@@ -295,8 +298,8 @@ class RoundingProbe:
 
     One number in 0 .. 1 draws a token by where it falls among the sums of 320 probabilities; once
     in some thousand draws it falls within rounding of one of them. Likewise two tokens may be
-    equally likely, or one lie at the edge of top_p. No engine owes anybody such a token, so what
-    is asked in tests is such that every draw, and every rank that is told, comes out the same
+    equally likely, or one lie at the edge of top_p. No engine has to agree on such a token, so what
+    is asked in tests is such that every draw, and every rank that is reported, comes out the same
     from logits that differ by more than batches of different shapes make them differ (2e-5 at most
     was seen, in another direction for each token).
     """
@@ -359,10 +362,10 @@ class Plain:
     def __call__(self, request_spec: RequestSpec) -> Answer:
         answer = self._answers.get(request_spec.key)
         if answer is None:
-            desk, rounding_probe = EngineHarness([self._llm]), RoundingProbe()
-            desk.ask(request_spec, FINAL)
+            harness, rounding_probe = EngineHarness([self._llm]), RoundingProbe()
+            harness.ask(request_spec, FINAL)
             with rounding_probe.watching():
-                (answer,) = desk.run()
+                (answer,) = harness.run()
             answer.is_firm = rounding_probe.is_firm
             self._answers[request_spec.key] = answer
         return answer

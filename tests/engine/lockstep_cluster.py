@@ -1,4 +1,5 @@
-"""Engines that share collectives, without tensors: real servers and sockets, a world of threads.
+"""Engines that share collectives, without tensors: real servers and sockets, and threads for
+workers.
 
 A group is an epoch; a step of it gives its sums when every engine has submitted it. Whoever
 leaves a group breaks it for the others, as a transport does.
@@ -48,11 +49,11 @@ class SharedGroups:
 
 
 class LockstepExecutor(FakeExecutor):
-    """One engine's part of the world."""
+    """One engine's workers."""
 
-    def __init__(self, world: SharedGroups, num_blocks: int = 256, block_tokens: int = 4) -> None:
+    def __init__(self, shared: SharedGroups, num_blocks: int = 256, block_tokens: int = 4) -> None:
         super().__init__(num_blocks, block_tokens)
-        self._world = world
+        self._shared = shared
         self._group: Group | None = None
         self._index = 0
         self._epoch = 0
@@ -67,8 +68,8 @@ class LockstepExecutor(FakeExecutor):
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         self.abort()
         self.hold_forming.wait(SOON_S)
-        with self._world.changed:
-            group = self._world.groups.setdefault(groups.epoch, Group(groups.engines))
+        with self._shared.changed:
+            group = self._shared.groups.setdefault(groups.epoch, Group(groups.engines))
             assert group.engines == groups.engines
             self._group, self._index, self._epoch = group, groups.index, groups.epoch
             self.steps = 0
@@ -76,8 +77,8 @@ class LockstepExecutor(FakeExecutor):
                 self._queue.clear()
                 self.worker = FakeWorker(len(self.worker.cache), self.worker.block_tokens)
             group.joined.add(groups.index)
-            self._world.changed.notify_all()
-            done = self._world.changed.wait_for(
+            self._shared.changed.notify_all()
+            done = self._shared.changed.wait_for(
                 lambda: group.broken or len(group.joined) == group.engines, SOON_S
             )
             if group.broken or not done:
@@ -85,10 +86,10 @@ class LockstepExecutor(FakeExecutor):
         return [Regrouped(0, groups.generation)]
 
     def abort(self) -> None:
-        with self._world.changed:
+        with self._shared.changed:
             if self._group is not None:
                 self._group.broken = True
-            self._world.changed.notify_all()
+            self._shared.changed.notify_all()
 
     def repair(self) -> None:
         self.lost = None
@@ -98,22 +99,22 @@ class LockstepExecutor(FakeExecutor):
         group = self._group
         assert group is not None
         super().execute(plan)
-        with self._world.changed:
+        with self._shared.changed:
             self.steps += 1
             group.steps.setdefault(self.steps, {})[self._index] = plan
-            self._world.changed.notify_all()
+            self._shared.changed.notify_all()
         return _Output(self, group, self.steps, plan.step)
 
     def result(self, group: Group, number: int, step: int) -> ModelRunnerOutput:
         time.sleep(self.step_s)
-        with self._world.changed:
+        with self._shared.changed:
             plans = group.steps[number]
-            self._world.changed.wait_for(
+            self._shared.changed.wait_for(
                 lambda: group.broken or self.lost or len(plans) == group.engines
             )
             if self.lost:
                 group.broken = True
-                self._world.changed.notify_all()
+                self._shared.changed.notify_all()
                 raise WorkerLost(self.lost)
             if len(plans) < group.engines:
                 raise GroupBroken("a peer has gone")
@@ -142,7 +143,7 @@ class Engine:
     """An engine's server on a thread."""
 
     def __init__(self, cluster: Cluster, rank: int) -> None:
-        self.executor = LockstepExecutor(cluster.world)
+        self.executor = LockstepExecutor(cluster.shared)
         core = EngineCore(cluster.config, self.executor, ExecutorLimits(256, 512, VOCAB))
         self.server = EngineServer(
             cluster.config, rank, core, cluster.service.keys, cluster.service.address
@@ -178,7 +179,7 @@ class Cluster:
                 **sections,
             }
         )
-        self.world = SharedGroups()
+        self.shared = SharedGroups()
         self.service = self._coordinate(None)
         self.engines: dict[int, Engine] = {}
         self.outlets: dict[int, Outlet[EngineCoreOutputs]] = {}

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sample.wire import Extra, PromptLogprobs, SamplerParams
+from swell.worker.wire import ModelRunnerOutput
 from tests.engine.fake_worker import expected, make_core, regroup, run
 
 CLIENT, SAME_CLIENT_AGAIN = b"ingress", b"ingress, over a new connection"
@@ -81,6 +82,23 @@ def test_whatever_ends_a_request_has_its_number() -> None:
     assert (complete.finish_reason, complete.attempt) == (FinishReason.LENGTH, 5)
     core.add_request(request(6), CLIENT)
     assert [(r.request_id, r.attempt) for r in core.abort_client(CLIENT)] == [("r", 6)]
+    core.check_idle()
+
+
+def test_outputs_without_tokens_have_the_number_too() -> None:
+    core = make_core(max_tokens_per_step=2, steps_in_flight=1)
+    core.add_request(request(3), CLIENT)
+    step = core.scheduler.schedule()
+    assert step is not None and step.plan.samples == [False]
+    extras: list[Extra] = [PromptLogprobs(1, [[1]], [[0.0]], [1])]
+    result = ModelRunnerOutput(step.plan.step, extras={0: extras})
+    (output,) = core.scheduler.update(step, result)[CLIENT]
+    assert (output.extras, output.attempt) == (extras, 3)
+    step = core.scheduler.schedule()
+    assert step is not None
+    failed = ModelRunnerOutput(step.plan.step, [0], failed={0: "its own fault"})
+    (output,) = core.scheduler.update(step, failed)[CLIENT]
+    assert (output.finish_reason, output.attempt) == (FinishReason.ERROR, 3)
     core.check_idle()
 
 

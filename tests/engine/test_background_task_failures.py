@@ -86,9 +86,9 @@ class Line:
         return [self.client.commands.get() for _ in range(self.client.commands.qsize())]
 
     def peer(self) -> bytes:
-        heard: list[bytes] = []
-        until(lambda: heard.extend(peer for peer, _ in self.inbox.receive(0.05)) or heard)
-        return heard[0]
+        peers: list[bytes] = []
+        until(lambda: peers.extend(peer for peer, _ in self.inbox.receive(0.05)) or peers)
+        return peers[0]
 
     def receive(self, kind: type) -> Any:
         """The next message of this kind."""
@@ -166,15 +166,15 @@ def test_a_malformed_command_is_dropped_and_counted() -> None:
 
 def test_the_listener_to_the_workers(deaths: Deaths, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = make_keys()
-    beats = HeartbeatListener(keys, "127.0.0.1", 1.0)
+    listener = HeartbeatListener(keys, "127.0.0.1", 1.0)
     try:
-        monkeypatch.setattr(beats._monitor, "on_heartbeat", planted)
-        worker: Outlet[WorkerCommand] = Outlet(beats.address, WorkerCommand, keys)
+        monkeypatch.setattr(listener._monitor, "on_heartbeat", planted)
+        worker: Outlet[WorkerCommand] = Outlet(listener.address, WorkerCommand, keys)
         worker.send(WorkerHeartbeat(0, 1, 0))
-        check(deaths, "workers' beats")
+        check(deaths, "worker heartbeats")
         worker.close()
     finally:
-        beats.close()
+        listener.close()
 
 
 def test_the_worker_heartbeat_thread(deaths: Deaths) -> None:
@@ -186,9 +186,9 @@ def test_the_worker_heartbeat_thread(deaths: Deaths) -> None:
     outlets: list[Outlet[WorkerCommand]] = [
         Outlet(inbox.address, WorkerCommand, keys) for _ in range(2)
     ]
-    beacon = WorkerHeartbeatThread(WorkerLoop(0, Worker(), outlets[0]), outlets[1], 0.05)
+    client = WorkerHeartbeatThread(WorkerLoop(0, Worker(), outlets[0]), outlets[1], 0.05)
     check(deaths, "worker beacon")
-    beacon.stop()
+    client.stop()
     for end in (*outlets, inbox):
         end.close()
 
@@ -238,21 +238,21 @@ def test_a_wait_for_a_peer_that_fails_in_an_unknown_way_is_answered() -> None:
 
 
 @pytest.mark.parametrize("error", [ExecutorError("no room"), SystemExit(3)])
-def test_an_engine_whose_loop_has_ended_tells_why_and_ends(
+def test_an_engine_whose_loop_has_ended_says_why_and_ends(
     deaths: Deaths, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     class Server:
         def run(self) -> None:
             raise error
 
-    told: list[str | None] = []
+    answers: list[str | None] = []
     kind = actor.EngineActor.__ray_metadata__.modified_class
-    monkeypatch.setattr(actor.time, "sleep", lambda _s: told.append(shell.ended(0)))
+    monkeypatch.setattr(actor.time, "sleep", lambda _s: answers.append(shell.ended(0)))
     shell = kind(CONFIG, 0, make_keys(), None)
     shell._server = Server()
     thread = threading.Thread(target=shell._run)
     thread.start()
     thread.join(SOON_S)
-    assert told == [f"{type(error).__name__}: {error}"], "the manager can ask meanwhile"
+    assert answers == [f"{type(error).__name__}: {error}"], "the manager can call meanwhile"
     assert deaths == [("engine", error)]
     deaths.clear()

@@ -199,12 +199,14 @@ def test_an_abort_during_the_step_holds_for_that_step():
 
 
 def test_decode_rows_come_first():
-    core = make_core(steps_in_flight=1, max_tokens_per_step=8)
-    core.add_request(request("old", [1], 6), CLIENT)
+    """Also those that the policy puts behind a prompt."""
+    core = make_core(steps_in_flight=1, max_chunk_tokens=4)
+    core.add_request(request("prompt", [2] * 12, 6), CLIENT)
+    core.add_request(request("decodes", [1], 6), CLIENT)
     core.step()
-    core.add_request(request("new", [2] * 12, 6), CLIENT)
     core.step()
-    assert core.executor.plans[-1].num_tokens == [1, 7]
+    assert [r.request_id for r in core.scheduler.running] == ["prompt", "decodes"]
+    assert core.executor.plans[-1].num_tokens == [1, 4]
 
 
 def test_outputs_go_back_to_the_ingress_that_asked():

@@ -33,7 +33,7 @@ class Engine:
         self.outlet = Outlet(self.server.address, EngineCoreOutputs, service.keys)
         self._thread = threading.Thread(target=self.server.run)
         self._thread.start()
-        self.heard: dict[str, list[int]] = {}
+        self.received: dict[str, list[int]] = {}
 
     def ask(self, name: str, prompt: list[int], seed: int) -> None:
         sampler = SamplerParams(temperature=0.9 if seed % 2 else 0.0, seed=seed)
@@ -84,8 +84,8 @@ def answers(run: str, *engines: Engine) -> list[list[int]]:
     for index, prompt in enumerate(PROMPTS):
         engines[index % len(engines)].ask(f"{run}{index}", prompt, index)
     count = len(PROMPTS) // len(engines)
-    heard = [engine.receive(count) for engine in engines]
-    return [heard[index % len(engines)][index // len(engines)] for index in range(len(PROMPTS))]
+    received = [engine.receive(count) for engine in engines]
+    return [received[index % len(engines)][index // len(engines)] for index in range(len(PROMPTS))]
 
 
 def test_an_answer_does_not_depend_on_the_number_of_engines(config, service) -> None:

@@ -181,7 +181,7 @@ def bad(name: str) -> EngineCoreRequest:
     return EngineCoreRequest("bad", [4] * 20, params, 8, skip_prefix_cache=skips)
 
 
-def told(outputs: list[EngineCoreOutput]) -> list[object]:
+def fields(outputs: list[EngineCoreOutput]) -> list[object]:
     return [(o.new_token_ids, o.finish_reason, o.stop_reason, o.extras) for o in outputs]
 
 
@@ -194,7 +194,7 @@ def check_all(engine: Engine, exact: bool = True) -> None:
         assert last.finish_reason is FinishReason.ERROR and last.stop_reason, name
         for good_name, outputs in got.items():
             if exact:
-                assert told(outputs) == told(alone[good_name]), name
+                assert fields(outputs) == fields(alone[good_name]), name
             else:
                 assert token_ids(outputs) == token_ids(alone[good_name]), name
 
@@ -217,6 +217,7 @@ def test_ranks_agree_on_what_is_broken(folder, open_door, split) -> None:
         **{f"parallel__{split}": 2},
     ) as engine:
         check_all(engine, exact=False)
+        assert max(engine.depths) == 3
 
 
 @pytest.mark.slow

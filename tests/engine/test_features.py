@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.local import LLM
 from swell.cluster.text.sampling_params import SamplingParams
+from tests.engine.depth import record_depth
 from tests.engine.engine_harness import DELTA, Answer, EngineHarness, Plain, assert_same, engine
 from tests.engine.features import FEATURES, STEADY, RequestSpec, request_specs
 
@@ -57,7 +58,7 @@ AXES = {
     "scarce blocks, nothing cached, three steps": Axis(
         {**SCARCE, "cache__prefix_caching": False, "scheduler__steps_in_flight": 3}, is_scarce=True
     ),
-    "mended every 4 steps": Axis(harness={"recovered_every": 4}, is_scarce=True),
+    "recovered every 4 steps": Axis(harness={"recovered_every": 4}, is_scarce=True),
     # Blocks of one token: whole prompts are found, and their last token is computed all the same.
     "a warm cache": Axis({"cache__block_tokens": 1}, is_warm=True),
     "tensor 2": Axis({"parallel__tensor": 2}),
@@ -72,6 +73,7 @@ class Site:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.engines = [engine(**axis.overrides) for _ in range(axis.engines)]
+        self.depths = [record_depth(llm._core) for llm in self.engines]
 
     def answer(self, asked: Sequence[tuple[RequestSpec, RequestOutputKind]]) -> list[Answer]:
         """All at once, so that every one has others beside it."""
@@ -93,6 +95,8 @@ class Site:
             answers.setdefault(name, {})[kind] = answer
         if self.axis.is_warm:
             assert self.num_hit_tokens - found_tokens > 1000
+        depth = self.axis.overrides.get("scheduler__steps_in_flight")
+        assert depth is None or [max(depths) for depths in self.depths] == [depth]
         return answers
 
     @property

@@ -134,9 +134,9 @@ def test_a_worker_is_replaced_while_the_others_go_on(cluster) -> None:
     tracker.ask(0, 300)
     tracker.ask(1, 300)
     cluster.until(lambda: cluster.tokens["r1"])
-    with cluster.world.changed:
+    with cluster.shared.changed:
         cluster.engines[1].executor.lost = "worker 0 died"
-        cluster.world.changed.notify_all()
+        cluster.shared.changed.notify_all()
     tracker.check()
     assert cluster.engines[1].server.repairs == 1
     cluster.until(lambda: cluster.service.view().state == "serving")

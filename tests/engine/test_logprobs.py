@@ -156,6 +156,8 @@ def test_every_token_is_told_with_the_models_own_probability(
         answers = check_all(llama, requests(), engine.answer(requests()))
         assert all(len(answer) == NEW_TOKENS for answer in answers)
         assert (engine.core.scheduler.num_preemptions > 0) == (setting == "preemption")
+        depth = SETTINGS[setting].get("scheduler__steps_in_flight")
+        assert depth is None or max(engine.depths) == depth
 
 
 @pytest.mark.parametrize("setting", ["depth 2", "tensor 2"])

@@ -26,7 +26,7 @@ BAD = 77
 """The token whose embedding is no number."""
 GOOD = {"a": [5, 6, 7], "b": list(range(10, 50)), "c": [200, 201]}
 HIT = {"x": [5, BAD], "y": [*range(100, 130), BAD, 9], "z": [BAD]}
-WISHES = {
+SAMPLERS = {
     "greedy": SamplerParams(),
     "drawn": SamplerParams(temperature=1.0, seed=3),
     "filtered": SamplerParams(temperature=2.0, seed=3, top_k=40, top_p=0.9, min_p=0.01),
@@ -115,7 +115,7 @@ def summary(outputs: list[EngineCoreOutput]) -> tuple[list[int], object, list[fl
 def test_only_the_requests_that_are_hit_end(folders, backend, family, value):
     """A tied head has the row as well: every row's logits have a NaN then."""
     with Engine(folders[family, value], model__cpu_threads=1) as engine:
-        for name, sampler in WISHES.items():
+        for name, sampler in SAMPLERS.items():
             if family == "llama-tied":
                 got = engine.answer(requests(GOOD, sampler))
                 if name != "allowed":  # what is drawn from has none
@@ -136,8 +136,9 @@ def test_only_the_requests_that_are_hit_end(folders, backend, family, value):
 def test_in_groups_with_steps_in_flight(folders, family, split):
     overrides = {"model__cpu_threads": 1, "scheduler__steps_in_flight": 3, **split}
     with Engine(folders[family, NAN], scheduler__max_tokens_per_step=16, **overrides) as engine:
-        for sampler in WISHES.values():
+        for sampler in SAMPLERS.values():
             check(engine, engine.answer(requests(GOOD, sampler)), sampler, exact=False)
+        assert max(engine.depths) == 3
 
 
 def test_what_is_no_number_stays_in_no_cache(folders):

@@ -41,7 +41,7 @@ class FragileExecutor(StepExecutor):
     breaks_by: ExecutorError | None = None
     repair_fails = False
     repair_s = 0.0
-    mended: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
 
     sees: Callable[[SchedulerOutput], None] = staticmethod(lambda plan: None)
 
@@ -50,18 +50,18 @@ class FragileExecutor(StepExecutor):
         return _Fragile(self, super().execute(plan))
 
     def repair(self) -> None:
-        self.mended += ("repair",)
+        self.calls += ("repair",)
         time.sleep(self.repair_s)
         if self.repair_fails:
             raise ExecutorError("no room for a worker")
 
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         regrouped = super().regroup(groups)
-        self.mended += ("regroup",)
+        self.calls += ("regroup",)
         return regrouped
 
     def abort(self) -> None:
-        self.mended += ("abort",)
+        self.calls += ("abort",)
 
 
 class _Fragile(AsyncModelRunnerOutput):
@@ -81,7 +81,7 @@ class CoordinatorInbox:
     def __init__(self, inbox: Inbox[CoordinatorMessage]) -> None:
         self.inbox = inbox
         self.peer = b""
-        self.heard: list[CoordinatorMessage] = []
+        self.received: list[CoordinatorMessage] = []
 
     def until(self, kind: type) -> CoordinatorMessage:
         """The next message of a kind."""
@@ -89,12 +89,12 @@ class CoordinatorInbox:
         while time.monotonic() < deadline:
             for peer, message in self.inbox.receive(0.05):
                 self.peer = peer
-                self.heard.append(message)
-            for message in self.heard:
+                self.received.append(message)
+            for message in self.received:
                 if isinstance(message, kind):
-                    self.heard.remove(message)
+                    self.received.remove(message)
                     return message
-        raise AssertionError(f"no {kind.__name__} in {self.heard}")
+        raise AssertionError(f"no {kind.__name__} in {self.received}")
 
 
 Harness = tuple[Engine, CoordinatorInbox]
@@ -132,7 +132,7 @@ def test_requests_go_on_as_if_nothing_had_happened(harness, error) -> None:
     for wanted in requests:
         assert client.tokens[wanted.request_id] == expected(wanted)
     lost = isinstance(error, WorkerLost)
-    assert engine.executor.mended == (("repair", "regroup") if lost else ("regroup",))
+    assert engine.executor.calls == (("repair", "regroup") if lost else ("regroup",))
     broken = ear.until(Broken)
     assert (broken.repairing, broken.reason) == (lost, str(error))
     if lost:
@@ -157,7 +157,7 @@ def test_who_is_there_whenever_a_worker_is_lost_goes_no_further(harness) -> None
     client.hear_until(lambda: len(client.ended) == len(prompts))
     reason, text = client.ended.pop("poison")
     assert reason is FinishReason.ERROR and "2 workers or engines in a row" in str(text)
-    assert engine.executor.mended.count("repair") == 2
+    assert engine.executor.calls.count("repair") == 2
     for name in client.ended:
         assert client.tokens[name] == expected(request(name, prompts[name], max_tokens=20))
     client.wait_until_idle()

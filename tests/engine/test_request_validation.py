@@ -100,9 +100,11 @@ def test_every_field_has_a_case() -> None:
 def test_the_whole_vocabulary_is_told_of_few_positions() -> None:
     vocab, most = 5000, limits.MAX_VOCABULARY_LOGPROBS // 5000
     for count, fits in ((most, True), (2 * most + 20, False)):
-        wish = limits.resolve_prompt_logprobs(ingress.SamplingParams(prompt_logprobs=-1), 1, vocab)
+        params = limits.resolve_prompt_logprobs(
+            ingress.SamplingParams(prompt_logprobs=-1), 1, vocab
+        )
         core = ingress.to_core_request(
-            wish,
+            params,
             external_req_id="x",
             prompt_token_ids=[1] * count,
             max_tokens=9,
@@ -114,7 +116,7 @@ def test_the_whole_vocabulary_is_told_of_few_positions() -> None:
 def test_what_the_ingress_takes_passes() -> None:
     """Its limits lie within the engine's, so that people get a 400 with the field's name."""
     vocab = 5000
-    wish = ingress.SamplingParams(
+    params = ingress.SamplingParams(
         temperature=limits.MAX_TEMPERATURE,
         top_k=limits.MAX_TOP_K,
         seed=-(2**63),
@@ -128,7 +130,10 @@ def test_what_the_ingress_takes_passes() -> None:
         logprobs=limits.MAX_LOGPROBS,
         prompt_logprobs=limits.MAX_LOGPROBS,
     )
-    for one in (wish, msgspec.structs.replace(wish, repetition_penalty=100.0, temperature=1e-9)):
+    for one in (
+        params,
+        msgspec.structs.replace(params, repetition_penalty=100.0, temperature=1e-9),
+    ):
         limits.validate(one, vocab_size=vocab)
         core = ingress.to_core_request(
             one,

@@ -245,11 +245,11 @@ def test_an_abort_frees_everything_and_silences_the_request(engine) -> None:
     client.hear_until(lambda: len(client.tokens.get("long", [])) >= 5)
     client.send(AbortRequests(["long", "unknown"]))
     client.call("report")
-    told = len(client.tokens["long"])
+    count = len(client.tokens["long"])
     client.hear_until(lambda: "other" in client.ended)
     assert client.tokens["other"] == expected(request("other", [4, 5], max_tokens=60))
     client.wait_until_idle()
-    assert len(client.tokens["long"]) == told and "long" not in client.ended
+    assert len(client.tokens["long"]) == count and "long" not in client.ended
 
 
 def test_a_duplicate_id_is_refused_and_the_first_goes_on(engine) -> None:
@@ -376,17 +376,17 @@ def test_calls_of_two_clients_with_one_id_do_not_cross(engine) -> None:
 
 
 def reports_for(inbox: Inbox[CoordinatorMessage], seconds: float) -> list[EngineReport]:
-    end, heard = time.monotonic() + seconds, []
+    end, received = time.monotonic() + seconds, []
     while time.monotonic() < end:
-        heard += [message for _, message in inbox.receive(0.02)]
-    return heard
+        received += [message for _, message in inbox.receive(0.02)]
+    return received
 
 
 def test_an_idle_engine_sends_only_heartbeats(engine, coordinator) -> None:
     reports_for(coordinator, 0.3)
-    heard = reports_for(coordinator, 1.0)
-    assert heard and set(heard) == {heard[0]}
-    assert len(heard) <= 3 / engine.config.cluster.heartbeat_s
+    received = reports_for(coordinator, 1.0)
+    assert received and set(received) == {received[0]}
+    assert len(received) <= 3 / engine.config.cluster.heartbeat_s
 
 
 def test_a_busy_engine_reports_on_its_deadline_and_not_on_every_step(engine, coordinator) -> None:
@@ -394,13 +394,15 @@ def test_a_busy_engine_reports_on_its_deadline_and_not_on_every_step(engine, coo
     client.send(request("long", [1], max_tokens=LONG))
     client.hear_until(lambda: bool(client.tokens))
     reports_for(coordinator, 0.1)
-    heard = reports_for(coordinator, 1.0)
-    assert len(heard) > 1 / engine.config.cluster.heartbeat_s + 1
-    assert len(heard) <= 3 / engine.config.cluster.load_report_s
-    assert [r.steps for r in heard] == sorted({r.steps for r in heard}), "no progress was told"
+    received = reports_for(coordinator, 1.0)
+    assert len(received) > 1 / engine.config.cluster.heartbeat_s + 1
+    assert len(received) <= 3 / engine.config.cluster.load_report_s
+    assert [r.steps for r in received] == sorted({r.steps for r in received}), (
+        "no progress was reported"
+    )
     client.send(AbortRequests(["long"]))
     client.wait_until_idle()
-    assert reports_for(coordinator, 0.5)[-1].running == 0, "the end of the work was not told"
+    assert reports_for(coordinator, 0.5)[-1].running == 0, "the end of the work was not reported"
 
 
 def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
@@ -422,15 +424,15 @@ def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
     thread = threading.Thread(target=talk)
     thread.start()
     try:
-        told = [0]
+        steps_seen = [0]
         deadline = time.monotonic() + SOON_S
-        while len(told) <= 20:
-            assert time.monotonic() < deadline, f"reports stopped: {told}"
+        while len(steps_seen) <= 20:
+            assert time.monotonic() < deadline, f"reports stopped: {steps_seen}"
             watcher.send(Subscribe(0))  # who is silent for some heartbeats is forgotten
             view = watcher.receive(0.1)
             steps = max((report.steps for report in view.reports), default=0) if view else 0
-            if steps > told[-1]:
-                told.append(steps)
+            if steps > steps_seen[-1]:
+                steps_seen.append(steps)
     finally:
         quiet.set()
         thread.join()
@@ -484,7 +486,7 @@ def test_a_failure_of_the_executor_is_raised_and_closes_everything(keys, coordin
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_who_is_in_a_step_is_told_before_it(keys, coordinator, first) -> None:
+def test_requests_in_a_step_are_announced_before_it(keys, coordinator, first) -> None:
     """The step that ends the engine too, be it the first: who asked knows then who was in it, and
     who waited."""
     engine = Engine(keys, coordinator.address)

@@ -7,6 +7,7 @@ differences left are rounding, far below the gap between the first and the secon
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
+from tests.engine.depth import keeping_depth, record_depth
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -79,8 +81,11 @@ class Engine:
                 **{key.replace("__", "."): value for key, value in overrides.items()},
             },
         )
-        executor = build_executor(config)
+        depth = overrides.get("scheduler__steps_in_flight", 1)
+        with keeping_depth() if depth != 1 else nullcontext():
+            executor = build_executor(config)
         self.core = EngineCore(config, executor, executor.start())
+        self.depths = record_depth(self.core)
 
     def answer(self, requests: list[EngineCoreRequest]) -> dict[str, list[EngineCoreOutput]]:
         outputs: dict[str, list[EngineCoreOutput]] = {}
@@ -144,6 +149,7 @@ def test_splits(family, split, folder, truth):
 def test_schedules(family, schedule, folder, truth):
     with Engine(folder(family), **SCHEDULES[schedule]) as engine:
         assert engine.greedy() == truth(family)
+        assert max(engine.depths) == SCHEDULES[schedule].get("scheduler__steps_in_flight", 1)
 
 
 @pytest.mark.parametrize("schedule", ["depth 1", "depth 3, chunks of 7"])
@@ -151,6 +157,7 @@ def test_schedules_over_four_workers(schedule, folder, truth):
     split = SPLITS["tensor 2 x pipeline 2"]
     with Engine(folder("qwen3"), **split, **SCHEDULES[schedule]) as engine:
         assert engine.greedy() == truth("qwen3")
+        assert max(engine.depths) == SCHEDULES[schedule]["scheduler__steps_in_flight"]
 
 
 @pytest.mark.parametrize("split", ["one worker", "tensor 2 x pipeline 2"])
@@ -177,6 +184,7 @@ def test_preemption_changes_nothing(split, prefix_caching, folder, truth):
         assert engine.core.limits.num_blocks == 16
         assert engine.greedy() == truth("llama-llama3")
         assert engine.core.scheduler.num_preemptions > 0
+        assert max(engine.depths) == 2
 
 
 def sampled(name: str, prompt: list[int], seed: int) -> EngineCoreRequest:

@@ -76,11 +76,11 @@ class Engine:
         keys = make_keys()
         self.worker = StubWorker()
         self.inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys)
-        self.beats = HeartbeatListener(keys, "127.0.0.1", STALL_S)
+        self.heartbeats = HeartbeatListener(keys, "127.0.0.1", STALL_S)
         outlet: Outlet[WorkerCommand] = Outlet(self.inbox.address, WorkerCommand, keys)
         loop = WorkerLoop(RANK, self.worker, outlet)
-        second: Outlet[WorkerCommand] = Outlet(self.beats.address, WorkerCommand, keys)
-        self.beacon = HeartbeatThread(loop, second, STALL_S / 8)
+        second: Outlet[WorkerCommand] = Outlet(self.heartbeats.address, WorkerCommand, keys)
+        self.heartbeat_thread = HeartbeatThread(loop, second, STALL_S / 8)
         self.thread = threading.Thread(target=loop.run)
         self.thread.start()
         self.outlet = outlet
@@ -104,9 +104,9 @@ class Engine:
     def close(self) -> None:
         self.send(Shutdown())
         self.thread.join(LONG_S)
-        self.beacon.stop()
+        self.heartbeat_thread.stop()
         self.outlet.close()
-        self.beats.close()
+        self.heartbeats.close()
         self.inbox.close()
 
 
@@ -159,20 +159,20 @@ def test_results_that_are_due_when_groups_change_are_never_told(engine):
     sent: list[bool] = []
     engine.send(plan(1), Regroup(GroupPlan(generation=1)), plan(2))
     sent.append(True)
-    heard = [engine.receive()]
-    while heard[-1] != ModelRunnerOutput(2):
-        heard.append(engine.receive())
-    assert heard[-2:] == [Regrouped(RANK, 1), ModelRunnerOutput(2)]
+    received = [engine.receive()]
+    while received[-1] != ModelRunnerOutput(2):
+        received.append(engine.receive())
+    assert received[-2:] == [Regrouped(RANK, 1), ModelRunnerOutput(2)]
 
 
 def test_an_abort_ends_a_step_and_older_ones_are_nothing(engine):
     engine.send(Regroup(GroupPlan(generation=2)))
     engine.receive()
     engine.worker.steps[1] = engine.worker.wait_for_abort
-    until(lambda: RANK in engine.beats.ranks)
-    engine.beats.abort(1)
+    until(lambda: RANK in engine.heartbeats.ranks)
+    engine.heartbeats.abort(1)
     engine.send(plan(1))
-    engine.beats.abort(2)
+    engine.heartbeats.abort(2)
     failure = engine.receive()
     assert isinstance(failure, WorkerFailure) and failure.group
     seen = {engine.worker.aborts.get() for _ in range(engine.worker.aborts.qsize())}
@@ -183,11 +183,11 @@ def test_an_abort_that_comes_before_the_groups_are_formed_is_not_missed(engine):
     """`Worker.regroup` begins by forgetting earlier aborts."""
 
     def form() -> None:
-        engine.beats.abort(1)
+        engine.heartbeats.abort(1)
         engine.worker.aborts.get(timeout=LONG_S)
         engine.worker.wait_for_abort()
 
-    until(lambda: RANK in engine.beats.ranks)
+    until(lambda: RANK in engine.heartbeats.ranks)
     engine.worker.forming = form
     engine.send(Regroup(GroupPlan(generation=1)))
     failure = engine.receive()
@@ -198,7 +198,7 @@ def test_an_abort_that_comes_before_the_groups_are_formed_is_not_missed(engine):
         """Failures of generation 1."""
 
 
-def test_beats_go_on_while_a_step_computes_and_their_end_is_noticed(engine):
+def test_heartbeats_go_on_while_a_step_computes_and_their_end_is_noticed(engine):
     begun, done = threading.Event(), threading.Event()
 
     def compute() -> None:
@@ -209,12 +209,12 @@ def test_beats_go_on_while_a_step_computes_and_their_end_is_noticed(engine):
     engine.send(plan(1))
     assert begun.wait(LONG_S)
     engine.worker.progress_counter = 41
-    until(lambda: engine.beats.progress_counter == 41)
-    assert engine.beats.stopped() == {}
+    until(lambda: engine.heartbeats.progress_counter == 41)
+    assert engine.heartbeats.stopped() == {}
     done.set()
     assert engine.receive() == ModelRunnerOutput(1)
-    until(lambda: engine.beats.progress_counter == 42)
-    engine.beacon._ending = True
-    until(lambda: set(engine.beats.stopped()) == {RANK})
-    engine.beats.forget(RANK)
-    assert engine.beats.stopped() == {} and engine.beats.ranks == set()
+    until(lambda: engine.heartbeats.progress_counter == 42)
+    engine.heartbeat_thread._ending = True
+    until(lambda: set(engine.heartbeats.stopped()) == {RANK})
+    engine.heartbeats.forget(RANK)
+    assert engine.heartbeats.stopped() == {} and engine.heartbeats.ranks == set()

@@ -71,6 +71,6 @@ def test_a_grammar_without_its_library_is_refused_by_name(monkeypatch, tmp_path)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     tiny_models.make(tmp_path, "llama")
     with Engine(tmp_path, model__device="cuda") as engine:
-        wish = SamplerParams(grammar=Grammar("start: /a/"))
-        got = engine.answer([EngineCoreRequest("g", [5], wish, 4)])
+        params = SamplerParams(grammar=Grammar("start: /a/"))
+        got = engine.answer([EngineCoreRequest("g", [5], params, 4)])
         assert "llguidance" in str(got["g"][-1].stop_reason)

@@ -6,19 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from swell.kernels import backends
+from tests.kernels.load import load_backend
 
 pytestmark = pytest.mark.slow
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-def backend(name: str, operation: str):
-    module = backends.load(name, operation)
-    if module is None:
-        pytest.skip(f"the backend {name} cannot run here")
-    return module
 
 
 def close(got: Tensor, wanted: Tensor) -> None:
@@ -41,7 +34,7 @@ def test_rms_norm(name, dtype, shape):
     torch.manual_seed(0)
     x, weight = (torch.randn(shape) * 3).to(dtype), torch.randn(shape[-1]).to(dtype)
     before = x.clone()
-    close(backend(name, "norm").rms_norm(x, weight, 1e-5), llama_norm(x, weight, 1e-5))
+    close(load_backend(name, "norm").rms_norm(x, weight, 1e-5), llama_norm(x, weight, 1e-5))
     assert torch.equal(x, before)
 
 
@@ -51,7 +44,7 @@ def test_rms_norm_of_heads_in_a_wider_tensor(name, dtype):
     torch.manual_seed(0)
     wide, weight = torch.randn(6, 300).to(dtype), torch.randn(32).to(dtype)
     x = wide[:, 30:158].unflatten(1, (4, 32))
-    close(backend(name, "norm").rms_norm(x, weight, 1e-6), llama_norm(x, weight, 1e-6))
+    close(load_backend(name, "norm").rms_norm(x, weight, 1e-6), llama_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
@@ -61,7 +54,7 @@ def test_add_rms_norm(name, dtype, size):
     torch.manual_seed(0)
     x, residual, weight = torch.randn(6, size), torch.randn(6, size), torch.randn(size)
     x, residual, weight = x.to(dtype), residual.to(dtype), weight.to(dtype)
-    normed, total = backend(name, "norm").add_rms_norm(x, residual, weight, 1e-5)
+    normed, total = load_backend(name, "norm").add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, x + residual)
     close(normed, llama_norm(x + residual, weight, 1e-5))
 
@@ -90,7 +83,7 @@ def test_rope(name, dtype, head_dim, rotary):
         for x, y in zip((q, k), apply_rotary_pos_emb(*parts, full(cos), full(sin)), strict=True)
     ]
     v = wide[:, 6 * head_dim :].clone()
-    got = backend(name, "rope").apply_rope(q, k, cos, sin)
+    got = load_backend(name, "rope").apply_rope(q, k, cos, sin)
     assert got[0].data_ptr() == q.data_ptr()
     assert torch.equal(got[0], wanted[0])
     assert torch.equal(got[1], wanted[1])
@@ -106,7 +99,7 @@ def test_silu_and_mul(name, dtype, shape):
     x[0, :2] = torch.tensor([-200.0, 90.0])
     gate, up = x.float().chunk(2, dim=-1)
     wanted = (gate / (1 + torch.exp(-gate))).to(dtype) * up.to(dtype)
-    close(backend(name, "activation").silu_and_mul(x), wanted)
+    close(load_backend(name, "activation").silu_and_mul(x), wanted)
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
@@ -124,5 +117,5 @@ def test_write_kv(name, dtype, tokens, block_tokens):
     for t, slot in enumerate(slots.tolist()):
         wanted[0, slot // block_tokens, :, slot % block_tokens] = k[t]
         wanted[1, slot // block_tokens, :, slot % block_tokens] = v[t]
-    backend(name, "cache").write_kv(k, v, caches[0], caches[1], slots)
+    load_backend(name, "cache").write_kv(k, v, caches[0], caches[1], slots)
     assert torch.equal(caches, wanted)

@@ -8,16 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swell.kernels.activation import silu_and_mul
-from swell.kernels.cpu.arena import ALIGNMENT, Lifetime, place
-from swell.kernels.graph import NotCapturableError, can_capture, capture
+from swell.kernels.cpu.arena import ALIGNMENT, Lifetime, assign_offsets
+from swell.kernels.graph import NotCapturableError, capture
 from swell.kernels.linear import embedding, linear, pack
 from swell.kernels.norm import add_rms_norm, rms_norm
 from swell.kernels.rope import apply_rope
+from tests.kernels.load import load_backend
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not can_capture("cpu"), reason="the compiled backend is missing"),
-]
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    load_backend("cpu", "graph")
+
+
+pytestmark = pytest.mark.slow
+
 
 ROWS = 5
 
@@ -121,7 +126,7 @@ lifetimes = st.builds(
 
 @given(st.lists(lifetimes, max_size=30))
 def test_no_buffer_overlaps_another_of_the_same_time(buffers):
-    offsets, total = place(buffers)
+    offsets, total = assign_offsets(buffers)
     assert all(offset % ALIGNMENT == 0 for offset in offsets)
     taken: dict[tuple[int, int], int] = {}
     for i, (buffer, offset) in enumerate(zip(buffers, offsets, strict=True)):
@@ -134,4 +139,4 @@ def test_no_buffer_overlaps_another_of_the_same_time(buffers):
 @given(st.integers(2, 40), st.integers(1, 300))
 def test_a_chain_takes_no_more_than_its_widest_step(length, size):
     buffers = [Lifetime(i, i + 1, size) for i in range(length)]  # each is the next one's input
-    assert place(buffers)[1] <= 2 * (size + ALIGNMENT)
+    assert assign_offsets(buffers)[1] <= 2 * (size + ALIGNMENT)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.kernels import backends
 from swell.kernels.inputs import Inputs
+from tests.kernels.load import load_backend
 
 pytestmark = pytest.mark.slow
 
@@ -18,10 +18,7 @@ SLOTS, LENGTH, BLOCK, BLOCKS = 6, 40, 4, 10
 
 
 def backend(name: str):
-    module = backends.load(name, "inputs")
-    if module is None:
-        pytest.skip(f"the backend {name} cannot run here")
-    return module
+    return load_backend(name, "inputs")
 
 
 @st.composite
@@ -64,8 +61,8 @@ def test_inputs_of_a_step(name, step, seed):
     last = list(accumulate(counts))
     begins_with(out.query_start, [0, *last])
     begins_with(out.context_tokens, ends)
-    told = zip(last, slots, ends, draws, strict=True)
-    sampling = [(end - 1, slot, position) for end, slot, position, draw in told if draw]
+    reported = zip(last, slots, ends, draws, strict=True)
+    sampling = [(end - 1, slot, position) for end, slot, position, draw in reported if draw]
     for column_, wanted in zip(out.samples, zip(*sampling, strict=True), strict=False):
         begins_with(column_, list(wanted))
     for row, (slot, end) in enumerate(zip(slots, ends, strict=True)):

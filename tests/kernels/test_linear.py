@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from swell.kernels import backends
+from tests.kernels.load import load_backend
 
 pytestmark = pytest.mark.slow
 
@@ -21,10 +24,7 @@ SHAPES = [
 
 
 def backend(name: str):
-    module = backends.load(name, "linear")
-    if module is None:
-        pytest.skip(f"the backend {name} cannot run here")
-    return module
+    return load_backend(name, "linear")
 
 
 def wanted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -118,7 +118,7 @@ def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_no_output_that_is_none_is_the_linear_argmax(dtype, sign):
-    """A packed weight ends in zeros; and what is no number is told."""
+    """The zeros that pad a packed weight are never the largest; a NaN is reported."""
     module = backend("cpu")
     weight = -sign * torch.arange(1.0, 34.0)[:, None].to(dtype)
     x = torch.full((2, 1), float(sign)).to(dtype)
@@ -139,3 +139,11 @@ def test_embedding(name, dtype, integer):
     ids = torch.tensor([0, 70, 33, 33, 64, 31, 32], dtype=integer)
     assert torch.equal(module.embedding(ids, module.pack(weight)), weight[ids.long()])
     assert module.embedding(ids[:0], module.pack(weight)).shape == (0, 40)
+
+
+@pytest.mark.parametrize("name", ["cpu"])
+def test_a_panel_is_two_vectors(name):
+    """`test_narrow_vectors.py` says which width its library must have."""
+    wide = " avx512f " in Path("/proc/cpuinfo").read_text()
+    expected = os.environ.get("SWELL_TEST_PANEL", "32" if wide else "16")
+    assert int(expected) == backend(name).PANEL

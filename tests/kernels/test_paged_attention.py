@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swell.kernels import backends
 from swell.kernels.attention import AttentionMetadata
+from tests.kernels.load import load_backend
 
 pytestmark = pytest.mark.slow
 
@@ -65,10 +65,7 @@ class Case:
 
 
 def backend(name: str):
-    module = backends.load(name, "attention")
-    if module is None:
-        pytest.skip(f"the backend {name} cannot run here")
-    return module.paged_attention
+    return load_backend(name, "attention").paged_attention
 
 
 def by_definition(case: Case, row: int, window: int, softcap: float) -> Tensor:
@@ -181,7 +178,7 @@ def test_rows_without_tokens(name):
 
 
 def test_the_reference_in_chunks_of_rows(monkeypatch):
-    reference = backends.load("reference", "attention")
+    reference = load_backend("reference", "attention")
     case = Case(MIXED, 4, 2, 32)
     batch = case.paged(list(range(len(MIXED))))
     whole = reference.paged_attention(*batch, scale=0.2)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from swell.kernels import backends
 from swell.kernels.reference import sample as reference
+from tests.kernels.load import load_backend
 
 pytestmark = pytest.mark.slow
 
@@ -19,10 +19,7 @@ MASK = (1 << 64) - 1
 
 @pytest.fixture(params=["reference", "cpu"])
 def backend(request):
-    module = backends.load(request.param, "sample")
-    if module is None:
-        pytest.skip(f"the backend {request.param} cannot run here")
-    return module
+    return load_backend(request.param, "sample")
 
 
 def splitmix_finalizer(z: int) -> int:
@@ -73,7 +70,7 @@ def test_noise_is_uniform_along_seeds_and_positions(backend):
 def reference_filter(
     logits: list[float], t: float, k: int, p: float, min_p: float
 ) -> dict[int, float]:
-    """Token -> probability of those that may be drawn, by the definition."""
+    """Token -> probability of those that may be sampled, by the definition."""
     weight = {i: math.exp((x - max(logits)) / t) for i, x in enumerate(logits)}
     weight = {i: w for i, w in weight.items() if w >= max(min_p, math.exp(-87))}
     ranked = sorted(weight, key=lambda i: (-weight[i], i))
@@ -98,7 +95,7 @@ def reference_sample(share: dict[int, float], u: float) -> int:
 
 
 def tokens_of(module, *rows, **options):
-    """What is drawn."""
+    """What is sampled."""
     tokens, max_logits = module.sample_tokens(*rows, **options)
     assert torch.equal(max_logits, rows[0].amax(-1)) or not torch.isfinite(rows[0].amax(-1)).all()
     return tokens
@@ -191,7 +188,7 @@ def test_extreme_temperatures(backend, temperature):
 
 
 def test_distribution(backend):
-    """Chi-square of drawn tokens against the softmax: 8 tokens, 7 degrees of freedom, 24.3 is
+    """Chi-square of sampled tokens against the softmax: 8 tokens, 7 degrees of freedom, 24.3 is
     exceeded once in a thousand."""
     logits = torch.tensor([0.3, 1.0, -1.0, 0.0, 2.0, 0.5, -0.5, 1.5])
     count = 20_000

@@ -1,4 +1,4 @@
-"""Loops shared by threads: every task is done once, whoever comes to help, and nobody is left."""
+"""Parallel loops: every task is done once with any number of helpers, and helpers end."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from swell.kernels import backends
+from tests.kernels.load import load_backend
 from tests.worker.test_mesh import in_threads
 
 pytestmark = pytest.mark.slow
 
 ROWS, SIZE, OUTS = 16, 256, 512
-
-
-def cpu(kernel: str):
-    module = backends.load("cpu", kernel)
-    if module is None:
-        pytest.skip("the backend cpu cannot run here")
-    return module
 
 
 def threads_of_process() -> set[str]:
@@ -40,7 +33,7 @@ def until_gone(threads: set[str]) -> bool:
 
 def products(threads: int, repeats: int, pause_s: float = 0.0) -> set[bytes]:
     """The different results of one product; each is written over what must not stay."""
-    linear = cpu("linear")
+    linear = load_backend("cpu", "linear")
     torch.set_num_threads(1)  # torch's own operations below have threads of their own
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, SIZE, generator=generator)
@@ -95,7 +88,7 @@ def test_another_number_of_threads_is_another_team():
 
 
 def test_a_forked_process_has_no_helpers_and_needs_none():
-    linear = cpu("linear")
+    linear = load_backend("cpu", "linear")
     torch.set_num_threads(2)
     x, weight = torch.ones(ROWS, SIZE), linear.pack(torch.ones(OUTS, SIZE))
     assert (linear.linear(x, weight) == SIZE).all()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.text.prompts import end_token_ids, load_tokenizer
+from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
 from tests.kinds import KINDS, kind
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def test_a_folder_is_read_as_any_models(name: str) -> None:
     ids = read.encode(TEXT)
     assert read.decode(ids, skip_special_tokens=True) == TEXT
     assert max(ids) < one.vocab_size
-    assert set(one.end_ids) <= set(end_token_ids(str(one.folder()), read))
+    assert set(one.end_ids) <= set(load_eos_token_ids(str(one.folder()), read))
     asked = read.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
     assert asked == one.tokenizer.apply_chat_template(
         QUESTION, tokenize=False, add_generation_prompt=True

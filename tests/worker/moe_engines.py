@@ -58,7 +58,7 @@ class Engine:
         self.store = self.members[0].call("open_store", "127.0.0.1").result()
         self.generation = 0
         self.tokens: list[list[int]] = []
-        """Of each row: its prompt, then what was drawn."""
+        """For each row: its prompt, then the sampled tokens."""
         self.computed: list[int] = []
         self.hidden: list[torch.Tensor] = []
         """What the last stage's model gave in each step with rows."""

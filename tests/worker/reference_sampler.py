@@ -1,6 +1,6 @@
-"""What a request's wishes do to its logits, one number at a time: the oracle of the stages.
+"""The oracle of the logits processors: it computes a request's logits one number at a time.
 
-Every operation is rounded to float32 as it goes, so the stages must agree to the last bit.
+Every operation is rounded to float32, so the processors must agree to the last bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReferenceRow:
         return self.prompt + self.outputs
 
     def new_row(self, slot: int) -> NewRow:
-        """The word by which it takes a slot, with the outputs that it has."""
+        """The message by which it takes a slot, with the outputs that it has."""
         return NewRow(
             slot,
             self.known,
@@ -45,7 +45,7 @@ class ReferenceRow:
         )
 
     def logits(self, logits: list[float]) -> list[float]:
-        """The model's logits as they are drawn from."""
+        """The model's logits after all processors."""
         out = [self._penalized(token, np.float32(x)) for token, x in enumerate(logits)]
         for token, bias in self.params.logit_bias.items():
             out[token] += np.float32(bias)
@@ -57,9 +57,9 @@ class ReferenceRow:
             out = [x if token in allowed else rest for token, x in enumerate(out)]
         return [float(x) for x in out]
 
-    def draw(self, logits: list[float]) -> int:
-        """The token drawn from what `logits` returns; the drawing alone is tested with its
-        kernel."""
+    def sample(self, logits: list[float]) -> int:
+        """The token sampled from what `logits` returns. It calls the kernel under test: that has
+        its own tests and oracle in tests/kernels/test_sample.py."""
         p = self.params
         token, _ = sample_tokens(
             torch.tensor([logits]),

@@ -29,7 +29,7 @@ EVERYTHING = SamplerParams(
 
 
 class SamplerHarness:
-    """Rows in slots; what is drawn for them is appended to them."""
+    """Rows in slots; tokens sampled for a row are appended to it."""
 
     def __init__(self, max_rows: int = ROWS) -> None:
         self.states = RequestStates(max_rows, LENGTH, CPU)
@@ -58,7 +58,7 @@ class SamplerHarness:
         return BatchBuilder(self.states, self.blocks, self.states.max_rows).build(plan)
 
     def step(self, slots: list[int], logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """The logits that were drawn from, and the tokens."""
+        """The logits after all processors, and the sampled tokens."""
         batch, logits = self.batch(slots), logits.clone()
         tokens = self.sampler(logits, batch).tokens
         self.states.write_sampled(batch.sample_slots, batch.sample_positions, tokens)

@@ -1,4 +1,4 @@
-"""Steps of few tokens are replayed, and nobody can tell by the answers."""
+"""Steps of few tokens are replayed, and the answers are the same."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.kernels.graph import can_capture
-from swell.worker import forward as graphs
+from swell.worker import forward
+from tests.kernels.load import load_backend
 from tests.worker import tiny_models
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not can_capture("cpu"), reason="the compiled backend is missing"),
-]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    load_backend("cpu", "graph")
 
 
 NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
@@ -53,17 +55,17 @@ def answers(folder, **overrides) -> list:
     }
     with LLM(str(folder), **options) as llm:
         prompts = [[5, 6, 7], [8, 9], list(range(10, 40)), [11, 12, 13, 14]]
-        wishes = [
+        params = [
             SamplingParams(
                 temperature=0.8, seed=i, max_tokens=6 + 9 * i, ignore_eos=True, logprobs=2
             )
             for i in range(4)
         ]
-        outputs = [llm.generate(prompts, wishes)]
+        outputs = [llm.generate(prompts, params)]
         progress_counter = llm._core.executor.progress_counter
-        outputs.append(llm.generate(prompts[:1], wishes[3]))
+        outputs.append(llm.generate(prompts[:1], params[3]))
         assert (
-            llm._core.executor.progress_counter >= progress_counter + wishes[3].max_tokens
+            llm._core.executor.progress_counter >= progress_counter + params[3].max_tokens
         )  # seen to make progress
     parts = [output.outputs[0] for some in outputs for output in some]
     return [(part.token_ids, part.logprobs) for part in parts]
@@ -76,14 +78,14 @@ def test_replayed_answers_are_the_same_bit_for_bit(
     tmp_path, monkeypatch, replayed, family, dtype, limit
 ):
     make(tmp_path, family)
-    monkeypatch.setattr(graphs, "MAX_SAMPLES", limit)
+    monkeypatch.setattr(forward, "MAX_SAMPLES", limit)
     found = answers(tmp_path, **{"model.dtype": dtype})
     most = min(limit, 4)
     assert {samples for _, _, samples in replayed} == set(range(1, most + 1))
     assert {(rows, rows, rows) for rows in range(1, most + 1)} < replayed
     assert any(tokens > rows > samples for tokens, rows, samples in replayed)  # parts of prompts
     replayed.clear()
-    monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
+    monkeypatch.setattr(forward, "MAX_SAMPLES", -1)
     assert found == answers(tmp_path, **{"model.dtype": dtype})
     assert not replayed
 
@@ -97,8 +99,8 @@ def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatc
     other = SamplingParams(temperature=1, seed=1, max_tokens=5, ignore_eos=True)
     prompts = [[5, 6, 7], list(range(10, 40)), [8, 9]]
 
-    def tokens(*wishes: SamplingParams) -> list[list[int]]:
-        outputs = llm.generate(prompts[: len(wishes)], list(wishes))
+    def tokens(*params: SamplingParams) -> list[list[int]]:
+        outputs = llm.generate(prompts[: len(params)], list(params))
         return [output.outputs[0].token_ids for output in outputs]
 
     with LLM(str(tmp_path), **{"model.dtype": dtype, "scheduler.max_rows": 4}) as llm:
@@ -106,11 +108,11 @@ def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatc
         assert replayed
         assert tokens(greedy, greedy, other)[:2] == alone
         assert tokens(greedy, greedy) == alone
-        told = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
-        assert tokens(told, told) == alone
+        with_logprobs = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+        assert tokens(with_logprobs, with_logprobs) == alone
         worker = llm._core.executor._worker
-        assert {c.head for c in worker.runner._model_step._captured} == set(graphs.HeadOutput)
-        monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
+        assert {c.head for c in worker.runner._model_step._captured} == set(forward.HeadOutput)
+        monkeypatch.setattr(forward, "MAX_SAMPLES", -1)
         replayed.clear()
         assert tokens(greedy, greedy) == alone and not replayed
 
@@ -121,5 +123,5 @@ def test_models_that_compute_otherwise_run_as_ever(tmp_path, monkeypatch, replay
     make(tmp_path, family)
     tried = answers(tmp_path)
     assert not replayed
-    monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
+    monkeypatch.setattr(forward, "MAX_SAMPLES", -1)
     assert tried == answers(tmp_path)

@@ -41,7 +41,7 @@ CLOSING[[END, *b'"@]},']] = torch.tensor([1.0, 1.0, 0.95, 0.9, 0.9, 0.5])
 
 
 class Answers:
-    """A sampler whose logits are noise; what is drawn is appended to the row's tokens."""
+    """A sampler whose logits are noise; what is sampled is appended to the row's tokens."""
 
     def __init__(self, model_path: str = str(NANO), vocab: int = VOCAB, eager: float = 15) -> None:
         """`eager`: after how many tokens what closes a string or an object becomes likely."""
@@ -52,8 +52,10 @@ class Answers:
         self.tokens: dict[int, list[int]] = {}
         self.vocab, self.eager = vocab, eager
 
-    def take(self, slot: int, lark: str | None, outputs: list[int] | None = None, **wishes) -> None:
-        params = {"temperature": 1.5, "seed": slot, **wishes}
+    def take(
+        self, slot: int, lark: str | None, outputs: list[int] | None = None, **overrides
+    ) -> None:
+        params = {"temperature": 1.5, "seed": slot, **overrides}
         row_fields = {
             key: params.pop(key) for key in ("min_tokens", "end_token_ids") if key in params
         }
@@ -88,19 +90,19 @@ class Answers:
 
     def step(self, slots: list[int], logits: torch.Tensor | None = None) -> list[int]:
         batch = self.batch(slots)
-        drawn = self.sampler(self.logits(slots) if logits is None else logits, batch).tokens
-        self.states.write_sampled(batch.sample_slots, batch.sample_positions, drawn)
-        for slot, token in zip(slots, drawn.tolist(), strict=True):
+        sampled = self.sampler(self.logits(slots) if logits is None else logits, batch).tokens
+        self.states.write_sampled(batch.sample_slots, batch.sample_positions, sampled)
+        for slot, token in zip(slots, sampled.tolist(), strict=True):
             self.tokens[slot].append(token)
-        return drawn.tolist()
+        return sampled.tolist()
 
     def finish(self, slots: list[int]) -> dict[int, str]:
-        """Step until every row has drawn an end; the texts before it."""
+        """Step until every row has sampled an end; the texts before it."""
         left = list(slots)
         while left:
             assert max(len(self.tokens[slot]) for slot in left) < LENGTH, "no end"
-            drawn = self.step(left)
-            left = [slot for slot, token in zip(left, drawn, strict=True) if token != END]
+            sampled = self.step(left)
+            left = [slot for slot, token in zip(left, sampled, strict=True) if token != END]
         return {slot: text(self.outputs(slot)) for slot in slots}
 
     def outputs(self, slot: int) -> list[int]:
@@ -117,16 +119,16 @@ def lark(**form) -> str:
     return compile_grammar(StructuredOutputs(**form)).lark
 
 
-def answer(source: str, first_seed: int = 0, **wishes) -> list[str]:
+def answer(source: str, first_seed: int = 0, **overrides) -> list[str]:
     """One of each row."""
     answers = Answers()
     for slot in range(ROWS):
-        answers.take(slot, source, seed=first_seed + slot, **wishes)
+        answers.take(slot, source, seed=first_seed + slot, **overrides)
     return list(answers.finish(list(range(ROWS))).values())
 
 
 @pytest.fixture
-def told(monkeypatch) -> list[str]:
+def logged_errors(monkeypatch) -> list[str]:
     """What the log says."""
     lines: list[str] = []
     monkeypatch.setattr(
@@ -193,11 +195,11 @@ def test_every_answer_is_one_of_the_choices_and_each_can_be_drawn():
         "\x01",
         "<|end|>",
     ]
-    drawn = set()
+    sampled = set()
     for seed in range(0, 160, ROWS):
-        drawn.update(answer(lark(choice=choices), seed, temperature=30.0))
-        assert drawn <= set(choices)
-    assert drawn == set(choices)
+        sampled.update(answer(lark(choice=choices), seed, temperature=30.0))
+        assert sampled <= set(choices)
+    assert sampled == set(choices)
 
 
 GRAMMARS = {
@@ -225,8 +227,8 @@ def test_every_answer_is_a_sentence_of_its_grammar(notation):
         answers.take(slot, lark(grammar=GRAMMARS[notation]))
     left = list(range(ROWS))
     while left:
-        drawn = answers.step(left, answers.logits(left) + ending)
-        left = [slot for slot, token in zip(left, drawn, strict=True) if token != END]
+        sampled = answers.step(left, answers.logits(left) + ending)
+        left = [slot for slot, token in zip(left, sampled, strict=True) if token != END]
     for slot in range(ROWS):
         written = text(answers.outputs(slot))
         assert re.fullmatch(r"[-+*()0-9]+", written)
@@ -304,13 +306,13 @@ def test_rows_that_pause_and_return_are_not_mixed_up():
     assert answers.finish([0, 1, 2]) == wanted
 
 
-def test_behind_the_end_only_ends_are_drawn(told):
+def test_behind_the_end_only_ends_are_drawn(logged_errors):
     """A step in flight draws once more for a request that is over."""
     answers = Answers()
     answers.take(0, lark(choice=["ab"]))
     answers.finish([0])
     assert [answers.step([0]) for _ in range(3)] == [[END]] * 3
-    assert told == []
+    assert logged_errors == []
 
 
 # ------------------------------------------------------------------------------- contradictions
@@ -328,8 +330,8 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize("names", [*([name] for name in CONTRADICTIONS), list(CONTRADICTIONS)[:6]])
 def test_the_grammar_mask_is_applied_last(names):
-    wishes = {key: value for name in names for key, value in CONTRADICTIONS[name].items()}
-    written = answer(lark(regex="[abc]{4}"), **wishes)
+    overrides = {key: value for name in names for key, value in CONTRADICTIONS[name].items()}
+    written = answer(lark(regex="[abc]{4}"), **overrides)
     assert all(re.fullmatch("[abc]{4}", one) for one in written)
 
 
@@ -359,7 +361,7 @@ FAILS = "its grammar cannot be followed: "
 
 
 @pytest.mark.parametrize("source", ["start: nothing", "start: /(/", "%json"])
-def test_a_grammar_that_does_not_compile_fails_its_row_alone(source, told):
+def test_a_grammar_that_does_not_compile_fails_its_row_alone(source, logged_errors):
     answers, alone = Answers(), Answers()
     answers.take(0, source)
     for one in (answers, alone):
@@ -368,7 +370,7 @@ def test_a_grammar_that_does_not_compile_fails_its_row_alone(source, told):
     assert answers.failed.among([1, 0])[1].startswith(FAILS)
     assert answers.finish([1]) == alone.finish([1]) == {1: "abc"}
     answers.step([0])
-    assert told == ["a grammar cannot be followed"]
+    assert logged_errors == ["a grammar cannot be followed"]
     answers.take(0, lark(choice=["xyz"]))  # another request takes the slot
     answers.failed.forget(0)
     assert answers.finish([0]) == {0: "xyz"} and not answers.failed.among([0, 1])
@@ -376,18 +378,18 @@ def test_a_grammar_that_does_not_compile_fails_its_row_alone(source, told):
 
 @pytest.mark.parametrize("vocab", [97, 98, 258, 260, 261, 288, 289])
 @pytest.mark.parametrize("choice", ["a", "b", "\x00"])
-def test_what_only_the_tokenizer_has_does_not_continue_a_grammar(vocab, choice, told):
+def test_what_only_the_tokenizer_has_does_not_continue_a_grammar(vocab, choice, logged_errors):
     """A token is a byte and 260 the end: the model may be cut before either, also within the last
     word of a mask."""
     answers = Answers(vocab=vocab)
     answers.take(0, lark(choice=[choice]), temperature=0.0)
-    drawn = []
+    sampled = []
     for _ in range(2):
-        drawn += answers.step([0], torch.zeros(1, vocab))
+        sampled += answers.step([0], torch.zeros(1, vocab))
         if answers.failed.among([0]):
             break
     can = ord(choice) < vocab
-    assert (drawn == [ord(choice), END]) == (can and vocab > END)
+    assert (sampled == [ord(choice), END]) == (can and vocab > END)
     if vocab > END:
         assert not answers.failed.among([0])
     else:
@@ -396,10 +398,10 @@ def test_what_only_the_tokenizer_has_does_not_continue_a_grammar(vocab, choice, 
             reason
             == f"{FAILS}behind {int(can)} tokens none of the model's {vocab} continues or ends it"
         )
-        assert len(drawn) == 1 + can
+        assert len(sampled) == 1 + can
 
 
-def test_following_may_fail_midway(monkeypatch, told):
+def test_following_may_fail_midway(monkeypatch, logged_errors):
     """One that needs more than its limits: the first mask is cheap, a later one is not."""
     limits = {**module.GRAMMAR_LIMITS, "step_max_items": 8}
     monkeypatch.setattr(module, "GRAMMAR_LIMITS", limits)
@@ -414,27 +416,27 @@ def test_following_may_fail_midway(monkeypatch, told):
     assert list(answers.failed.among([0, 1])) == [0]
 
 
-def test_a_mask_that_costs_too_much_is_no_end_of_the_answer(monkeypatch, told):
+def test_a_mask_that_costs_too_much_is_no_end_of_the_answer(monkeypatch, logged_errors):
     """The library lets an end pass where it has given up: that would be a `stop` like any other."""
     monkeypatch.setattr(module, "GRAMMAR_LIMITS", {**module.GRAMMAR_LIMITS, "max_lexer_states": 8})
     answers = Answers()
     answers.take(0, lark(regex="a{3,5000}b|(a|ab|abc)*x"))
     for _ in range(4):
-        drawn = answers.step([0])
+        sampled = answers.step([0])
         if answers.failed.among([0]):
             break
-        assert drawn != [END], "it fails in the step that could not be computed"
+        assert sampled != [END], "it fails in the step that could not be computed"
     assert "too many states" in answers.failed.among([0])[0]
 
 
-def test_outputs_of_another_language_are_no_beginning(told):
+def test_outputs_of_another_language_are_no_beginning(logged_errors):
     answers = Answers()
     answers.take(0, lark(choice=["abc"]), [120])
     answers.step([0])
     assert answers.failed.among([0])[0].startswith(FAILS)
 
 
-def test_a_worker_without_the_library_serves_everything_else(monkeypatch, told):
+def test_a_worker_without_the_library_serves_everything_else(monkeypatch, logged_errors):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     answers = Answers()
     answers.take(0, "start: /a/")
@@ -445,12 +447,12 @@ def test_a_worker_without_the_library_serves_everything_else(monkeypatch, told):
 
 
 @pytest.mark.parametrize("ends", [{"eos_token_id": END}, {}])
-def test_a_model_without_a_tokenizer_still_answers(tmp_path, ends, told):
-    """The edge refuses such wishes; a worker that gets one stays."""
+def test_a_model_without_a_tokenizer_still_answers(tmp_path, ends, logged_errors):
+    """The API refuses such requests; a worker that gets one continues."""
     (tmp_path / "config.json").write_text(json.dumps(ends))
     answers = Answers(str(tmp_path))
     answers.take(0, lark(json=True))
     answers.take(1, None)
     answers.step([0, 1])
     assert list(answers.failed.among([1, 0])) == [1]
-    assert len(told) == 1
+    assert len(logged_errors) == 1

@@ -36,9 +36,9 @@ def test_a_layer_computes_what_is_read(tmp_path, monkeypatch, prompt_logprobs, w
             layer.mlp.register_forward_pre_hook(
                 lambda _, args, rows=rows: rows.append(len(args[0]))
             )
-        wishes = SamplingParams(
+        params = SamplingParams(
             max_tokens=2, temperature=0, ignore_eos=True, prompt_logprobs=prompt_logprobs
         )
-        llm.generate(PROMPTS[1:2] + PROMPTS[::2], wishes)
+        llm.generate(PROMPTS[1:2] + PROMPTS[::2], params)
     assert seen[0] == [27, 10, 3]
     assert seen[1] == wanted

@@ -1,4 +1,4 @@
-"""Where bans begin and end: words across borders, wishes that contradict each other, odd shapes."""
+"""Where bans begin and end: words across borders, contradicting parameters, odd shapes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from swell.configs.schema import ParallelConfig
-from swell.kernels import backends
 from swell.worker.mesh import Mesh
 from swell.worker.sample import allowed_token_ids as allowed
 from swell.worker.sample.logits_processor import BANNED_BIAS
 from swell.worker.sample.wire import SamplerParams
 from swell.worker.wire import NewRow, SchedulerOutput
+from tests.kernels.load import load_backend
 from tests.worker import test_model_runner as runner_parts
 from tests.worker.reference_sampler import ReferenceRow
 from tests.worker.sampler_harness import EVERYTHING, NOTHING, VOCAB, SamplerHarness
@@ -32,11 +32,11 @@ def test_bad_words_as_transformers_bans_them():
     for _ in range(40):
         known = [draws.randrange(3) for _ in range(draws.randrange(4, 9))]
         split = draws.randrange(1, len(known))
-        bench, logits = SamplerHarness(), torch.zeros(1, VOCAB)
+        harness, logits = SamplerHarness(), torch.zeros(1, VOCAB)
         params = SamplerParams(bad_words=words)
-        bench.take({0: ReferenceRow(params, known[:split], known[split:])})
+        harness.take({0: ReferenceRow(params, known[:split], known[split:])})
         wanted = processor(torch.tensor([known]), logits.clone()) == -torch.inf
-        after, _ = bench.step([0], logits)
+        after, _ = harness.step([0], logits)
         assert torch.equal(after <= BANNED_BIAS, wanted)
 
 
@@ -45,30 +45,30 @@ def test_a_bad_word_may_begin_in_the_prompt(prompt):
     """[1, 2, 3] is what the model wants to say; where the prompt ends makes no difference."""
     word = [1, 2, 3]
     row = ReferenceRow(SamplerParams(bad_words=[word]), list(prompt))
-    bench = SamplerHarness()
-    bench.take({0: row})
+    harness = SamplerHarness()
+    harness.take({0: row})
     for token in [9, 1, 2, 3, 8][len(prompt) :]:
         logits = torch.zeros(1, VOCAB)
         logits[0, token], logits[0, 30] = 5.0, 1.0
-        bench.step([0], logits)
+        harness.step([0], logits)
     free = [9, 1, 2, 3, 8]
     assert row.known == (free if prompt[-3:] == word else [9, 1, 2, 30, 8])
 
 
 def test_a_word_longer_than_all_that_is_known_is_not_begun_before_the_prompt():
     """The slot held [7, 1, 2] before; positions in front of the prompt match nothing."""
-    bench = SamplerHarness()
-    bench.take({0: ReferenceRow(NOTHING, [7, 1, 2])})
-    bench.take({0: ReferenceRow(SamplerParams(bad_words=[[0, 1, 3], [1, 1, 5], [1, 4]]), [1])})
+    harness = SamplerHarness()
+    harness.take({0: ReferenceRow(NOTHING, [7, 1, 2])})
+    harness.take({0: ReferenceRow(SamplerParams(bad_words=[[0, 1, 3], [1, 1, 5], [1, 4]]), [1])})
     logits = torch.randn(1, VOCAB)
-    after, _ = bench.step([0], logits)
+    after, _ = harness.step([0], logits)
     changed = torch.nonzero(after != logits)
     assert changed.tolist() == [[0, 4]]
 
 
 IMPOSSIBLE = [
-    # Whatever is ruled out, and by whom: (wish, ends, token that the grammar leaves, tokens that
-    # may come)
+    # Whatever is ruled out, and by whom: (params, ends, token that the grammar leaves, tokens that
+    # may be sampled)
     (SamplerParams(bad_words=[[t] for t in range(VOCAB)]), [], None, set(range(VOCAB))),
     (SamplerParams(bad_words=[[5]], allowed_token_ids=[5]), [], None, {5}),
     (SamplerParams(bad_words=[[5], [6], [6]], allowed_token_ids=[5, 6]), [5], None, {5, 6}),
@@ -79,34 +79,32 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize("column", ["reference", "cpu"])
-@pytest.mark.parametrize(("wish", "ends", "left", "possible"), IMPOSSIBLE)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(("params", "ends", "left", "possible"), IMPOSSIBLE)
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 100.0])
-def test_the_last_one_left_is_drawn(column, wish, ends, left, possible, temperature):
-    """Wishes that contradict each other still give a token, the one that breaks the fewest, and
-    what a grammar rules out stays out, whatever filters choose among the rest."""
-    draw = backends.load(column, "sample")
-    if draw is None:
-        pytest.skip(f"the column {column} cannot run here")
-    bench = SamplerHarness()
-    bench.take({0: ReferenceRow(wish, [1, 2], min_tokens=9, ends=ends)})
+def test_the_last_one_left_is_sampled(backend, params, ends, left, possible, temperature):
+    """Contradicting parameters still give a token, the one that violates the fewest; a token that
+    the grammar excludes is never sampled, with any filters."""
+    sample = load_backend(backend, "sample")
+    harness = SamplerHarness()
+    harness.take({0: ReferenceRow(params, [1, 2], min_tokens=9, ends=ends)})
     torch.manual_seed(0)
-    after, _ = bench.step([0], torch.randn(1, VOCAB) * 3)
+    after, _ = harness.step([0], torch.randn(1, VOCAB) * 3)
     if left is not None:  # as a grammar's mask would
         after[:, torch.arange(VOCAB) != left] = -torch.inf
     for top_k, top_p, min_p in [(0, 1.0, 0.0), (2, 1.0, 0.0), (0, 0.1, 0.0), (0, 1.0, 0.5)]:
         row = [torch.tensor([x]) for x in (temperature, top_k, top_p, min_p)]
         for u in (0.0, 0.37, 1 - 2**-53):
-            token, _ = draw.sample_tokens(after, *row, torch.tensor([u], dtype=torch.float64))
+            token, _ = sample.sample_tokens(after, *row, torch.tensor([u], dtype=torch.float64))
             assert token.item() in possible
 
 
 def test_many_bans_of_one_token_weigh_less_than_not_being_allowed():
     """As many as a request may send at all."""
-    bench = SamplerHarness()
+    harness = SamplerHarness()
     words = [[5]] * 512
-    bench.take({0: ReferenceRow(SamplerParams(bad_words=words, allowed_token_ids=[5]), [1])})
-    _, tokens = bench.step([0], torch.randn(1, VOCAB))
+    harness.take({0: ReferenceRow(SamplerParams(bad_words=words, allowed_token_ids=[5]), [1])})
+    _, tokens = harness.step([0], torch.randn(1, VOCAB))
     assert tokens == [5]
 
 
@@ -121,20 +119,20 @@ def test_packed_bits(vocab):
 
 def test_logits_may_be_a_part_of_a_wider_tensor():
     """As a vocabulary that was padded for tensor parallelism leaves them."""
-    bench = SamplerHarness()
-    bench.take({0: ReferenceRow(EVERYTHING, [1, 2]), 1: ReferenceRow(EVERYTHING, [4])})
+    harness = SamplerHarness()
+    harness.take({0: ReferenceRow(EVERYTHING, [1, 2]), 1: ReferenceRow(EVERYTHING, [4])})
     wide = torch.randn(2, VOCAB + 3)
     tail, logits = wide[:, VOCAB:].clone(), wide[:, :VOCAB]
-    wanted = [bench.rows[slot].logits(row) for slot, row in enumerate(logits.tolist())]
-    bench.sampler(logits, bench.batch([0, 1]))
+    wanted = [harness.rows[slot].logits(row) for slot, row in enumerate(logits.tolist())]
+    harness.sampler(logits, harness.batch([0, 1]))
     assert logits.tolist() == wanted
     assert torch.equal(wide[:, VOCAB:], tail)
 
 
 def test_a_ban_outweighs_any_bias_and_touches_no_other_token():
-    bench = SamplerHarness()
-    bench.take({0: ReferenceRow(SamplerParams(bad_words=[[3]], logit_bias={3: 100.0}), [1])})
-    after, _ = bench.step([0], torch.zeros(1, VOCAB))
+    harness = SamplerHarness()
+    harness.take({0: ReferenceRow(SamplerParams(bad_words=[[3]], logit_bias={3: 100.0}), [1])})
+    after, _ = harness.step([0], torch.zeros(1, VOCAB))
     assert after[0, 3] == torch.tensor(BANNED_BIAS)
     assert (after[0, :3] == 0).all()
 
@@ -153,7 +151,7 @@ def test_words_and_counts_across_chunks_and_steps(cut):
     has been computed."""
     first, second = runner_parts.expected([11, 12, 13, 5], 2)
     prompts, outputs = [[11, 12, 13, 5], [1]], [[], [2]]
-    wishes = [
+    params_of_rows = [
         SamplerParams(
             repetition_penalty=1.5,
             frequency_penalty=0.8,
@@ -161,7 +159,10 @@ def test_words_and_counts_across_chunks_and_steps(cut):
         ),
         SamplerParams(presence_penalty=1.2, logit_bias={4: 0.25}, bad_words=[[1, 2, 4], [0, 0]]),
     ]
-    rows = [ReferenceRow(*parts) for parts in zip(wishes, prompts, map(list, outputs), strict=True)]
+    rows = [
+        ReferenceRow(*parts)
+        for parts in zip(params_of_rows, prompts, map(list, outputs), strict=True)
+    ]
     sizes = [len(row.known) for row in rows]
     plans = [
         SchedulerOutput(0, 0, [NewRow(2, [90], 1, [], EVERYTHING)], [], [2], [0], [1], [True]),
@@ -196,7 +197,7 @@ def test_words_and_counts_across_chunks_and_steps(cut):
         for _ in range(count):
             row.outputs.append(int(np.argmax(row.logits(successor(row)))))
         assert [step[column] for step in tokens if column < len(step)] == row.outputs[-count:]
-    # The wishes are felt, or the test would say nothing.
+    # The parameters have an effect, or the test would say nothing.
     for row, prompt, given in zip(rows, prompts, outputs, strict=True):
         free = runner_parts.expected(prompt + given, len(row.outputs) - len(given))
         assert row.outputs != given + free

@@ -26,7 +26,7 @@ token_lists = st.lists(token_ids, min_size=1, max_size=4)
 
 
 @st.composite
-def wishes(draw):
+def sampling_params(draw):
     """What a row asks for; most of it is left out most of the time."""
 
     def maybe(strategy, otherwise):
@@ -54,7 +54,7 @@ def wishes(draw):
 def requests(draw):
     """A request that may have outputs, from another engine or from before a preemption."""
     return ReferenceRow(
-        draw(wishes()),
+        draw(sampling_params()),
         prompt=draw(st.lists(token_ids, min_size=1, max_size=MAX_PROMPT)),
         outputs=draw(st.lists(token_ids, max_size=4)),
         min_tokens=draw(st.integers(0, 6)),
@@ -76,25 +76,25 @@ steps = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps)
-def test_random_row_histories(life):
+def test_random_row_histories(history):
     """Requests take slots, some of them used before, some without sampling in that step; any of
-    them sample. Logits are what each row alone asks for, and so are the tokens."""
-    bench = SamplerHarness()
-    for taken, wanted, seed in life:
-        bench.take(taken)
-        sampling = [slot for slot in wanted if slot in bench.rows]
+    them sample. The logits and tokens are those of each row alone."""
+    harness = SamplerHarness()
+    for taken, wanted, seed in history:
+        harness.take(taken)
+        sampling = [slot for slot in wanted if slot in harness.rows]
         if not sampling:
             continue
         torch.manual_seed(seed)
         logits = torch.randn(len(sampling), VOCAB) * 3
         expected = [
-            bench.rows[slot].logits(row)
+            harness.rows[slot].logits(row)
             for slot, row in zip(sampling, logits.tolist(), strict=True)
         ]
-        drawn = [bench.rows[s].draw(row) for s, row in zip(sampling, expected, strict=True)]
-        after, tokens = bench.step(sampling, logits)
+        sampled = [harness.rows[s].sample(row) for s, row in zip(sampling, expected, strict=True)]
+        after, tokens = harness.step(sampling, logits)
         assert torch.equal(after, torch.tensor(expected))
-        assert tokens == drawn
+        assert tokens == sampled
 
 
 @settings(max_examples=30, deadline=None)
@@ -105,14 +105,14 @@ def test_resumption_equals_having_drawn(request, count, moved_after, seed):
     logits = torch.randn(count, 1, VOCAB) * 3
     stays = ReferenceRow(request.params, request.prompt, [], request.min_tokens, request.ends)
     moves = ReferenceRow(request.params, request.prompt, [], request.min_tokens, request.ends)
-    bench = SamplerHarness()
-    bench.take({0: stays, 1: moves})
+    harness = SamplerHarness()
+    harness.take({0: stays, 1: moves})
     slot = 1
     for i in range(count):
         if i == moved_after:
             slot = 3
-            bench.take({1: ReferenceRow(EVERYTHING, [1, 2, 3]), 3: moves})
-        stayed, moved = bench.step([0], logits[i]), bench.step([slot], logits[i])
+            harness.take({1: ReferenceRow(EVERYTHING, [1, 2, 3]), 3: moves})
+        stayed, moved = harness.step([0], logits[i]), harness.step([slot], logits[i])
         assert torch.equal(stayed[0], moved[0])
     assert stays.outputs == moves.outputs
 
@@ -133,7 +133,7 @@ def test_a_row_does_not_depend_on_the_others():
         assert alone.rows[2].outputs == among.rows[2].outputs
 
 
-WISHES = [
+PARAMS = [
     SamplerParams(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=-0.4),
     SamplerParams(logit_bias={0: 1.5, 3: -0.75}),
     SamplerParams(
@@ -147,24 +147,24 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize("wish", WISHES)
-def test_distribution(wish):
+@pytest.mark.parametrize("params", PARAMS)
+def test_distribution(params):
     """Chi-square of what many seeds draw in one batch, against the softmax of the definition in
     float64. 8 tokens: 7 degrees of freedom at most, and 24.3 is exceeded once in a thousand."""
     rows, logits = 4000, torch.tensor([0.3, 1.0, -1.0, 0.0, 1.5, 0.5, -0.5, 0.9])
-    bench = SamplerHarness(rows)
-    bench.take(
+    harness = SamplerHarness(rows)
+    harness.take(
         {
             seed: ReferenceRow(
                 SamplerParams(
                     temperature=0.9,
                     seed=seed,
-                    repetition_penalty=wish.repetition_penalty,
-                    frequency_penalty=wish.frequency_penalty,
-                    presence_penalty=wish.presence_penalty,
-                    logit_bias=wish.logit_bias,
-                    bad_words=wish.bad_words,
-                    allowed_token_ids=wish.allowed_token_ids,
+                    repetition_penalty=params.repetition_penalty,
+                    frequency_penalty=params.frequency_penalty,
+                    presence_penalty=params.presence_penalty,
+                    logit_bias=params.logit_bias,
+                    bad_words=params.bad_words,
+                    allowed_token_ids=params.allowed_token_ids,
                 ),
                 [2, 7, 6],
                 [0, 3, 0, 4],
@@ -172,9 +172,9 @@ def test_distribution(wish):
             for seed in range(rows)
         }
     )
-    defined = torch.tensor(bench.rows[0].logits(logits.tolist()), dtype=torch.float64)
+    defined = torch.tensor(harness.rows[0].logits(logits.tolist()), dtype=torch.float64)
     expected = torch.softmax(defined / 0.9, 0) * rows
-    _, tokens = bench.step(list(range(rows)), logits.repeat(rows, 1))
+    _, tokens = harness.step(list(range(rows)), logits.repeat(rows, 1))
     observed = torch.bincount(torch.tensor(tokens), minlength=8)
     possible = expected > 0
     assert observed[~possible].sum() == 0
@@ -186,9 +186,9 @@ def never(*args, **options):
 
 
 def test_unused_parameters_cost_nothing(monkeypatch):
-    bench = SamplerHarness()
+    harness = SamplerHarness()
     ends = ReferenceRow(NOTHING, [1, 2], [3], min_tokens=1, ends=[7])  # the minimum is reached
-    bench.take({0: ReferenceRow(NOTHING, [1]), 1: ReferenceRow(EVERYTHING, [2]), 2: ends})
+    harness.take({0: ReferenceRow(NOTHING, [1]), 1: ReferenceRow(EVERYTHING, [2]), 2: ends})
     for module, names in (
         (penalties, ("apply_penalties", "count_tokens", "to_device")),
         (edits, ("to_device",)),
@@ -197,32 +197,32 @@ def test_unused_parameters_cost_nothing(monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, never)
     logits = torch.randn(2, VOCAB)
-    after, _ = bench.step([0, 2], logits)
+    after, _ = harness.step([0, 2], logits)
     assert torch.equal(after, logits)
     # Nor is anything left of a request in a slot that another one has taken.
-    bench.take({1: ReferenceRow(NOTHING, [1])})
-    bench.step([1, 0], logits)
+    harness.take({1: ReferenceRow(NOTHING, [1])})
+    harness.step([1, 0], logits)
 
 
-@pytest.mark.parametrize("asked", ["apply_penalties", "apply_bitmask"])
-def test_kernels_get_only_rows_with_the_parameter(monkeypatch, asked):
-    module = penalties if asked == "apply_penalties" else allowed
-    real, seen = getattr(module, asked), []
+@pytest.mark.parametrize("kernel", ["apply_penalties", "apply_bitmask"])
+def test_kernels_get_only_rows_with_the_parameter(monkeypatch, kernel):
+    module = penalties if kernel == "apply_penalties" else allowed
+    real, seen = getattr(module, kernel), []
 
     def watch(logits, *rest):
-        rows = rest[0] if asked == "apply_penalties" else rest[1]
+        rows = rest[0] if kernel == "apply_penalties" else rest[1]
         seen.append(rows.tolist())
         real(logits, *rest)
 
-    monkeypatch.setattr(module, asked, watch)
-    bench = SamplerHarness()
-    bench.take(
+    monkeypatch.setattr(module, kernel, watch)
+    harness = SamplerHarness()
+    harness.take(
         {slot: ReferenceRow(EVERYTHING if slot in (1, 4) else NOTHING, [1]) for slot in range(5)}
     )
     logits = torch.randn(5, VOCAB)
-    bench.step([0, 1, 2, 3, 4], logits)
-    bench.step([4, 0], logits[:2])
-    bench.step([0, 2], logits[:2])
+    harness.step([0, 1, 2, 3, 4], logits)
+    harness.step([4, 0], logits[:2])
+    harness.step([0, 2], logits[:2])
     assert seen == [[1, 4], [0]]
 
 
@@ -249,17 +249,17 @@ def test_no_host_sync_and_no_operations_per_row():
     """More rows, or longer contexts, mean larger operations and not more of them."""
 
     def operations(rows: int, prompt: int) -> list[int]:
-        bench, counts = SamplerHarness(), []
-        bench.take({slot: ReferenceRow(EVERYTHING, [1, 2] * prompt) for slot in range(rows)})
+        harness, counts = SamplerHarness(), []
+        harness.take({slot: ReferenceRow(EVERYTHING, [1, 2] * prompt) for slot in range(rows)})
         for _ in range(3):
-            batch = bench.batch(list(range(rows)))
+            batch = harness.batch(list(range(rows)))
             logits = torch.randn(rows, VOCAB)
             with NoHostSync() as mode:
-                tokens = bench.sampler(logits, batch).tokens
+                tokens = harness.sampler(logits, batch).tokens
             counts.append(mode.operations)
-            bench.states.write_sampled(batch.sample_slots, batch.sample_positions, tokens)
+            harness.states.write_sampled(batch.sample_slots, batch.sample_positions, tokens)
             for slot, token in enumerate(tokens.tolist()):
-                bench.rows[slot].outputs.append(token)
+                harness.rows[slot].outputs.append(token)
         return counts
 
     few = operations(2, 1)

@@ -33,16 +33,16 @@ def plain(logits: list[float], token_id: int, top: int) -> tuple[list[float], in
     return [logits[token_id] - total, *(x - total for x in best)], rank, best
 
 
-def check(logits: torch.Tensor, token_id: int, top: int, told: TokenLogprobs) -> None:
+def check(logits: torch.Tensor, token_id: int, top: int, reported: TokenLogprobs) -> None:
     wanted, rank, best = plain(logits.double().tolist(), token_id, top)
-    assert told.token_ids[0] == token_id
-    assert told.logprobs == pytest.approx(wanted, abs=1e-5)
-    assert told.rank == rank
-    assert logits[told.token_ids[1:]].double().tolist() == best
+    assert reported.token_ids[0] == token_id
+    assert reported.logprobs == pytest.approx(wanted, abs=1e-5)
+    assert reported.rank == rank
+    assert logits[reported.token_ids[1:]].double().tolist() == best
 
 
-def extras(drawn: SamplerOutput) -> dict[int, list[Extra]]:
-    return drawn.fill(ModelRunnerOutput(0), drawn.tensors()).extras
+def extras(sampled: SamplerOutput) -> dict[int, list[Extra]]:
+    return sampled.fill(ModelRunnerOutput(0), sampled.tensors()).extras
 
 
 def params(asked: int | None, prompt: int | None) -> SamplerParams:
@@ -55,7 +55,7 @@ ASKED = st.one_of(st.none(), st.integers(0, 30))
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 30), st.randoms(use_true_random=False))
 def test_ranks_and_logprobs(rows: int, top: int, rng) -> None:
-    """Equal logits share a rank; a vocabulary smaller than `top` is told whole."""
+    """Equal logits have the same rank; a vocabulary smaller than `top` is reported completely."""
     logits = torch.tensor(
         [[rng.choice([-3.5, -1.0, 0.0, 0.25, 2.0, 9.0]) for _ in range(VOCAB)] for _ in range(rows)]
     )
@@ -64,8 +64,8 @@ def test_ranks_and_logprobs(rows: int, top: int, rng) -> None:
     assert indices.shape == (rows, 2 + min(top, VOCAB))
     for row in range(rows):
         rank, *ids = indices[row].tolist()
-        told = TokenLogprobs(ids, values[row].tolist(), rank)
-        check(logits[row], int(token_ids[row]), top, told)
+        reported = TokenLogprobs(ids, values[row].tolist(), rank)
+        check(logits[row], int(token_ids[row]), top, reported)
 
 
 def test_what_is_impossible_has_no_logarithm() -> None:
@@ -96,8 +96,8 @@ def steps(draw: st.DrawFn) -> tuple[list[NewRow], SchedulerOutput]:
         starts.append(start)
         samples.append(start + counts[-1] == length)
         ids = [rng.randrange(VOCAB) for _ in range(length)]
-        wishes = params(draw(ASKED), draw(ASKED))
-        rows.append(NewRow(slot, ids, draw(st.integers(1, length)), [], wishes))
+        sampling = params(draw(ASKED), draw(ASKED))
+        rows.append(NewRow(slot, ids, draw(st.integers(1, length)), [], sampling))
     return rows, SchedulerOutput(0, slots=slots, starts=starts, num_tokens=counts, samples=samples)
 
 
@@ -138,8 +138,10 @@ def test_prompt_logprobs_of_each_position(step, at_once: int) -> None:
         patch.setattr(module, "SLICE_POSITIONS", at_once)
         reads = reader.reads(plan)
         nothing = batch.sample_slots[:0]
-        drawn = SamplerOutput(batch, nothing, nothing, reader(hidden, batch, plan) if reads else [])
-    given_out = extras(drawn)
+        sampled = SamplerOutput(
+            batch, nothing, nothing, reader(hidden, batch, plan) if reads else []
+        )
+    given_out = extras(sampled)
     first = total = 0
     for place, row in enumerate(rows):
         start, count = plan.starts[place], plan.num_tokens[place]
@@ -148,10 +150,10 @@ def test_prompt_logprobs_of_each_position(step, at_once: int) -> None:
         if top is None or not behind:
             assert place not in given_out
         else:
-            (told,) = given_out[place]
-            assert isinstance(told, PromptLogprobs)
-            assert (told.start, len(told.ranks)) == (behind.start, len(behind))
-            columns = zip(told.token_ids, told.logprobs, told.ranks, strict=True)
+            (reported,) = given_out[place]
+            assert isinstance(reported, PromptLogprobs)
+            assert (reported.start, len(reported.ranks)) == (behind.start, len(behind))
+            columns = zip(reported.token_ids, reported.logprobs, reported.ranks, strict=True)
             for offset, (position, of_one) in enumerate(zip(behind, columns, strict=True)):
                 one = TokenLogprobs(*of_one)
                 check(hidden[first + offset], row.token_ids[position], top, one)
@@ -184,9 +186,9 @@ def test_sampled_logprobs_use_unmodified_logits(step) -> None:
             assert place not in given_out
             continue
         asking += 1
-        (told,) = given_out[place]
-        assert isinstance(told, TokenLogprobs)
-        check(own[sample], int(tokens[sample]), top, told)
+        (reported,) = given_out[place]
+        assert isinstance(reported, TokenLogprobs)
+        check(own[sample], int(tokens[sample]), top, reported)
     assert len(given_out) == asking
     assert sum(len(some.logits) for some in kept) == asking, "only these rows are copied"
 
@@ -228,14 +230,16 @@ def test_both_kinds_of_one_row_leave_together() -> None:
     kept = of_drawn.keep(hidden[batch.logits_indices], batch, will_change=False)
     tokens = torch.tensor([7])
     pending_extras = [*reader(hidden, batch, plan), *(some.rank(tokens) for some in kept)]
-    drawn = SamplerOutput(batch, tokens, tokens, pending_extras)
-    output = drawn.fill(ModelRunnerOutput(0), drawn.tensors())
+    sampled = SamplerOutput(batch, tokens, tokens, pending_extras)
+    output = sampled.fill(ModelRunnerOutput(0), sampled.tensors())
     assert output.sampled_token_ids == [7]
-    assert {row: [type(extra) for extra in told] for row, told in output.extras.items()} == {
+    assert {
+        row: [type(extra) for extra in reported] for row, reported in output.extras.items()
+    } == {
         0: [PromptLogprobs, TokenLogprobs],
         1: [PromptLogprobs],
     }
-    assert [(told[0].start, len(told[0].ranks)) for told in output.extras.values()] == [
+    assert [(reported[0].start, len(reported[0].ranks)) for reported in output.extras.values()] == [
         (1, 2),
         (3, 4),
     ]

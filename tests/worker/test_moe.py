@@ -89,16 +89,19 @@ def test_dp_sync_counts_work_and_pause_votes(tiny_moe: Any) -> None:
         engines = [engine_group.add() for _ in range(3)]
         engine_group.regroup(*engines)
         engines[1].start([PROMPTS[0]])
-        says = [
-            # (work, pause) of each engine -> (working, pausing) heard by all
+        steps = [
+            # (work, pause) of each engine -> (working, pausing) results by all
             ([(False, False), (True, False), (True, True)], (2, 1)),
             ([(False, True), (False, True), (False, True)], (0, 3)),
         ]
-        for step, (wishes, sums) in enumerate(says):
-            started = [e.submit(step, *wish) for e, wish in zip(engines, wishes, strict=True)]
-            heard = [e.finish(f) for e, f in zip(engines, started, strict=True)]
-            assert [(out.working, out.pausing) for out in heard] == [sums] * 3
-            assert all(out.sync_s >= 0 for out in heard)
+        for step, (submissions, reduced) in enumerate(steps):
+            started = [
+                e.submit(step, *submission)
+                for e, submission in zip(engines, submissions, strict=True)
+            ]
+            results = [e.finish(f) for e, f in zip(engines, started, strict=True)]
+            assert [(out.working, out.pausing) for out in results] == [reduced] * 3
+            assert all(out.sync_s >= 0 for out in results)
         engine_group.regroup(engines[0])
         alone = engines[0].finish(engines[0].submit(9, True, True))
         assert (alone.working, alone.pausing) == (1, 1)

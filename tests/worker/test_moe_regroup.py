@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @st.composite
 def holdings(draw: Any) -> tuple[list[set[int]], int]:
-    """Who holds what: an expert with nobody, one rank, or several."""
+    """The experts of each rank: an expert may be on no rank, on one, or on several."""
     count = draw(st.integers(1, 7))
     held = st.sets(st.integers(0, count - 1))
     return draw(st.lists(held, min_size=1, max_size=4)), count
@@ -129,7 +129,7 @@ def broken(futures: list[Any]) -> None:
 
 
 def test_abort_frees_who_waits_for_a_peer(tiny_moe: Any) -> None:
-    """In a regrouping to which nobody else comes, and in a step that nobody else computes."""
+    """In a regrouping that no peer joins, and in a step that no peer computes."""
     folder, truth = tiny_moe("mixtral")
     with EngineGroup(folder) as engine_group:
         first, second = engine_group.add(), engine_group.add()

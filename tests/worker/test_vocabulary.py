@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.prompts import end_token_ids, load_tokenizer
 from swell.cluster.text.sampling_params import StructuredOutputs
 from swell.cluster.text.structured_output import compile_grammar
 from swell.cluster.text.token_texts import TokenTexts
+from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
 from swell.worker.sample.vocabulary import load_vocabulary
 from tests.kinds import KINDS, kind
 from tests.worker.test_grammar import END, NANO, TOKENIZER, Answers, lark
@@ -64,7 +64,7 @@ def test_all_ends_of_the_model_end_an_answer(folder, generation, tokenizer, ends
     logits, batch = answers.logits([0]), answers.batch([0])
     answers.sampler(logits, batch)
     assert set(np.flatnonzero(torch.isfinite(logits[0]))) == ends
-    assert ends <= set(end_token_ids(str(folder), load_tokenizer(str(folder))))
+    assert ends <= set(load_eos_token_ids(str(folder), load_tokenizer(str(folder))))
 
 
 def test_a_tokenizer_of_an_older_format_is_converted(folder):

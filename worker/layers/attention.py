@@ -1,4 +1,4 @@
-"""Attention over this rank's heads and its part of the KV cache."""
+"""Attention of this rank's heads over its part of the KV cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from swell.kernels.cache import write_kv
 
 
 class Attention(nn.Module):
-    """Writes this step's K and V into the cache, then attends to all of the row's.
+    """Writes this step's K and V into the cache, then attends to all K and V of each row.
 
-    The caches are bound by `worker/kv_cache.py`; they are no parameters and no buffers, so that
-    moving or saving the model leaves them alone.
+    `worker/kv_cache.py` binds the caches; they are neither parameters nor buffers, so that moving
+    or saving the model does not affect them.
     """
 
     # [blocks, kv_heads, block_tokens, head_dim]
@@ -29,8 +29,8 @@ class Attention(nn.Module):
         window: int = 0,
         softcap: float = 0.0,
     ) -> None:
-        """`window`: tokens that a token sees, itself included, 0: all; `softcap`: bound of the
-        scores, 0: none."""
+        """`window`: tokens that a token attends to, itself included, 0: all; `softcap`: bound of
+        the scores, 0: none."""
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.scale, self.window, self.softcap = scale, window, softcap
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.k_cache, self.v_cache = k_cache, v_cache
 
     def unbind_cache(self) -> None:
-        """Forget the caches, so that their memory can go."""
+        """Drop the caches, so that their memory can be freed."""
         self.k_cache = self.v_cache = torch.empty(0, self.kv_heads, 1, self.head_dim)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:

@@ -1,7 +1,7 @@
 """The vocabulary, split by rows among the ranks of a tensor group.
 
-A vocabulary that does not divide is padded: every rank has the same number of rows, the last
-ones may hold fewer (or no) words. Padded rows are never looked up, and their logits are cut off.
+A vocabulary that does not divide is padded: every rank has the same number of rows, and the last
+ranks may hold fewer (or no) tokens. Padded rows are never looked up, and their logits are cut off.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class _VocabRows(PackedWeight):
         self.vocab, self.hidden, self.group = vocab, hidden, group
         self.rows = -(-vocab // group.size)
         self.start = group.rank * self.rows
-        self.words = max(0, min(self.rows, vocab - self.start))
+        self.tokens = max(0, min(self.rows, vocab - self.start))
         self.weight = empty_parameter(self.rows, hidden)
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
-        if self.words:
-            place = slice(self.start, self.start + self.words)
-            target = self.weight[: self.words]
-            yield WeightShard(f"{name}.weight", target, (place, ALL), (self.vocab, self.hidden))
+        if self.tokens:
+            rows = slice(self.start, self.start + self.tokens)
+            target = self.weight[: self.tokens]
+            yield WeightShard(f"{name}.weight", target, (rows, ALL), (self.vocab, self.hidden))
 
 
 class VocabParallelEmbedding(_VocabRows):
-    """Each rank looks up the words it has; the sum over the group is on every rank."""
+    """Each rank looks up the tokens that it has; the sum over the group is on every rank."""
 
     def pack(self) -> None:
-        """Rows are looked up as they are, unless a head that shares them packs them."""
+        """Does nothing: rows are looked up unpacked, unless a tied head packs them."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] int, each below `vocab` -> [T, hidden]"""
@@ -51,14 +51,14 @@ class VocabParallelEmbedding(_VocabRows):
 
 
 class ParallelLMHead(_VocabRows):
-    """Each rank computes the logits of its words; all of them are on every rank."""
+    """Each rank computes the logits of its tokens; all logits are on every rank."""
 
     _tied: tuple[VocabParallelEmbedding, ...] = ()
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's own weight."""
+        """Use the embedding's weight."""
         self.weight = embedding.weight
-        self._tied = (embedding,)  # in a tuple: its parameters are not this layer's
+        self._tied = (embedding,)  # in a tuple, so that it is not registered as a submodule
 
     def pack(self) -> None:
         super().pack()
@@ -72,21 +72,21 @@ class ParallelLMHead(_VocabRows):
         return logits if logits.dtype == torch.float32 else logits.float()
 
     def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [S, hidden] -> the words of the largest logits, [S] int64, and these, [S] float32
+        """hidden [S, hidden] -> tokens of the largest logits, [S] int64, and these, [S] float32
 
-        Of each rank two numbers a row go around, not all its logits.
+        Ranks exchange two numbers a row, not all logits.
         """
         if self.group.size == 1:
-            values, which = linear_argmax(hidden, self.weight, self.words)
+            values, which = linear_argmax(hidden, self.weight, self.tokens)
             return which, values
-        if self.words:
-            values, which = linear_argmax(hidden, self.weight, self.words)
+        if self.tokens:
+            values, which = linear_argmax(hidden, self.weight, self.tokens)
         else:
             values = hidden.new_full((len(hidden),), -torch.inf)
             which = torch.zeros_like(values)
         # [1, S, 2]; both fit into a float64
         pairs = torch.stack((values.double(), which.double() + self.start), -1).unsqueeze(0)
-        values, words = self.group.all_gather(pairs, 0).unbind(-1)
-        # NaN passes for the largest.
+        values, tokens = self.group.all_gather(pairs, 0).unbind(-1)
+        # `max` treats NaN as the largest value.
         max_logits, ranks = values.max(0, keepdim=True)
-        return words.gather(0, ranks)[0].long(), max_logits[0].float()
+        return tokens.gather(0, ranks)[0].long(), max_logits[0].float()

@@ -1,6 +1,6 @@
 """Matrix products that are split among the ranks of a tensor group.
 
-    column parallel   each rank has some rows of W [out, in], and so some columns of the output
+    column parallel   each rank has some rows of W [out, in], and so computes some of the outputs
     row parallel      each rank has some columns of W, takes the matching part of the input, and
                       the outputs are summed over the group
 
@@ -42,7 +42,8 @@ class Rows:
 
 
 class _FusedColumns(PackedWeight):
-    """Rows of several checkpoint matrices, stacked in one parameter: one product for them all."""
+    """Rows of several checkpoint matrices, stacked in one parameter, so that one product computes
+    them all."""
 
     bias: nn.Parameter | None
 
@@ -59,7 +60,7 @@ class _FusedColumns(PackedWeight):
         return linear(x, self.weight, self.bias)
 
     def weight_shards(self, *names: str) -> Iterator[WeightShard]:
-        """One name a part, without `.weight`."""
+        """`names`: one for each part, without `.weight`."""
         start = 0
         for name, part in zip(names, self.parts, strict=True):
             here = slice(start, start + part.count)
@@ -111,7 +112,7 @@ class MergedColumnParallelLinear(_FusedColumns):
 class QKVParallelLinear(_FusedColumns):
     """Queries, keys and values in one product, split by heads.
 
-    With fewer KV heads than ranks, each KV head is kept by `size / kv_heads` neighbouring ranks:
+    With fewer KV heads than ranks, `size / kv_heads` neighbouring ranks have the same KV head:
     those whose query heads read it.
     """
 
@@ -147,7 +148,7 @@ class QKVParallelLinear(_FusedColumns):
 class RowParallelLinear(PackedWeight):
     """Each rank multiplies its part of the inputs; the sum over the group is on every rank.
 
-    `split_input` takes the whole input on every rank and cuts this rank's part out of it.
+    With `split_input`, every rank gets the whole input and takes its part of it.
     """
 
     bias: nn.Parameter | None

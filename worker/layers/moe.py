@@ -1,19 +1,19 @@
-"""A mixture of experts whose experts are spread over the workers of one pipeline stage.
+"""A mixture of experts whose experts are distributed over the workers of one pipeline stage.
 
-Attention is data parallel: each engine has tokens of its own, the same on all its tensor ranks.
-The experts of a layer lie on the workers of the stage in all engines (`mesh.expert`), each on one
-of them, by any placement (see `worker/experts.py`). With T tokens here, P the most of any engine,
-k choices a token and the engines of `mesh.data`:
+Attention is data parallel: each engine has its own tokens, the same on all its tensor ranks. Each
+expert of a layer is on one of the stage's workers in all engines (`mesh.expert`), in any placement
+(see `worker/experts.py`). With T tokens in this engine, P the largest number of any engine, k
+choices a token and the engines of `mesh.data`:
 
     route          x [T, hidden] -> weights, choices [T, k]      on every tensor rank alike
     all-gather     [P, hidden | choices] over `data`             [engines * P, ...]
     local experts  one engine's tokens after the other's         [engines * P, k, hidden]
     sum            reduce-scatter over `data`, all-reduce over `tensor`      [P, k, hidden]
-    combine        in the order of the k choices, on the home rank           [T, hidden]
+    combine        in the order of the k choices, in the token's engine      [T, hidden]
 
-An answer has the same bits whatever the number of engines and wherever the experts lie: each
-element of the sum has one term that is not zero; the choices are added at home, in one order; and
-a product never holds tokens of two engines, because its rounding depends on how many rows it has.
+An answer has the same bits for any number of engines and any placement: each element of the sum has
+one term that is not zero; the choices are added in the token's engine, in a fixed order; and a
+product never mixes tokens of two engines, because its rounding depends on its number of rows.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ class ExpertTraits:
 
     count: int
     size: int
-    """Of an expert's inner dimension."""
+    """The inner dimension of an expert."""
     top_k: int
-    """Experts that a token chooses."""
+    """Experts for each token."""
     renormalize: bool
-    """The weights of a token's choices sum to 1."""
+    """Whether the weights of a token's experts are scaled to sum to 1."""
     round_weights: bool
-    """The weights are rounded to the model's type before they are used."""
+    """Whether the weights are rounded to the model's type before they are used."""
     names: tuple[str, str, str]
-    """Of gate, up and down in a checkpoint."""
+    """The names of gate, up and down in a checkpoint."""
 
 
 class MoE(FeedForward):
-    """The router is on every rank, an expert on one rank of `mesh.expert`."""
+    """The router is on every rank, each expert on one rank of `mesh.expert`."""
 
     def __init__(self, hidden: int, traits: ExpertTraits, mesh: Mesh) -> None:
         super().__init__()
         self.hidden, self.traits, self.mesh = hidden, traits, mesh
         self.router = empty_parameter(traits.count, hidden)
         self.local_experts: dict[int, Expert] = {}
-        """The experts that this rank has."""
+        """Expert -> its weights, for the experts of this rank."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]; every worker of the stage calls it, with T = 0 too."""
@@ -70,14 +70,14 @@ class MoE(FeedForward):
         return combine_experts(self._outputs(x, choices), weights)
 
     def make_expert(self) -> Expert:
-        """Room for one expert, not filled."""
+        """Uninitialized weights of one expert."""
         size, hidden = self.traits.size, self.hidden
         make = self.router.new_empty
         return make(2 * size, hidden), make(hidden, size)
 
     @property
     def expert_bytes(self) -> int:
-        """Memory of one expert."""
+        """Bytes of one expert."""
         return 3 * self.traits.size * self.hidden * self.router.element_size()
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
@@ -96,7 +96,8 @@ class MoE(FeedForward):
             yield WeightShard(f"{name}.experts.{expert}.{part}.weight", target, (ALL, ALL), shape)
 
     def _outputs(self, x: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
-        """[T, hidden], [T, k] -> [T, k, hidden]: what each choice of each token gives."""
+        """[T, hidden], [T, k] -> [T, k, hidden]: the output of each chosen expert for each
+        token."""
         if self.mesh.data.size == 1:
             outputs = x.new_zeros(*choices.shape, self.hidden)
             expert_outputs(x, choices, self.local_experts, outputs)
@@ -107,9 +108,9 @@ class MoE(FeedForward):
     def _outputs_of_engines(self, x: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
         """[T, hidden], [T, k] -> [P, k, hidden]; the engines' tokens are `mesh.tokens`."""
         tokens, top_k = self.mesh.tokens, self.traits.top_k
-        assert tokens[self.mesh.data.rank] == len(x), "the engines have agreed on other tokens"
+        assert tokens[self.mesh.data.rank] == len(x), "dp_sync announced another number of tokens"
         padded = max(tokens)
-        # Choices travel in the bits of the activations' type, whose own integers end at 256.
+        # Choices are sent as the bits of activations: bfloat16 itself counts only up to 256.
         integer = _INTEGERS[x.element_size()]
         packed = x.new_zeros(padded, self.hidden + top_k)
         packed[: len(x), : self.hidden] = x

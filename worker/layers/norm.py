@@ -1,4 +1,4 @@
-"""Root-mean-square normalization; every rank keeps the whole weight."""
+"""Root-mean-square normalization; every rank has the full weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers around one large matrix, which may be kept in the order that the device reads fastest."""
+"""Layers with one large matrix, which a backend may store in its own order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class PackedWeight(nn.Module):
     """A layer with a `weight` [out, in]."""
 
     weight: Any
-    """A parameter while it is filled, then what `swell.kernels.linear` takes."""
+    """A parameter while it is filled, then a `Weight` of `swell.kernels.linear`."""
 
     def pack(self) -> None:
-        """The weight is filled: keep it as it is computed with, and in no other form."""
+        """Replace the filled weight by its packed form."""
         self.replace(pack(self.weight))
 
     def replace(self, weight: Weight) -> None:
-        """Compute with `weight` from now on."""
+        """Use `weight` from now on."""
         del self.weight
         self.weight = weight
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the angles, and the published ways to stretch them.
+"""Rotary position embedding: the angles, and the published methods to scale them.
 
 Frequencies are computed in float32 with the operations, and in the order, of the models'
 reference implementations, so that greedy answers agree token for token.
@@ -69,7 +69,7 @@ def _linear(dim: int, rope: Mapping[str, Any]) -> Frequencies:
 
 
 def _llama3(dim: int, rope: Mapping[str, Any]) -> Frequencies:
-    """Llama 3.1: long waves are divided by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, those between blended."""
     inverse, scale = _default(dim, rope)
     factor, old_length = rope["factor"], rope["original_max_position_embeddings"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]

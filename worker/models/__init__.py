@@ -1,22 +1,22 @@
 """The models that a worker can run: a table from architecture to class, imported on use.
 
-Every model is one stage and one tensor rank's part, and offers
+A model object is one tensor rank's part of one stage. It has
 
     forward(batch, intermediate) -> hidden [T, hidden] of the last stage, else IntermediateTensors
     compute_logits(hidden [S, hidden]) -> [S, vocab] float32, on every tensor rank
-    argmax(hidden [S, hidden]) -> ([S] int64, where the largest logits are, and these, [S]
-        float32, as `swell.kernels.sample.greedy_sample` says), on every tensor rank
-    vocab_size: how many tokens there are
-    attention_layers() -> the attention layers of the stage, each of which wants a KV cache
-    make_empty_intermediate(tokens) -> room for what the stage before sends
+    argmax(hidden [S, hidden]) -> ([S] int64, the tokens of the largest logits, and these, [S]
+        float32; see `swell.kernels.sample.greedy_sample`), on every tensor rank
+    vocab_size: the number of tokens
+    attention_layers() -> the attention layers of the stage, each of which needs a KV cache
+    make_empty_intermediate(tokens) -> buffers for the activations of the stage before
     weight_shards(stored) -> what it reads from a checkpoint that has the tensors named `stored`
-    tied_pairs(hf_config, stored) -> those of `stored`, two and two, that its config makes one
+    tied_pairs(hf_config, stored) -> pairs of names in `stored` that its config ties
 
 and, if engines can share its experts,
 
     moe_layers() -> the layers of the stage that have experts; every worker of the stage must
         compute each of them in every step
-    expert_weight_shards(expert, weights) -> what it reads for one expert, with weights one a layer
+    expert_weight_shards(expert, weights) -> what it reads for one expert; `weights`: one a layer
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def build_model(
 
 
 def _as_stored(model_config: ModelConfig, hf_config: Any, kind: Any, dtype: torch.dtype) -> Any:
-    """The config, tying nothing where the checkpoint stores two values for what it ties.
+    """The config, with ties removed if the checkpoint stores two different tensors for a tied pair.
 
-    What is stored decides, as in transformers: a head that was trained apart is the head.
+    The checkpoint decides, as in transformers: it may have a head that was trained separately.
     """
     from swell.worker.loader import checkpoint_names, stored_equal
 
@@ -91,7 +91,7 @@ def _as_stored(model_config: ModelConfig, hf_config: Any, kind: Any, dtype: torc
 
 
 def architecture(hf_config: Any) -> str:
-    """The first architecture that the model's config.json names; '' if it names none."""
+    """The first architecture in the model's config.json; '' if there is none."""
     return (getattr(hf_config, "architectures", None) or [""])[0]
 
 

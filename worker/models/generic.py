@@ -1,8 +1,8 @@
-"""Any causal language model of transformers, through our paged cache.
+"""Any causal language model of transformers, with our paged cache.
 
-The modules are transformers' own; what is ours is the attention (`generic_attention`), the cut
-into ranks and stages (`generic_plan`) and the way weights come in (`generic_names`). The model
-sees one row [1, T] of tokens with their positions and no cache; all of its history is in ours.
+The modules are those of transformers; ours are the attention (`generic_attention`), the split into
+ranks and stages (`generic_parallel`) and the mapping of weights (`generic_weights`). The model gets
+one row [1, T] of tokens with their positions and no cache; all earlier tokens are in our cache.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Layer types that differ in their masks alone."""
+"""Layer types that differ only in their masks."""
 
 INITIALIZED = "_is_hf_initialized"
 """The attribute by which transformers marks tensors that `initialize_weights` must not change."""
 
 _CONSTRUCTION = threading.Lock()
-"""While transformers builds or initializes a model it patches functions of torch."""
+"""Held while transformers builds or initializes a model, because it patches functions of torch."""
 
 
 class GenericForCausalLM(nn.Module):
-    """One pipeline stage, and one tensor rank's part of it, of a model of transformers."""
+    """One tensor rank's part of one pipeline stage of a model of transformers."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class GenericForCausalLM(nn.Module):
         dtype: torch.dtype,
         max_positions: int,
     ) -> None:
-        """`config` is the model's; parameters lie uninitialized on `device`.
+        """`config` is the model's; its parameters are allocated on `device`, not filled.
 
-        Runs one batch of two tokens through the stage, without its peers. Raises `ValueError` for
-        what cannot be served or split.
+        Runs one batch of two tokens through the stage, without its peers. Raises `ValueError` for a
+        model that cannot be served or split.
         """
         super().__init__()
         refuse_config(config, max_positions)
@@ -67,7 +67,7 @@ class GenericForCausalLM(nn.Module):
         self.hidden = int(base.config.hidden_size)
         self.vocab_size = int(base.config.vocab_size)
         self.width = self.hidden
-        """Of what the head takes: some models project it before."""
+        """Size of the head's input: some models project hidden states before the head."""
         self._stage_boundary = StageBoundary()
         self._calls = PagedAttentionHook(type(causal).__name__, max_positions)
         self._names = WeightsMapper(causal)
@@ -78,7 +78,8 @@ class GenericForCausalLM(nn.Module):
         _materialize(causal, device, dtype)
         self._parts = list(causal.named_modules())
         self._calls.attach(causal)
-        # The whole model serves as its own head: what stands for its body hands hidden states on.
+        # The whole model computes the head, with its body replaced by one that returns given hidden
+        # states.
         self._head_input = _HeadInput()
         setattr(causal, causal.base_model_prefix, self._head_input)
         self.base, self.head = base, causal
@@ -119,24 +120,24 @@ class GenericForCausalLM(nn.Module):
         return greedy_sample(self.compute_logits(hidden))
 
     def attention_layers(self) -> list[Attention]:
-        """Those of this stage, in order: each wants a KV cache."""
+        """The attention layers of this stage, in order: each needs a KV cache."""
         return [self._calls.layers[i] for i in self.range]
 
     def make_empty_intermediate(self, tokens: int) -> IntermediateTensors:
-        """Room for what the stage before sends for `tokens` tokens."""
+        """Buffers for the activations of the stage before, for `tokens` tokens."""
         return IntermediateTensors(
             torch.empty(tokens, self.hidden, dtype=self.dtype, device=self.device)
         )
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
-        """What this rank needs of the checkpoint, under the names that it has (`stored`)."""
+        """The parts of the checkpoint that this rank needs; `stored`: the checkpoint's names."""
         yield from self._names.in_checkpoint(self._own_weight_shards(), stored)
 
     @staticmethod
     def tied_pairs(config: Any, stored: Collection[str]) -> list[tuple[str, str]]:
-        """The stored names of parameters that the config makes one, where both are stored.
+        """The stored names of parameters that the config ties, if both are stored.
 
-        None of a model that will be refused.
+        Empty for a model that will be refused.
         """
         try:
             return WeightsMapper(_on_meta(config)[0]).tied_pairs(stored) if stored else []
@@ -164,12 +165,12 @@ class GenericForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """ids, positions [T]; incoming [T, hidden] on later stages -> [T, hidden]
 
-        Without positions, the model finds them as transformers does.
+        Without positions, transformers computes them.
         """
         inputs: dict[str, torch.Tensor] = {"input_ids": ids[None].long()}
         if incoming is not None:
-            # Its values are replaced again right before this stage's first layer, past whatever
-            # the model does to embeddings.
+            # `StageBoundary` replaces the values again right before this stage's first layer, after
+            # everything that the model does to embeddings.
             self._stage_boundary.incoming = incoming[None]
             inputs = {"inputs_embeds": incoming[None]}
         if positions is not None:
@@ -182,15 +183,16 @@ class GenericForCausalLM(nn.Module):
 
     @torch.no_grad()
     def _trace(self) -> None:
-        """Let two tokens through, so that every attention layer shows its shape and its mask.
+        """Run two tokens through the stage, to record the shape and the mask of each attention
+        layer.
 
-        Then again without masks, as steps are computed, and up to the logits; and without
-        positions, which transformers then finds by itself: they must be the same.
+        Then run them without masks, as in steps, up to the logits; and without positions, which
+        transformers then computes: they must be the same as ours.
         """
         ids = torch.tensor([1, 0], device=self.device).clamp(max=self.vocab_size - 1)
         pad = getattr(self.base.config, "pad_token_id", None)
         if isinstance(pad, int) and 0 <= pad < self.vocab_size and pad != 1:
-            ids[1] = pad  # what it means to a model shows in its masks and positions
+            ids[1] = pad  # a model that treats it specially has other masks or positions
         positions = torch.arange(2, device=self.device)
         first = self.mesh.is_first_stage
         incoming = None if first else self.make_empty_intermediate(2).hidden_states.zero_()
@@ -203,7 +205,7 @@ class GenericForCausalLM(nn.Module):
                     given = generic_probe.trace_integers(
                         self.base, self._run, ids, positions, incoming
                     )
-                    calls.mode = Mode.REHEARSE
+                    calls.mode = Mode.DRY_RUN
                     found = generic_probe.trace_integers(self.base, self._run, ids, None, incoming)
                 mixed = generic_probe.mixes_tokens(self.base, self._run, ids, positions, incoming)
                 hidden = self._run(ids, positions, incoming)
@@ -241,7 +243,7 @@ class GenericForCausalLM(nn.Module):
 
 
 class _Body:
-    """What a model's body returns, as far as its head looks: anything but hidden states is None."""
+    """The output of a model's body for its head: all attributes but hidden states are None."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -255,7 +257,7 @@ class _Body:
 
 
 class _HeadInput(nn.Module):
-    """Stands for the body of a model, or a part of it, whose hidden states are known."""
+    """Replaces the body of a model, and each part of it, and returns given hidden states."""
 
     hidden: torch.Tensor | None = None
 
@@ -269,7 +271,7 @@ class _HeadInput(nn.Module):
 
 
 def _on_meta(config: Any) -> tuple[Any, Any]:
-    """The model without memory, and its body. Raises `ValueError` for what is no causal LM."""
+    """The model on the meta device, and its body. Raises `ValueError` if it is no causal LM."""
     from transformers import AutoModelForCausalLM
 
     generic_attention.register()
@@ -312,7 +314,7 @@ def _on_meta(config: Any) -> tuple[Any, Any]:
 
 
 def refuse_config(config: Any, max_positions: int) -> None:
-    """Refuse, with a `ValueError`, what shows without building the model.
+    """Raise `ValueError` for a config that cannot be served, before the model is built.
 
     `max_positions`: tokens of the longest sequence that will be served.
     """
@@ -342,16 +344,16 @@ def refuse_config(config: Any, max_positions: int) -> None:
 
 
 def _drop_head(causal: nn.Module, base: nn.Module) -> None:
-    """Only the last stage turns hidden states into logits."""
+    """Remove the head: only the last stage computes logits."""
     for name, child in list(causal.named_children()):
         if child is not base:
             setattr(causal, name, nn.Identity())
 
 
 def _materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Memory for parameters and buffers; what a checkpoint does not hold gets its value.
+    """Allocate parameters and buffers, and initialize those that a checkpoint does not hold.
 
-    The way of `from_pretrained`: tensors marked as initialized are left alone.
+    As `from_pretrained` does it: tensors marked as initialized are not changed.
     """
     fp32 = list(causal._keep_in_fp32_modules_strict)
     if dtype == torch.float16:
@@ -386,7 +388,7 @@ def _materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _unsplit_hint(mesh: Mesh) -> str:
-    """The way out, where the model may fit as long as it is not split."""
+    """The way out for an error that may only come from the split."""
     split = {"pipeline": mesh.pipeline.size, "tensor": mesh.tensor.size}
     ways = [f"parallel.{key}=1" for key, size in split.items() if size > 1]
     return f"; set {' and '.join(ways)}" if ways else ""

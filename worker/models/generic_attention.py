@@ -1,16 +1,15 @@
-"""The door through which models of transformers call our paged attention.
+"""The attention function through which models of transformers call our paged attention.
 
 transformers looks attention up by name in one table and calls
 
     f(module, q [1, H, T, D], k [1, KVH, T, D], v [1, KVH, T, Dv], mask, scaling=..., **kwargs)
         -> out [1, T, H, Dv], weights
 
-We stand in that table as `swell`. Every module of a model that we build carries its model's
-`PagedAttentionHook`, so the function itself keeps no state and models of several threads do not
-meet. How many heads and which window each layer has is not read from its config, whose names vary,
-but learned by letting a few tokens through (`Mode.TRACE`): the window from the mask that
-transformers makes for the layer, and the rest from a comparison with what transformers calls in our
-place.
+Our function is registered there as `swell`. Every module of a model that we build has an attribute
+with its model's `PagedAttentionHook`, so the function has no state of its own and several threads
+can run models. The number of heads and the window of a layer are not read from its config, where
+names vary, but found by running a few tokens (`Mode.TRACE`): the window from the mask that
+transformers makes for the layer, and the rest from a comparison with the attention of transformers.
 """
 
 from __future__ import annotations
@@ -52,39 +51,39 @@ HARMLESS = {
     "softcap",
     "use_cache",
 }
-"""Keywords that we honour, or that change nothing in eager attention; any other asks for what we
-cannot do."""
+"""Keywords that we apply, or that change nothing in eager attention; a model that passes any other
+is refused."""
 
 
 class UnsupportedModelError(ValueError):
-    """An architecture does not fit; the message says which, and why."""
+    """An architecture is not supported; the message names it and the reason."""
 
 
 class Mode(Enum):
-    """What a call of attention is for."""
+    """What calls of attention do."""
 
     TRACE = auto()
-    """It shows what its layer needs; its answer is zeros."""
-    REHEARSE = auto()
-    """Its answer is zeros."""
+    """Record the shape and the mask of the layer; return zeros."""
+    DRY_RUN = auto()
+    """Return zeros."""
     COMPUTE = auto()
 
 
 class PagedAttentionHook:
-    """The attention layers of one model, and the step that it is computing."""
+    """The attention layers of one model, and the metadata of the current step."""
 
     def __init__(self, architecture: str, positions: int) -> None:
-        """`positions`: tokens of the longest sequence that will be served."""
+        """`positions`: tokens of the longest sequence that is served."""
         self.architecture, self.positions = architecture, positions
         self.layers: dict[int, Attention] = {}
         """Layer index -> its attention."""
         self._windows: dict[MaskFunction, int] = {}
         self.mode = Mode.COMPUTE
         self.metadata: Any = None
-        """`AttentionMetadata` of the forward under way."""
+        """`AttentionMetadata` of the current forward."""
 
     def attach(self, model: nn.Module) -> None:
-        """Make every module of `model` find these calls."""
+        """Set this object as an attribute of every module of `model`."""
         for module in model.modules():
             object.__setattr__(module, "swell_calls", self)
 
@@ -106,7 +105,7 @@ class PagedAttentionHook:
         assert index is not None, "layers without an index were refused"
         layer = self.layers[index]
         tokens, width = q.shape[2], v.shape[3]
-        if width < layer.head_dim:  # values narrower than keys lie padded in the cache
+        if width < layer.head_dim:  # values narrower than keys are padded in the cache
             v = F.pad(v, (0, layer.head_dim - width))
         q, k, v = (t[0].transpose(0, 1).reshape(tokens, -1) for t in (q, k, v))
         out = layer(q, k, v, self.metadata).view(1, tokens, -1, layer.head_dim)
@@ -152,7 +151,7 @@ class PagedAttentionHook:
         self.layers[index] = layer
 
     def _window(self, function: MaskFunction, device: torch.device) -> int:
-        """Layers share their few masks."""
+        """The window of a mask function, computed once: many layers use the same few functions."""
         if function not in self._windows:
             self._windows[function] = sliding_window_of(function, self.positions, device)
         return self._windows[function]
@@ -179,8 +178,8 @@ def _attention(
 
 
 def register() -> None:
-    """Enter our function into transformers' table: with no mask function when steps are computed,
-    so no mask is made, and with one that explains itself when a model is learned."""
+    """Register our function in transformers: as `NAME` without a mask function, so that steps make
+    no masks, and with one that records masks, for tracing."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)

@@ -1,10 +1,9 @@
-"""What the masks of a model of transformers mean, so that our attention can do the same or refuse.
+"""The masks of a model of transformers: derives our attention's window from them, or refuses them.
 
-transformers' own attention knows nothing of windows: it adds a mask, and the mask alone says which
-tokens a token sees. Keywords and attributes of a layer say it a second time, and not always the
-same. So while a model is being learned (`recording`) its masks are made by `_record`, which keeps
-the function of positions behind each mask; `sliding_window_of` asks that function what a token
-sees.
+The attention of transformers has no windows: it adds a mask, and only the mask decides which tokens
+a token attends to. Keywords and attributes of a layer repeat that, not always consistently. So
+while a model is traced (`recording`), `_record` makes its masks and keeps the function of positions
+behind each mask; `sliding_window_of` evaluates that function.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ import torch
 from swell.worker.layers.attention import Attention
 
 TRACE_IMPLEMENTATION = "swell-learning"
-"""The attention implementation under which masks are made, and kept."""
+"""The attention implementation under which masks are recorded."""
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(batch, head, query's position, key's position), broadcast -> whether the query sees the key."""
+"""(batch, head, query position, key position), broadcast -> whether the query attends to the
+key."""
 
 SAMPLES = 24
-"""Positions at which a mask is compared with what our attention does, beside the borders."""
-
+"""Positions at which a mask is compared with our attention's, beside the borders."""
 
 TOKENS = 6
-"""Of the comparison with transformers' own attention."""
+"""Tokens of the comparison with the attention of transformers."""
 
 
 class UnsupportedMaskError(Exception):
-    """The mask is none that our attention can have; the message says which it is."""
+    """Our attention cannot apply the mask; the message says why."""
 
 
 class _RecordedMasks(threading.local):
-    """Masks of the forward under way in this thread."""
+    """Masks of the current forward in this thread."""
 
     masks: list[tuple[torch.Tensor, MaskFunction]] | None = None
 
@@ -47,7 +46,7 @@ _made = _RecordedMasks()
 
 
 def register(attention: Any) -> None:
-    """Enter the learning implementation into transformers' tables; `attention` is its function."""
+    """Register the tracing implementation in transformers; `attention` is its function."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(TRACE_IMPLEMENTATION, attention)
@@ -56,7 +55,7 @@ def register(attention: Any) -> None:
 
 @contextmanager
 def recording(model: Any) -> Iterator[None]:
-    """Let `model` make its masks, for `mask_function_of` to explain, in this thread."""
+    """In this context `model` makes masks that `mask_function_of` knows, in this thread."""
     configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
     own = [(c, c._attn_implementation) for c in configs.values() if c is not None]
     for config, _ in own:
@@ -79,7 +78,7 @@ def _record(
     device: Any = None,
     **_unused: Any,
 ) -> torch.Tensor:
-    """In the place of transformers' mask functions: bool [B, 1, Q, K], as `sdpa` has it."""
+    """Replaces the mask functions of transformers: bool [B, 1, Q, K], as for `sdpa`."""
     assert _made.masks is not None
     index = [torch.arange(n, device=device) for n in (q_length, kv_length)]
     zero = torch.zeros(1, dtype=torch.long, device=device)
@@ -96,8 +95,8 @@ def _grid(queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def mask_function_of(mask: torch.Tensor | None) -> MaskFunction:
-    """The function behind a mask that reached a layer. Raises `UnsupportedMaskError` for one that
-    was altered."""
+    """The function behind a mask that a layer got. Raises `UnsupportedMaskError` for a mask that
+    was changed."""
     if mask is None:
         raise UnsupportedMaskError("it has no mask, so every token sees every other")
     for made, function in _made.masks or ():
@@ -113,9 +112,9 @@ def mask_function_of(mask: torch.Tensor | None) -> MaskFunction:
 def sliding_window_of(
     function: MaskFunction, positions: int, device: torch.device | str = "cpu"
 ) -> int:
-    """Tokens that a token sees, itself included, up to `positions` of them; 0: all.
+    """Tokens that a token attends to, itself included, in sequences up to `positions`; 0: all.
 
-    Raises `UnsupportedMaskError` where the last position's answer is not the rule of all others.
+    Raises `UnsupportedMaskError` if other positions have another rule than the last one.
     """
     last = _row(function, positions - 1, positions, device)
     width = int(last.sum())
@@ -141,7 +140,7 @@ def sliding_window_of(
 def _row(
     function: MaskFunction, query: int, positions: int, device: torch.device | str
 ) -> torch.Tensor:
-    """[positions] bool, on the host: what the token at `query` sees."""
+    """[positions] bool, on the host: what the token at `query` attends to."""
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
     keys = torch.arange(positions, device=device)
     try:
@@ -164,8 +163,8 @@ def difference_from_eager(
 ) -> str | None:
     """How the layer's attention in transformers differs from `layer` on the same random tokens.
 
-    None if it does not, or if it cannot be found. What a model adds to its scores or to their sum
-    (sinks, caps, factors of a layer) may be an attribute without a keyword.
+    None if it does not, or if its function cannot be found. A model may change its scores or their
+    sum (sinks, caps, factors of a layer) by attributes that no keyword shows.
     """
     forward = inspect.unwrap(type(module).forward)
     theirs = getattr(forward, "__globals__", {}).get("eager_attention_forward")

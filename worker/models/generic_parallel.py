@@ -1,8 +1,8 @@
-"""How a model of transformers is cut: by its own tensor plan and its own pipeline plan.
+"""Splits a model of transformers by its own tensor plan and its own pipeline plan.
 
 The tensor plan maps module names, with `*` for numbers, to a style; planned `nn.Linear` modules
 become our parallel layers under the same name. The pipeline plan lists the modules of the base
-model in order, around the one list of layers; what another stage holds becomes `PPMissingLayer`.
+model in order, around the one list of layers; modules of other stages become `PPMissingLayer`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
+from swell.worker.layers.weight_shard import divide
 from swell.worker.mesh import Group, Mesh
 from swell.worker.models.intermediate import stage_layers
 
@@ -25,7 +26,7 @@ def _columns(linear: nn.Linear, group: Group, name: str) -> nn.Module:
 
 
 def _gathered_columns(linear: nn.Linear, group: Group, name: str) -> nn.Module:
-    """Every rank gets the whole output, so a layer that does not divide may as well stay whole."""
+    """Every rank gets the whole output, so a layer that does not divide can be replicated."""
     if linear.out_features % group.size:
         return linear
     bias = linear.bias is not None
@@ -38,14 +39,14 @@ def _rows(linear: nn.Linear, group: Group, name: str) -> nn.Module:
 
 
 def _split_rows(linear: nn.Linear, group: Group, name: str) -> nn.Module:
-    """The whole input is on every rank; see `_gathered_columns`."""
+    """Every rank has the whole input, so a layer that does not divide can be replicated."""
     if linear.in_features % group.size:
         return linear
     bias = linear.bias is not None
     return RowParallelLinear(linear.in_features, linear.out_features, group, bias, split_input=True)
 
 
-def _whole(module: nn.Module, group: Group, name: str) -> nn.Module:
+def _replicated(module: nn.Module, group: Group, name: str) -> nn.Module:
     return module
 
 
@@ -56,12 +57,12 @@ STYLES: dict[str, Callable[..., nn.Module]] = {
     "rowwise": _rows,
     "rowwise_rep": _split_rows,
     "rowwise_split_input": _split_rows,
-    "embedding_rowwise": _whole,
-    "embedding_colwise": _whole,
-    "replicate": _whole,
-    "replicated_with_grad_allreduce": _whole,
+    "embedding_rowwise": _replicated,
+    "embedding_colwise": _replicated,
+    "replicate": _replicated,
+    "replicated_with_grad_allreduce": _replicated,
 }
-"""Style of a tensor plan -> what takes the module's place."""
+"""Style of a tensor plan -> makes the replacement of a module."""
 
 HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 
@@ -76,7 +77,7 @@ def split_tensors(model: nn.Module, config: Any, group: Group) -> None:
     plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     name = type(model).__name__
     way_out = "set parallel.tensor=1 (parallel.pipeline may split it)"
-    if not any(STYLES.get(style) not in (_gathered_columns, _whole) for style in plan.values()):
+    if all(STYLES.get(style) in (_gathered_columns, _replicated) for style in plan.values()):
         raise ValueError(f"architecture {name!r} has no tensor-parallel plan; {way_out}")
     _check_heads(plan, config, group)
     if any(getattr(config, "activation_sparsity_pattern", None) or ()):
@@ -91,7 +92,7 @@ def split_tensors(model: nn.Module, config: Any, group: Group) -> None:
         if style is None:
             continue
         module, take = model.get_submodule(path), STYLES.get(style)
-        if take is None or not (take is _whole or isinstance(module, nn.Linear)):
+        if take is None or not (take is _replicated or isinstance(module, nn.Linear)):
             bare.add(pattern)
             continue
         _replace(model, path, take(module, group, path.rpartition(".")[2]))
@@ -109,32 +110,27 @@ def _pattern(path: str) -> str:
 
 
 def _check_heads(plan: dict[str, str], config: Any, group: Group) -> None:
-    """A plan that splits heads needs as many for every rank: models reshape by whole heads."""
+    """Raise `ValueError` if the plan splits heads and they do not divide: models reshape by whole
+    heads."""
     split = [k for k, v in plan.items() if v == "colwise" and k.endswith(HEAD_PROJECTIONS)]
     if not split:
         return
     for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, key, None)
-        if heads and heads % group.size:
-            fits = [str(n) for n in range(1, group.size) if heads % n == 0]
-            raise ValueError(
-                f"parallel.tensor={group.size} does not divide the model's {key}={heads}; "
-                f"set parallel.tensor to one of {', '.join(fits)}"
-            )
+        divide(key, getattr(config, key, None) or 0, group)
 
 
 @dataclass
 class StageBoundary:
-    """Where hidden states enter and leave this stage during one forward."""
+    """The hidden states that enter and leave this stage in one forward."""
 
     incoming: torch.Tensor | None = None
-    """[1, T, hidden], put in place of what the layer before this stage's first would give."""
+    """[1, T, hidden], the output of the layer before this stage's first."""
     outgoing: torch.Tensor | None = None
-    """[1, T, hidden], what reached the layer after this stage's last."""
+    """[1, T, hidden], the input of the layer after this stage's last."""
 
 
 class PPMissingLayer(nn.Module):
-    """Stands for a module that another stage has: hands its input on."""
+    """Replaces a module of another stage: returns its input, or `StageBoundary.incoming`."""
 
     def __init__(
         self, stage_boundary: StageBoundary, enters: bool = False, leaves: bool = False
@@ -154,7 +150,7 @@ class PPMissingLayer(nn.Module):
 def split_stages(model: nn.Module, base: Any, mesh: Mesh, stage_boundary: StageBoundary) -> range:
     """Keep this stage's part of `base`; returns its layers.
 
-    Raises `ValueError` where the model has no plan and more than one stage is wanted.
+    Raises `ValueError` if there are several stages and the model has no plan.
     """
     name, config = type(model).__name__, base.config
     total = int(config.num_hidden_layers)
@@ -172,17 +168,17 @@ def split_stages(model: nn.Module, base: Any, mesh: Mesh, stage_boundary: StageB
     assert isinstance(layers, nn.ModuleList)
     for i, layer in enumerate(layers):
         if i not in mine:
-            stand_in = PPMissingLayer(
+            missing = PPMissingLayer(
                 stage_boundary, enters=i == mine.start - 1, leaves=i == mine.stop
             )
-            for key in ("attention_type", "layer_type"):  # some models read it off the layer
+            for key in ("attention_type", "layer_type"):  # some models read it from the layer
                 if hasattr(layer, key):
-                    setattr(stand_in, key, getattr(layer, key))
-            layers[i] = stand_in
-    place = plan.index(lists[0])
-    gone = [] if mesh.is_first_stage else plan[:place]
-    gone += [] if mesh.is_last_stage else plan[place + 1 :]
-    for key in gone:
+                    setattr(missing, key, getattr(layer, key))
+            layers[i] = missing
+    index = plan.index(lists[0])
+    others = [] if mesh.is_first_stage else plan[:index]
+    others += [] if mesh.is_last_stage else plan[index + 1 :]
+    for key in others:
         _replace(base, key, PPMissingLayer(stage_boundary))
     return mine
 

@@ -1,4 +1,4 @@
-"""What a model of transformers does with its tokens and positions, seen from outside."""
+"""Finds out what a model of transformers does with its tokens and positions, by hooks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 Seen = dict[tuple[str, int, str], Any]
-"""(module, which of its calls, which of its arguments or its answer) -> the numbers there."""
+"""(module, number of the call, argument or output) -> its values."""
 
 WEIGHT = 0.01
-"""Of every parameter, while a model is learned."""
+"""The value of every parameter while a model is traced."""
 
 
 def trace_integers(base: nn.Module, run: Callable[..., Any], *arguments: Any) -> Seen:
-    """The integers that reach the modules of `base` in `run(*arguments)`, and the rows that its
-    embeddings look up.
-
-    Tokens and positions are such.
-    """
+    """The integer arguments of all modules of `base` in `run(*arguments)`, which include tokens and
+    positions, and the rows that its embeddings look up."""
     seen: Seen = {}
     calls: dict[str, int] = {}
 
@@ -56,7 +53,7 @@ def trace_integers(base: nn.Module, run: Callable[..., Any], *arguments: Any) ->
 
 
 def first_difference(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> str | None:
-    """The first module that both saw with different numbers."""
+    """The first module that has different values in both runs."""
     for key, value in one.items():
         if key in other and other[key] != value:
             return str(key[0])
@@ -65,7 +62,7 @@ def first_difference(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> str | 
 
 @contextmanager
 def _numbered(tables: list[nn.Embedding]) -> Iterator[None]:
-    """Row i of each embedding is i in every column, without memory for it."""
+    """In this context row i of each embedding is i in every column; it takes no memory."""
     own = [table.weight for table in tables]
     for table, weight in zip(tables, own, strict=True):
         rows = torch.arange(len(weight), device=weight.device).to(weight.dtype)
@@ -84,10 +81,10 @@ def mixes_tokens(
     positions: torch.Tensor,
     incoming: torch.Tensor | None,
 ) -> bool:
-    """Whether the second of two tokens sees the first, although attention gives it nothing.
+    """Whether the second of two tokens depends on the first, although attention returns zeros.
 
-    Under `constant_weights`: the first is made not a number, and what then becomes of the second
-    shows it. False where the numbers of such a model are of no use.
+    Call it under `constant_weights`. The embedding of the first token is set to NaN: then the
+    output of the second must stay finite. False if the output is not finite even without that.
     """
     if not run(ids, positions, incoming)[1].isfinite().all():
         return False
@@ -111,9 +108,9 @@ def mixes_tokens(
 
 @contextmanager
 def constant_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Every parameter is WEIGHT everywhere, in memory for the largest matrix: the rows of a table
-    are one row, and matrices that are stacked, as experts are, are one matrix. So a model that has
-    no weights yet has numbers, and little memory is touched."""
+    """In this context all values of every parameter are WEIGHT. All parameters use the same memory,
+    enough for the largest matrix: the rows of a table are one row, and stacked matrices (experts)
+    are one matrix. So a model without weights can be run with little memory."""
     own = [
         (module, name, parameter)
         for module in modules
@@ -140,5 +137,5 @@ def constant_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _stored(module: nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
-    """Of the shape, what has memory of its own."""
+    """The part of the shape that needs memory: one row of an embedding, else one matrix."""
     return tuple(parameter.shape[1 if isinstance(module, nn.Embedding) else -2 :])

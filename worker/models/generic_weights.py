@@ -1,8 +1,7 @@
-"""Which checkpoint tensors fill the parameters of a model of transformers.
+"""Maps the parameters of a model of transformers to checkpoint tensors.
 
-WeightsMapper have changed over the years, and expert matrices that a checkpoint stores one by one
-are one parameter now. transformers keeps tables of these changes; here they are turned into
-weight_shards.
+Names have changed over the years, and expert matrices that a checkpoint stores one by one are one
+parameter now. transformers has tables of these changes; here they are turned into `WeightShard`s.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from swell.worker.layers.weight_shard import ALL, WeightShard
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """One checkpoint tensor that goes into a parameter."""
+    """One checkpoint tensor that is read into a parameter."""
 
     name: str
     converter: Any = None
-    """transformers' WeightConverter, where the parameter is made of several tensors."""
+    """transformers' WeightConverter, if the parameter is made of several tensors."""
     pattern: str | None = None
     """The converter's source pattern that the name matched."""
 
 
 class WeightsMapper:
-    """How the parameters of one model are called in checkpoints."""
+    """The names of one model's parameters in checkpoints."""
 
     def __init__(self, model: Any) -> None:
-        """`model` is complete, on meta, not yet cut."""
+        """`model` is complete, on meta, not split yet."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 
@@ -45,10 +44,10 @@ class WeightsMapper:
     def in_checkpoint(
         self, weight_shards: Iterable[WeightShard], stored: Collection[str]
     ) -> Iterator[WeightShard]:
-        """The weight_shards under the names that the checkpoint has; `stored` are those names.
+        """The shards under the checkpoint's names; `stored`: all of these.
 
-        Pieces that no stored tensor fits keep their names, so that the loader says what is
-        missing. Raises `ValueError` for a conversion that is not supported.
+        A shard without a stored tensor keeps its name, so that the loader reports it as missing.
+        Raises `ValueError` for a conversion that is not supported.
         """
         sources = self._sources(stored)
         for shard in weight_shards:
@@ -62,7 +61,7 @@ class WeightsMapper:
                 yield from _converted(self.architecture, shard, found)
 
     def tied_pairs(self, stored: Collection[str]) -> list[tuple[str, str]]:
-        """The stored tensors, two and two, that are one parameter."""
+        """Pairs of stored tensors that are one parameter in the model."""
         sources = self._sources(stored)
         return [
             (sources[target][0].name, sources[source][0].name)
@@ -92,7 +91,8 @@ class WeightsMapper:
 def _converted(
     architecture: str, shard: WeightShard, found: list[_StoredTensor]
 ) -> Iterator[WeightShard]:
-    """Experts, stored as one matrix each: parameter [E, rows, in] from E matrices a pattern.
+    """Experts that are stored as one matrix each: parameter [E, rows, in] from E matrices a
+    pattern.
 
     parameter[e] = [ matrix e of pattern 0 | matrix e of pattern 1 | ... ]   along dimension 0
     """
@@ -119,5 +119,5 @@ def _converted(
 
 
 def _natural(name: str) -> list[Any]:
-    """Expert 2 before expert 10."""
+    """A sort key by which expert 2 comes before expert 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

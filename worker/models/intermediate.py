@@ -1,4 +1,4 @@
-"""What one pipeline stage hands to the next, and which layers a stage has."""
+"""The activations between pipeline stages, and the layers of a stage."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class IntermediateTensors:
     hidden_states: torch.Tensor
     """[T, hidden]"""
     residual: torch.Tensor | None = None
-    """[T, hidden], where the model keeps a sum that `hidden_states` is yet to be added to."""
+    """[T, hidden], a sum to which `hidden_states` must still be added; None: the model has none."""
 
     def tensors(self) -> list[torch.Tensor]:
         return [t for t in (self.hidden_states, self.residual) if t is not None]
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """The contiguous layers of one stage; the first stages have one more where it is uneven.
+    """The contiguous layers of one stage; the first stages have one more if they do not divide.
 
     Raises `ValueError` if there are fewer layers than stages.
     """

@@ -4,9 +4,8 @@
     for each layer:   x = x + attention(norm(x));   x = x + down(silu(gate(norm(x))) * up(norm(x)))
     logits = head(norm(x))
 
-Tokens of all rows lie one behind the other, [T, hidden]; only attention knows where rows end.
-The sum `x` is carried as a pair (x, residual), so that each addition is fused with the norm that
-follows it.
+The tokens of all rows are concatenated, [T, hidden]; only attention knows where rows end. The sum
+`x` is passed on as a pair (x, residual), so that each addition is fused with the norm after it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 
 @dataclass(frozen=True)
 class Traits:
-    """Where the members of the family differ."""
+    """The differences between the members of the family."""
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -48,9 +47,9 @@ class Traits:
     qk_norm: bool = False
     """Queries and keys are normalized per head, before their rotation."""
     windows: tuple[int, ...] = ()
-    """Tokens that each layer looks back on, itself included; 0: all."""
+    """Tokens that a token attends to in each layer, itself included; 0: all."""
     mlp_name: str = "mlp"
-    """Of the feed-forward block in a checkpoint."""
+    """The name of the feed-forward block in a checkpoint."""
 
 
 def _llama(config: Any) -> Traits:
@@ -72,7 +71,7 @@ def _qwen3(config: Any) -> Traits:
 
 
 def _windows(config: Any) -> tuple[int, ...]:
-    """The config says for each layer which kind of attention it has."""
+    """The window of each layer, by its kind of attention in the config."""
     known = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
     for kind in config.layer_types:
         if kind not in known:
@@ -160,8 +159,8 @@ class LlamaLayer(nn.Module):
         meta: AttentionMetadata,
         hidden_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden] -> the same of the wanted tokens, [W] int64; None: of all. What the others
-        leave to later steps is their K and V."""
+        """x and residual [T, hidden] -> both [W, hidden], of the tokens `hidden_indices` [W] int64;
+        None: of all. The K and V of all T tokens are written."""
         if residual is None:
             x, residual = self.attention_norm(x), x
         else:
@@ -178,7 +177,7 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """One pipeline stage, and one tensor rank's part of it."""
+    """One tensor rank's part of one pipeline stage."""
 
     layers: Sequence[LlamaLayer]
     traits_table: ClassVar[Mapping[str, Callable[[Any], Traits]]] = TRAITS
@@ -191,9 +190,9 @@ class LlamaForCausalLM(nn.Module):
         dtype: torch.dtype,
         max_positions: int,
     ) -> None:
-        """`config` is the model's; parameters lie uninitialized on `device`.
+        """`config` is the model's; its parameters are allocated on `device`, not filled.
 
-        Raises `ValueError` for a configuration that the diagram does not cover, or that the mesh
+        Raises `ValueError` for a configuration that this model does not cover, or that the mesh
         cannot split.
         """
         super().__init__()
@@ -262,19 +261,19 @@ class LlamaForCausalLM(nn.Module):
         return self.head.argmax(hidden)
 
     def attention_layers(self) -> list[Attention]:
-        """Those of this stage, in order: each wants a KV cache."""
+        """The attention layers of this stage, in order: each needs a KV cache."""
         return [layer.attention.attention for layer in self.layers]
 
     def make_empty_intermediate(self, tokens: int) -> IntermediateTensors:
-        """Room for what the stage before sends for `tokens` tokens."""
+        """Buffers for the activations of the stage before, for `tokens` tokens."""
         x, residual = torch.empty(2, tokens, self.hidden, dtype=self.dtype, device=self.device)
         return IntermediateTensors(x, residual)
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
-        """What this rank needs of the checkpoint, which has the names `stored`."""
+        """The parts of the checkpoint that this rank needs; `stored`: the checkpoint's names."""
         embedding = EMBEDDING
         if self.tied and stored and f"{EMBEDDING}.weight" not in stored:
-            embedding = HEAD  # either name may hold what both share
+            embedding = HEAD  # a tied tensor may be stored under either name
         if self.mesh.is_first_stage:
             yield from self.embed.weight_shards(embedding)
         for i, layer in zip(self.range, self.layers, strict=True):
@@ -288,7 +287,7 @@ class LlamaForCausalLM(nn.Module):
 
     @staticmethod
     def tied_pairs(config: Any, stored: Collection[str]) -> list[tuple[str, str]]:
-        """The head and the embedding, where both are stored."""
+        """The head and the embedding, if both are stored."""
         pair = (f"{HEAD}.weight", f"{EMBEDDING}.weight")
         return [pair] if all(name in stored for name in pair) else []
 
@@ -303,7 +302,7 @@ def head_dim(config: Any) -> int:
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """The rope's parameters, with the factor that a config may leave to its lengths."""
+    """The rope's parameters; a missing factor of yarn is computed from the lengths."""
     rope = dict(config.rope_parameters)
     if rope.get("rope_type") == "yarn" and rope.get("factor") is None:
         old = rope.get("original_max_position_embeddings") or config.max_position_embeddings

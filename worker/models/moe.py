@@ -1,4 +1,4 @@
-"""Mixtures of experts on llama's diagram: mixtral and qwen3-moe differ in a few traits.
+"""Mixtures of experts with llama's structure: mixtral and qwen3-moe differ in a few traits.
 
 Some or all layers have a router and many experts in place of the one feed-forward block.
 """
@@ -73,10 +73,10 @@ TRAITS: dict[str, Callable[[Any], MoETraits]] = {
 
 
 class MoeForCausalLM(LlamaForCausalLM):
-    """One pipeline stage, one tensor rank's part of its dense layers, and some of its experts.
+    """One tensor rank's part of the dense layers of one pipeline stage, and some of its experts.
 
-    A rank of engines that share experts starts without any; else the engine's tensor ranks split
-    them, and `weight_shards` names this rank's share.
+    If engines share experts, a rank starts without any; else the engine's tensor ranks divide them,
+    and `weight_shards` includes this rank's experts.
     """
 
     traits_table = TRAITS
@@ -105,11 +105,11 @@ class MoeForCausalLM(LlamaForCausalLM):
         return super().make_mlp(config, traits, layer)
 
     def moe_layers(self) -> list[MoE]:
-        """Those of this stage that have experts, in order."""
+        """The layers of this stage that have experts, in order."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
 
     def expert_weight_shards(self, expert: int, weights: Sequence[Expert]) -> Iterator[WeightShard]:
-        """What fills an expert's weights, one entry a layer of `moe_layers`."""
+        """What fills an expert's weights; `weights`: one entry for each of `moe_layers`."""
         names = [
             (f"model.layers.{i}.{layer.mlp_name}", layer.mlp)
             for i, layer in zip(self.range, self.layers, strict=True)

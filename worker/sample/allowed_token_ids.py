@@ -1,4 +1,4 @@
-"""`allowed_token_ids`: nothing else is drawn."""
+"""`allowed_token_ids`: no other token is sampled."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from swell.worker.slot_set import SlotSet
 from swell.worker.wire import NewRow
 
 NOT_ALLOWED_LOGIT = 1e6 * BANNED_BIAS
-"""The logit of all others. Far below any sum of bans, so that where every allowed token is banned
-one of them is drawn, and not one of the others; finite for the reason that BANNED_BIAS is."""
+"""The logit of all other tokens. Far below any sum of bans, so that one of the allowed tokens is
+sampled even if all of them are banned; finite for the same reason as BANNED_BIAS."""
 
 
 class AllowedTokenIds(LogitsProcessor):
     """Keeps a bitmask for each slot, ceil(V / 32) * 4 bytes (19 KB of 152k tokens), on the device.
 
-    The table is made for the first row that asks and samples.
+    The table is allocated for the first row that uses it and samples.
     """
 
     def __init__(self, states: RequestStates, vocab: int) -> None:
@@ -52,7 +52,7 @@ class AllowedTokenIds(LogitsProcessor):
         apply_bitmask(logits, bitmask, rows, NOT_ALLOWED_LOGIT)
 
     def _table(self, logits: Tensor) -> Tensor:
-        """The table, with all rows that have taken slots."""
+        """The table, with the staged rows written."""
         device = logits.device
         if self._bitmask is None:
             shape = (self._max_rows, -(-self._vocab // 32))
@@ -68,7 +68,8 @@ class AllowedTokenIds(LogitsProcessor):
 def packed_bits(token_ids: Sequence[int], vocab: int) -> np.ndarray:
     """[ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is set for each token t.
 
-    Raises ValueError for a token outside of the vocabulary."""
+    Raises ValueError for a token outside of the vocabulary.
+    """
     tokens = np.asarray(token_ids, dtype=np.int64)
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab):
         raise ValueError(f"an allowed token lies outside of the vocabulary, 0 .. {vocab - 1}")

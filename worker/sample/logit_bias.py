@@ -1,12 +1,13 @@
-"""Wishes that name single tokens: `logit_bias`, `bad_words`, and no end before `min_tokens`.
+"""Parameters that name single tokens: `logit_bias`, `bad_words`, and no end before `min_tokens`.
 
 All of them are *entries*: an amount that is added to one token's logit. A row's entries are made
-once, when it takes its slot; a step joins those of its rows, sends them in one copy and adds them
-in one scatter, whatever they stand for.
+once, when it takes its slot; a step concatenates the entries of its rows, sends them in one copy
+and adds them in one scatter.
 
-An entry may depend on the tokens before the drawn one. The bad word [a, b, c] is an entry for c,
-BANNED_BIAS, and two *conditions*: b stands one token back, a two. The newest tokens are known to
-the device alone, so it decides there: an entry with a condition that does not hold adds 0.
+An entry may depend on the tokens before the sampled one. The bad word [a, b, c] is an entry for c,
+BANNED_BIAS, and two *conditions*: the token one position back is b, the one two back is a. Only the
+device knows the newest tokens, so it checks the conditions: an entry with a condition that does not
+hold adds 0.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from swell.worker.wire import NewRow
 
 ALWAYS = np.iinfo(np.int64).max
 NO_TOKEN = -1
-"""Equals no token id: a condition on what would stand before the prompt does not hold."""
+"""Equals no token id: a condition on a position before the prompt does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BiasEntries:
     """E entries and C conditions of one row."""
 
-    # [E] int64 each: the token, and the first position at which the entry is not used any more
+    # [E] int64 each: the token, and the first position at which the entry no longer applies
     tokens: np.ndarray
     until: np.ndarray
     # [E] float64
     amounts: np.ndarray
-    # [C] int64 each: the entry, how many tokens back, and which token must stand there
+    # [C] int64 each: the entry, how many tokens back, and the token required there
     entry: np.ndarray
     back: np.ndarray
     wanted: np.ndarray
@@ -47,7 +48,8 @@ class _BiasEntries:
     def of(cls, row: NewRow, vocab: int) -> _BiasEntries | None:
         """Bias, then end tokens, then the last tokens of bad words; None if there are none.
 
-        Raises ValueError for a token that is none of the `vocab`."""
+        Raises ValueError for a token outside of the vocabulary.
+        """
         bias, words = row.sampler.logit_bias, row.sampler.bad_words
         ends = row.end_token_ids if row.min_tokens > 0 else []
         if not (bias or words or ends):
@@ -85,7 +87,7 @@ class LogitBias(LogitsProcessor):
         # [max_rows]
         self._entries: list[_BiasEntries | None] = [None] * states.max_rows
         self._active_slots = SlotSet(states.max_rows)
-        # [max_rows] first position at which the slot's row has nothing to edit any more
+        # [max_rows] first position at which no entry of the slot applies any more
         self._until_np = np.zeros(states.max_rows, dtype=np.int64)
 
     def add_request(self, row: NewRow) -> None:

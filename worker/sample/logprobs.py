@@ -1,7 +1,7 @@
-"""Log probabilities of drawn tokens and of prompts, under the model's own logits.
+"""Log probabilities of sampled tokens and of prompts, under the model's own logits.
 
-What no row asks for is not computed, and how many of the most likely tokens a row is told is cut on
-the host: the device finds as many as the row that asks for most.
+Nothing is computed for rows that do not request them. The device finds as many of the most likely
+tokens as the row that requests most, and the host cuts the lists of the other rows.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ SLICE_POSITIONS = 256
 """Prompt positions whose logits exist at the same time: 150 MiB for 150 000 tokens."""
 
 MAX_BATCHED_LOGPROBS = 128
-"""Rows that are told of more tokens of each position are ranked apart."""
+"""Rows that request more tokens for each position are computed separately."""
 
 
 @dataclass(slots=True)
 class PendingLogprobs(PendingExtra):
-    """Of a step's drawn tokens."""
+    """Log probabilities of a step's sampled tokens."""
 
     tensors: list[Tensor]
-    """As `rank_tokens` gives them, a row for each of `rows`."""
+    """The results of `rank_tokens`, a row for each of `rows`."""
     rows: list[int]
-    """Of the step."""
+    """Rows of the step."""
     num_logprobs: list[int]
 
     def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra | None]]:
@@ -54,24 +54,24 @@ class PendingLogprobs(PendingExtra):
 
 @dataclass(slots=True)
 class KeptLogits:
-    """Rows of logits as the model gave them, until their tokens are drawn."""
+    """The model's logits of some rows, kept until their tokens are sampled."""
 
     # [M, V] float32
     logits: Tensor
-    # [M] int64, which of the S rows that sample these are
+    # [M] int64, indices among the S rows that sample
     samples: Tensor
     rows: list[int]
-    """The same among all rows of the step."""
+    """[M], indices among all rows of the step."""
     num_logprobs: list[int]
 
     def rank(self, tokens: Tensor) -> PendingExtra:
-        """tokens [S] int64 were drawn."""
+        """The log probabilities and ranks of the sampled tokens [S] int64."""
         ranked = rank_tokens(self.logits, tokens[self.samples], max(self.num_logprobs))
         return PendingLogprobs(list(ranked), self.rows, self.num_logprobs)
 
 
 class _NumLogprobs:
-    """How many of the most likely tokens the request of each slot is to be told, if anything."""
+    """How many of the most likely tokens the request of each slot wants, if it wants logprobs."""
 
     def __init__(self, max_rows: int) -> None:
         self.active_slots = SlotSet(max_rows)
@@ -86,7 +86,7 @@ class _NumLogprobs:
 
 
 class SampledLogprobs:
-    """Of drawn tokens. `keep` comes before any stage changes the logits."""
+    """Log probabilities of sampled tokens. `keep` is called before a processor changes logits."""
 
     def __init__(self, states: RequestStates) -> None:
         self._num_logprobs = _NumLogprobs(states.max_rows)
@@ -98,8 +98,8 @@ class SampledLogprobs:
         return len(batch.rows_in(self._num_logprobs.active_slots)) > 0
 
     def keep(self, logits: Tensor, batch: InputBatch, will_change: bool) -> list[KeptLogits]:
-        """The rows of logits [S, V] float32 that are to be told of, copied if some stage
-        `will_change` them; empty: none is told of."""
+        """The rows of logits [S, V] float32 that need log probabilities, copied if a processor
+        `will_change` them; empty if there are none."""
         samples = batch.rows_in(self._num_logprobs.active_slots)
         if not len(samples):
             return []
@@ -123,38 +123,38 @@ class _PromptSpan:
 
 @dataclass(slots=True)
 class PendingPromptLogprobs(PendingExtra):
-    """Of the prompt positions whose predecessors a step computed."""
+    """Log probabilities of the prompt tokens that follow the positions computed in a step."""
 
     tensors: list[Tensor]
-    """As `rank_tokens` gives them, the spans one behind the other."""
+    """The results of `rank_tokens`, for the concatenated spans."""
     spans: list[_PromptSpan]
 
     def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra | None]]:
         indices, logprobs = (tensor.tolist() for tensor in host)
         end = 0
-        for part in self.spans:
-            begin, end = end, end + part.count
+        for span in self.spans:
+            begin, end = end, end + span.count
             if any(isnan(of_one[0]) for of_one in logprobs[begin:end]):
-                yield part.row, None
+                yield span.row, None
                 continue
             yield (
-                part.row,
+                span.row,
                 PromptLogprobs(
-                    start=part.start,
-                    token_ids=[of_one[1 : 2 + part.top] for of_one in indices[begin:end]],
-                    logprobs=[of_one[: 1 + part.top] for of_one in logprobs[begin:end]],
+                    start=span.start,
+                    token_ids=[of_one[1 : 2 + span.top] for of_one in indices[begin:end]],
+                    logprobs=[of_one[: 1 + span.top] for of_one in logprobs[begin:end]],
                     ranks=[of_one[0] for of_one in indices[begin:end]],
                 ),
             )
 
 
 class PromptLogprobsReader(HiddenStatesReader):
-    """Of prompts: the hidden state of a position tells of the token behind it.
+    """Log probabilities of prompts: the hidden state of a position gives those of the next token.
 
-        computed     start ................. start + n - 1
-        told of           start + 1 .............. start + n      (within the prompt)
+        computed positions     start ................. start + n - 1
+        reported tokens             start + 1 .............. start + n      (within the prompt)
 
-    A request that takes a slot again is computed again, and told of again: positions say of what.
+    A request that takes a slot again is computed and reported again; the results carry positions.
     """
 
     def __init__(self, model: Any, states: RequestStates) -> None:
@@ -174,7 +174,7 @@ class PromptLogprobsReader(HiddenStatesReader):
     def __call__(
         self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput
     ) -> list[PendingExtra]:
-        # A row that is told of the whole vocabulary must not make all others' num_logprobs as long.
+        # A row that requests the whole vocabulary must not make the lists of all others as long.
         found = self._find(plan)
         groups = [
             [one for one in found if one[0].top <= MAX_BATCHED_LOGPROBS],
@@ -183,13 +183,13 @@ class PromptLogprobsReader(HiddenStatesReader):
         return [self._rank(hidden, group) for group in groups if group]
 
     def _rank(self, hidden: Tensor, group: list[tuple[_PromptSpan, np.ndarray]]) -> PendingExtra:
-        spans = [part for part, _ in group]
+        spans = [span for span, _ in group]
         # [3, P] int64: index into T of the position before, slot, position
         packed = to_device(np.concatenate([index for _, index in group], axis=1), hidden.device)
         targets = self._states.token_ids[packed[1], packed[2]].long()
-        top = max(part.top for part in spans)
+        top = max(span.top for span in spans)
         slices = []
-        # The plan alone says how many slices there are, so all tensor ranks make the same calls.
+        # The number of slices depends only on the plan, so all tensor ranks make the same calls.
         for start in range(0, packed.shape[1], SLICE_POSITIONS):
             here = slice(start, start + SLICE_POSITIONS)
             logits = self._model.compute_logits(hidden[packed[0, here]])
@@ -199,25 +199,25 @@ class PromptLogprobsReader(HiddenStatesReader):
         )
 
     def _find(self, plan: SchedulerOutput) -> list[tuple[_PromptSpan, np.ndarray]]:
-        """What the step tells of, each with [3, count] int64, see `_rank`."""
+        """The spans of the step that are reported, each with [3, count] int64, see `_rank`."""
         found: list[tuple[_PromptSpan, np.ndarray]] = []
         slots = np.array(plan.slots, dtype=np.int64)
-        asking = self._num_logprobs.active_slots.among(slots)
-        if not len(asking):
+        active = self._num_logprobs.active_slots.among(slots)
+        if not len(active):
             return found
         starts = np.array(plan.starts, dtype=np.int64)
         counts = np.array(plan.num_tokens, dtype=np.int64)
         firsts = np.cumsum(counts) - counts
-        told = np.minimum(counts, self._prompt_tokens_np[slots] - 1 - starts)
-        for row in asking[told[asking] > 0].tolist():
-            slot, start, count = slots[row], starts[row] + 1, told[row]
-            part = _PromptSpan(row, int(start), int(count), int(self._num_logprobs.count_np[slot]))
+        reported = np.minimum(counts, self._prompt_tokens_np[slots] - 1 - starts)
+        for row in active[reported[active] > 0].tolist():
+            slot, start, count = slots[row], starts[row] + 1, reported[row]
+            span = _PromptSpan(row, int(start), int(count), int(self._num_logprobs.count_np[slot]))
             steps = np.arange(count)
             index = np.stack([firsts[row] + steps, np.full(count, slot), start + steps])
-            found.append((part, index))
+            found.append((span, index))
         return found
 
 
 def make_readers(model: Any, states: RequestStates) -> list[HiddenStatesReader]:
-    """What reads hidden states beside the sampler."""
+    """All readers of hidden states."""
     return [PromptLogprobsReader(model, states)]

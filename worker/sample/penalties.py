@@ -1,4 +1,4 @@
-"""Repetition, frequency and presence penalties, over tables of what each slot has seen."""
+"""Repetition, frequency and presence penalties, with tables of the tokens of each slot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swell.worker.wire import NewRow
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What stands in prompt and output of each slot that penalizes; of others it says nothing."""
+    """The tokens in prompt and output of each slot with penalties; other slots are undefined."""
 
     # [max_rows, V] int32
     output_counts: Tensor
@@ -28,15 +28,15 @@ class _Seen:
 
 
 class Penalties(LogitsProcessor):
-    """What `kernels/penalties.py` says, for all rows that ask for it.
+    """Applies `kernels/penalties.py` to all rows with penalties.
 
     The tables take 5 * max_rows * V bytes of the device (195 MB for 256 rows of 152k tokens). They
-    are made for the first row that penalizes and samples: most servers, and all stages of a
-    pipeline but the last, never pay for them.
+    are allocated for the first row that has penalties and samples: most servers, and all stages of
+    a pipeline but the last, never allocate them.
 
-    What a row brings is counted from the states at the latest in the first step in which it
-    samples: nothing has been drawn for it before. From there on each of its tokens is counted as
-    it is drawn, so a step costs the same whatever the context.
+    The known tokens of a row are counted from the states in the first step in which it samples:
+    nothing was sampled for it before. From then on each token is counted when it is sampled, so the
+    cost of a step does not depend on the context.
     """
 
     def __init__(self, states: RequestStates) -> None:
@@ -47,7 +47,7 @@ class Penalties(LogitsProcessor):
         # slot -> (prompt tokens, all known tokens) of rows that are not in the tables yet
         self._staged: dict[int, tuple[int, int]] = {}
         self._seen: _Seen | None = None
-        # [M] int64 each: the rows of the step that penalize, and their slots
+        # [M] int64 each: the rows of the step with penalties, and their slots
         self._rows = self._slots = torch.zeros(0, dtype=torch.int64)
 
     def add_request(self, row: NewRow) -> None:
@@ -83,7 +83,7 @@ class Penalties(LogitsProcessor):
         count_tokens(seen.output_counts, seen.anywhere, self._slots, tokens[self._rows])
 
     def _tables(self, logits: Tensor) -> _Seen:
-        """The tables, with all rows that have taken slots."""
+        """The tables, with the staged slots written."""
         if self._seen is None:
             shape, device = (self._states.max_rows, logits.shape[1]), logits.device
             self._seen = _Seen(
@@ -96,18 +96,18 @@ class Penalties(LogitsProcessor):
         return self._seen
 
     def _fill(self, seen: _Seen) -> None:
-        """Write the staged slots. All their tokens are gathered at once: the prompts, then the
+        """Write the staged slots; their tokens are gathered at once: the prompts, then the
         outputs."""
-        taken = np.array(list(self._staged), dtype=np.int64)
+        staged = np.array(list(self._staged), dtype=np.int64)
         prompts, lengths = np.array(list(self._staged.values()), dtype=np.int64).T
         starts = np.concatenate((np.zeros_like(prompts), prompts))
         counts = np.concatenate((prompts, lengths - prompts))
-        slots = np.repeat(np.concatenate((taken, taken)), counts)
-        places = np.arange(len(slots)) + np.repeat(starts - np.cumsum(counts) + counts, counts)
-        packed = to_device(np.concatenate((taken, slots, places)), seen.anywhere.device)
-        row, slot, place = packed.split([len(taken), len(slots), len(places)])
-        token = self._states.token_ids[slot, place].long()
-        outputs = int(prompts.sum())  # where they begin
+        slots = np.repeat(np.concatenate((staged, staged)), counts)
+        positions = np.arange(len(slots)) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+        packed = to_device(np.concatenate((staged, slots, positions)), seen.anywhere.device)
+        row, slot, position = packed.split([len(staged), len(slots), len(positions)])
+        token = self._states.token_ids[slot, position].long()
+        outputs = int(prompts.sum())  # index of the first output token
         seen.anywhere.index_fill_(0, row, False)
         seen.anywhere[slot[:outputs], token[:outputs]] = True
         seen.output_counts.index_fill_(0, row, 0)

@@ -26,22 +26,22 @@ from swell.worker.wire import ModelRunnerOutput, NewRow
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """What a step drew."""
+    """The sampled tokens of a step, on the device."""
 
     batch: InputBatch
     # [S] int64
     tokens: Tensor
-    # [S] float32: the largest logit of each row, as `sample_tokens` says
+    # [S] float32: the largest logit of each row, see `sample_tokens`
     max_logits: Tensor
     pending_extras: list[PendingExtra] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
-        """All that the host is to see."""
+        """All tensors that are copied to the host."""
         pending_tensors = (tensor for pending in self.pending_extras for tensor in pending.tensors)
         return [self.tokens, self.max_logits, *pending_tensors]
 
     def fill(self, output: ModelRunnerOutput, host: list[Tensor]) -> ModelRunnerOutput:
-        """The output with what was drawn; `host` are the tensors there."""
+        """`output` with tokens, extras and failures; `host`: the copies of `tensors()`."""
         extras: dict[int, list[Extra]] = {}
         failed = output.failed
         parts = iter(host)
@@ -72,10 +72,10 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Draws one token for each row that samples.
+    """Samples one token for each row that samples.
 
-    The noise of a token is a function of the request's seed and of the position that the token
-    takes, so preemption, failover and the batch change nothing.
+    The noise of a token is a function of the request's seed and the token's position, so it does
+    not depend on preemption, failover or the batch.
     """
 
     def __init__(
@@ -86,14 +86,15 @@ class Sampler:
         failed: FailedRows | None = None,
         tensor: Group | None = None,
     ) -> None:
-        """`model_path`: folder or hub id, whose tokenizer the first grammar reads; `failed`: takes
-        the slots that cannot go on; `tensor`: the ranks that draw the same tokens."""
+        """`model_path`: folder or hub id, whose tokenizer is loaded for the first grammar;
+        `failed`: where failed slots are recorded; `tensor`: the ranks that sample the same
+        tokens."""
         self._states = states
         failed, tensor = failed or FailedRows(), tensor or SoloGroup()
         self._logprobs = SampledLogprobs(states)
-        # Penalties scale the model's own logits, so they come before anything is added. What the
-        # request names by token comes next. Masks come last: nothing lifts a token back above them,
-        # and where they contradict each other the grammar has the last word.
+        # Penalties scale the model's logits, so they come before anything is added. Biases of
+        # single tokens come next. Masks come last, so that no bias can lift a masked token. The
+        # grammar is the last mask: where masks contradict each other, it decides.
         self._logits_processors: list[LogitsProcessor] = [
             Penalties(states),
             LogitBias(states, vocab_size),
@@ -108,8 +109,7 @@ class Sampler:
             processor.add_request(row)
 
     def needs_only_argmax(self, batch: InputBatch) -> bool:
-        """Whether it would draw each row's most likely token, and nothing else is asked: who knows
-        these tokens needs no logits."""
+        """Whether each row only needs its most likely token: then logits need not be computed."""
         return not (
             len(batch.rows_in(self._states.random_sampling))
             or self._logprobs.any_requested(batch)
@@ -118,22 +118,22 @@ class Sampler:
 
     def __call__(self, logits: Tensor, batch: InputBatch) -> SamplerOutput:
         """logits [S, V] float32, which may be changed in place."""
-        asked = [
+        active = [
             (processor, rows)
             for processor in self._logits_processors
             if len(rows := processor.rows(batch))
         ]
-        kept = self._logprobs.keep(logits, batch, will_change=bool(asked))
-        for processor, rows in asked:
+        kept = self._logprobs.keep(logits, batch, will_change=bool(active))
+        for processor, rows in active:
             processor.apply(logits, batch, rows)
-        tokens, max_logits = self._draw(logits, batch)
+        tokens, max_logits = self._sample(logits, batch)
         pending_extras: list[PendingExtra] = [some.rank(tokens) for some in kept]
-        for processor, rows in asked:
+        for processor, rows in active:
             processor.on_sampled(tokens, batch, rows)
             pending_extras += processor.pending_extras(batch, rows)
         return SamplerOutput(batch, tokens, max_logits, pending_extras)
 
-    def _draw(self, logits: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
+    def _sample(self, logits: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
         """Tokens [S] int64 by temperature, min_p, top_k and top_p, and the largest logits."""
         states = self._states
         if not len(batch.rows_in(states.random_sampling)):

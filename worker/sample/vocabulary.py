@@ -1,13 +1,15 @@
-"""A model's tokens as texts, for grammars: what each one spells, and which ones end an answer.
+"""A model's tokens as texts, for grammars: the text of each token, and the tokens that end an
+answer.
 
 A token is text to a grammar exactly if a client sees its text: all but special tokens. The library
-draws the line elsewhere, and does not see two things:
+(llguidance) differs in two cases:
 
-- An added token whose name looks like `<...>` is no text to it, though `<think>` with
-  `special: false` is text to whoever reads the answer. Such tokens become ordinary ones here.
-- It lets the tokenizer write text that a grammar forces, and a tokenizer writes `<|im_end|>` as the
-  special token, which has no text. Special tokens get names here that no text holds, so that the
-  text is written as its characters. Grammars name these tokens by id.
+- It does not treat an added token with a name like `<...>` as text, although clients see `<think>`
+  with `special: false`. Such tokens become ordinary ones here.
+- It tokenizes text that a grammar forces, and a tokenizer turns `<|im_end|>` into the special
+token,
+  which has no text. Special tokens get names here that occur in no text, so that such a text is
+  tokenized as its characters. Grammars name special tokens by id.
 """
 
 from __future__ import annotations
@@ -21,21 +23,26 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
+from swell.worker.model_folder import model_folder
+
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+
+
+TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt")
 
 
 @lru_cache(maxsize=2)
 def load_vocabulary(model_path: str) -> LLTokenizer:
     """The tokenizer of a model folder or hub id; its `eos_tokens` are `end_token_ids`.
 
-    Some tenths of a second for 128k tokens; shared by all workers of a process. Raises ValueError
-    or OSError for a model without a tokenizer.json and without what can be written as one, or
-    without an end.
+    Takes some tenths of a second for 128k tokens; shared by all workers of a process. Raises
+    ValueError or OSError for a model without a tokenizer that is, or can be converted to, a
+    tokenizer.json, or without end tokens.
     """
     from llguidance import LLTokenizer
 
-    folder = _folder(model_path)
+    folder = model_folder(model_path, TOKENIZER_FILES)
     file = folder / "tokenizer.json"
     text = file.read_text() if file.is_file() else _converted(folder)
     tokenizer = Tokenizer.from_str(text)
@@ -47,8 +54,8 @@ def load_vocabulary(model_path: str) -> LLTokenizer:
 
 def end_token_ids(model_path: str, tokenizer: Tokenizer | None = None) -> list[int]:
     """Ids that end an answer: the model's (generation_config.json, else config.json) and, with a
-    tokenizer, the one that tokenizer_config.json names. The edge of the cluster waits for these."""
-    folder = _folder(model_path)
+    tokenizer, the one that tokenizer_config.json names. The API stops at the same ids."""
+    folder = model_folder(model_path, TOKENIZER_FILES)
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(folder / name).get("eos_token_id")
@@ -59,21 +66,13 @@ def end_token_ids(model_path: str, tokenizer: Tokenizer | None = None) -> list[i
         named = _read_json(folder / "tokenizer_config.json").get("eos_token")
         text = named.get("content") if isinstance(named, dict) else named
         own = tokenizer.token_to_id(text) if isinstance(text, str) else None
-        # Ids that no token has would be refused, and none of them can be drawn.
+        # The library would refuse ids without a token; these cannot be sampled.
         found = [id for id in [*found, own] if id is not None and tokenizer.id_to_token(id)]
     return sorted(set(found))
 
 
-def _folder(model_path: str) -> Path:
-    if Path(model_path).is_dir():
-        return Path(model_path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model_path, allow_patterns=["*.json", "tokenizer*", "*.txt"]))
-
-
 def _converted(folder: Path) -> str:
-    """Of an older format, as transformers reads it."""
+    """The tokenizer.json of a tokenizer in an older format, converted by transformers."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
@@ -83,9 +82,9 @@ def _converted(folder: Path) -> str:
 
 
 def _as_texts(text: str, tokenizer: Tokenizer) -> str:
-    """A tokenizer.json in which all tokens are text but the special ones, whose names are secret,
-    and which has a special token for every id that no token has: the library takes the number of
-    tokens for the largest id."""
+    """A tokenizer.json in which all tokens but the special ones are text. Special tokens get random
+    names, and ids without a token get a special one: the library derives the largest id from the
+    number of tokens."""
     data: dict[str, Any] = json.loads(text)
     byte_level = "ByteLevel" in json.dumps(data["decoder"])
     ids = set(tokenizer.get_vocab(with_added_tokens=True).values())
@@ -109,8 +108,8 @@ def _as_texts(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _byte_level(content: str) -> str:
-    """How a byte-level vocabulary spells an added token. One that is written in the characters
-    which stand for bytes is read as these bytes by decoders too."""
+    """An added token in the spelling of a byte-level vocabulary. A token that consists only of
+    characters that represent bytes stays: decoders read it as these bytes, too."""
     chars = _byte_chars()
     if set(content) <= set(chars):
         return content
@@ -118,15 +117,15 @@ def _byte_level(content: str) -> str:
 
 
 def _byte_chars() -> list[str]:
-    """The characters by which byte-level vocabularies write the bytes, as GPT-2 chose them: a byte
-    that is a printable character of Latin-1 is this character, the others follow from 256 on."""
+    """The character that represents each byte in byte-level vocabularies, as defined by GPT-2: a
+    printable character of Latin-1 represents itself, the other bytes use 256 and following."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (chr(code) for code in range(0x100, 0x200))
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]
 
 
 def _rename(model: dict[str, Any], pieces: Mapping[int, str]) -> None:
-    """Each id's piece in the vocabulary; merges into what had its name before are dropped."""
+    """Set each id's piece in the vocabulary; merges that use an old name are dropped."""
     vocab = model["vocab"]
     if isinstance(vocab, list):  # pieces with their scores, by id
         lowest = min((score for _, score in vocab), default=0.0)

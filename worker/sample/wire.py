@@ -1,7 +1,7 @@
-"""The words of the sampler: how tokens are drawn, and what is told of a token beside its id.
+"""The messages of the sampler: its parameters, and its results beside token ids.
 
-What a request may ask of its tokens stands here alone. The scheduler and the engine hand
-`SamplerParams` down to the worker and `Extra` up to the asker, and look into neither.
+Only these structs know the sampling features. The scheduler and the engine pass `SamplerParams`
+down to the worker and `Extra` up to the client, and read neither.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import msgspec
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """A language that the answer must be a sentence of."""
+    """A grammar; the answer must be one of its sentences."""
 
     lark: str
-    """In the dialect of Lark that `llguidance` reads; it holds JSON schemas as `%json {...}`."""
+    """In the dialect of Lark that `llguidance` reads; JSON schemas are written as `%json {...}`."""
 
 
 GRAMMAR_LIMITS = {
@@ -27,12 +27,12 @@ GRAMMAR_LIMITS = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 500_000,
 }
-"""What one grammar may cost, as `llguidance.LLParserLimits` counts it. Who checks a grammar and who
-follows it hold the same limits."""
+"""Limits of one grammar, as counted by `llguidance.LLParserLimits`; the same for the check of a
+request and for the worker."""
 
 
 class SamplerParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """How the next token of one request is drawn: what the sampler keeps per slot."""
+    """How tokens of one request are sampled."""
 
     temperature: float = 0.0
     """0 takes the most likely token."""
@@ -41,48 +41,48 @@ class SamplerParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     top_p: float = 1.0
     """Keep the smallest set of tokens that holds this much probability."""
     min_p: float = 0.0
-    """Keep tokens with at least this share of the largest probability."""
+    """Keep tokens with at least this fraction of the largest probability."""
     seed: int = 0
     """64-bit. The noise of an output token is a function of seed and position alone."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time that it stands in the output."""
+    """Subtracted from a token's logit for each of its occurrences in the output."""
     presence_penalty: float = 0.0
-    """Taken once from the logit of each token that stands in the output."""
+    """Subtracted once from the logit of each token that occurs in the output."""
     logit_bias: dict[int, float] = {}
-    """Token id -> what is added to its logit."""
+    """Token id -> amount added to its logit."""
     bad_words: list[list[int]] = []
     """Token sequences that are never completed."""
     allowed_token_ids: list[int] = []
-    """No other token is drawn; empty: all may be."""
+    """Only these tokens are sampled; empty: all."""
     logprobs: int | None = None
-    """Tell each drawn token's log probability, and those of this many most likely ones."""
+    """Return each sampled token's log probability, and those of this many most likely tokens."""
     prompt_logprobs: int | None = None
-    """The same of every prompt token behind the first."""
+    """The same for every prompt token after the first."""
     grammar: Grammar | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """Of one drawn token: natural logarithms of probabilities under the model's own logits."""
+    """For one sampled token: natural logarithms of probabilities under the model's own logits."""
 
     token_ids: list[int]
-    """The drawn token, then the most likely ones, best first."""
+    """The sampled token, then the most likely ones, best first."""
     logprobs: list[float]
     rank: int
-    """Of the drawn token; 1 is the most likely."""
+    """Rank of the sampled token; 1 is the most likely."""
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
-    """Of consecutive prompt tokens, each given all before it."""
+    """For consecutive prompt tokens, each given all tokens before it."""
 
     start: int
-    """Position of the first; the prompt's own first token, 0, has no probability."""
+    """Position of the first token; the one at position 0 has no probability."""
     token_ids: list[list[int]]
-    """For each position as in `TokenLogprobs`: the prompt's token, then the most likely."""
+    """For each position as in `TokenLogprobs`: the prompt's token, then the most likely ones."""
     logprobs: list[list[float]]
     ranks: list[int]
 
 
 Extra = TokenLogprobs | PromptLogprobs
-"""What a step tells of a request beside its token."""
+"""A result of a step for one request, beside its token."""

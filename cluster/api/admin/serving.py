@@ -1,4 +1,4 @@
-"""The admin routes of one ingress: it asks the manager, who decides, and the engines."""
+"""The admin routes of one ingress: it calls the manager, which decides, and the engines."""
 
 from __future__ import annotations
 
@@ -18,15 +18,11 @@ from swell.cluster.api.admin.protocol import (
     ScaleRequest,
     SwitchRequest,
 )
-from swell.cluster.api.http import (
-    ApiKeys,
-    Handler,
-    HTTPError,
-    json_response,
-    read_short_body,
-    route,
-)
+from swell.cluster.api.body_reader import read_short_body
+from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.routing import Handler, json_response, route
 from swell.cluster.api.server.access import AccessRules
+from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_calls import EngineCallFailed
 from swell.cluster.text.schema.decode import decode
@@ -41,10 +37,10 @@ _MAX_BODY_BYTES = 64 * 1024
 
 
 class AdminRoutes:
-    """What operators may ask. `manager` answers with a `ChangeResult`.
+    """What operators may change and see. `manager` answers with a `ChangeResult`.
 
     An operator shows a key of `serve.admin_keys_file`. Where only `serve.api_keys_file` is set,
-    nobody is one: a user's key opens nothing here.
+    these routes are closed: a user's key opens nothing here.
     """
 
     def __init__(
@@ -85,7 +81,8 @@ class AdminRoutes:
         return json_response(await self._call_manager("describe"))
 
     async def _idle(self, request: Request) -> Response:
-        """Ask every engine whether all its slots and blocks are free: the conservation check."""
+        """Check with every engine whether all its slots and blocks are free: the conservation
+        check."""
         llm, engines = self._llm, []
         for rank in llm.view.roster.ranks:
             reason = None

@@ -15,11 +15,13 @@ def to_generation_request(
 ) -> GenerationRequest:
     """Of a checked body. `defaults`: the model's, for fields of `SamplingParams` that the body
     leaves out. Raises `BadRequest`."""
+    params = body.sampling_params(defaults)
+    structured = params.structured_outputs is not None
     return GenerationRequest(
         prompt=conversation(body),
         prompt_field="messages",
-        params=body.sampling_params(defaults),
-        structured_outputs_field=body.structured_outputs_field,
+        params=params,
+        structured_outputs_field=body.structured_outputs_field if structured else None,
         tokenize_options=body.tokenize_options(add_special_tokens=False),
         stream=bool(body.stream),
         priority=body.priority or 0,

@@ -20,6 +20,7 @@ from swell.cluster.api.chat.protocol import (
 )
 from swell.cluster.api.logprobs import chat_logprobs, name_by_id, prompt_logprobs_body
 from swell.cluster.api.logprobs_protocol import ChatLogprobs
+from swell.cluster.api.output_parts import parse_output
 from swell.cluster.api.protocol_base import Usage
 from swell.cluster.api.response_writer import ResponseWriter, choice_usage, usage_of
 from swell.cluster.api.sse import DONE, TEXT_ONLY, ChatStream, ChunkFields
@@ -42,11 +43,12 @@ class ChatResponseWriter(ResponseWriter):
         self._called: set[int] = set()
         """Choices with a tool call."""
         self._echoed = body.echoed
+        self._hides_reasoning = body.include_reasoning is False
         self._extra_fields_per_chunk = body.return_token_ids or body.continuous_usage
         """Every output has more than text."""
         self._stream = ChatStream(self.id, self.created, model, include_usage=body.include_usage)
 
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+    def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         (output,) = outputs
         body, prompt = self._body, output.prompt_logprobs
         return ChatCompletion(
@@ -60,19 +62,18 @@ class ChatResponseWriter(ResponseWriter):
         )
 
     def _choice(self, part: CompletionOutput) -> ChatChoice:
-        parser = self._make_parser()
-        said = parts.collect(self._visible_parts([*parser.push(part.text), *parser.flush()]))
+        parsed = parts.collect(self._visible_parts(self._make_parser(), part))
         calls = [
             ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
-            for call in said.tool_calls
+            for call in parsed.tool_calls
         ]
-        content = said.content if calls or said.reasoning else said.content or ""
+        content = parsed.content if calls or parsed.reasoning else parsed.content or ""
         if self._echoed:
             content = self._echoed + (content or "")
         message = ChatResponseMessage(
             content=content,
-            reasoning_content=said.reasoning,
-            reasoning=said.reasoning,
+            reasoning_content=parsed.reasoning,
+            reasoning=parsed.reasoning,
             tool_calls=calls or UNSET,
         )
         return ChatChoice(
@@ -84,37 +85,36 @@ class ChatResponseWriter(ResponseWriter):
             token_ids=part.token_ids if self._body.return_token_ids else None,
         )
 
-    def _visible_parts(self, said: list[parts.AnswerDelta]) -> list[parts.AnswerDelta]:
-        """What the client is told of it."""
-        if self._body.include_reasoning is not False:
-            return said
-        return [part for part in said if not isinstance(part, parts.Reasoning)]
+    def _visible_parts(self, parser: Parser, part: CompletionOutput) -> list[parts.AnswerDelta]:
+        """What the client gets of an output."""
+        parsed = parse_output(parser, part)
+        if not self._hides_reasoning:
+            return parsed
+        return [one for one in parsed if not isinstance(one, parts.Reasoning)]
 
     # ---------------------------------------------------------------- as a stream
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
         if not self._parsers:
             return [*self._begin(output), *self.delta(choice, output, part)]
-        parser = self._parsers[choice]
-        said = parser.push(part.text)
-        if part.finish_reason is not None:
-            said += parser.flush()
-        said = self._visible_parts(said)
-        for one in said:
+        parsed = self._visible_parts(self._parsers[choice], part)
+        for one in parsed:
             if isinstance(one, parts.ToolCall):
                 self._called.add(choice)
-        rest = self._chunk_fields(choice, output, part)
-        if not said:
-            return [] if rest is TEXT_ONLY else [self._stream.chunk("", choice, rest)]
-        *before, last = said
-        more = ChunkFields(usage=rest.usage) if rest.usage is not None else TEXT_ONLY
+        fields = self._chunk_fields(choice, output, part)
+        if not parsed:
+            return [] if fields is TEXT_ONLY else [self._stream.chunk("", choice, fields)]
+        *before, last = parsed
+        if not before:
+            return [self._event(choice, last, fields)]
+        more = ChunkFields(usage=fields.usage) if fields.usage is not None else TEXT_ONLY
         return [
             *(self._event(choice, one, more) for one in before),
-            self._event(choice, last, rest),
+            self._event(choice, last, fields),
         ]
 
     def _begin(self, output: RequestOutput) -> Iterable[bytes]:
-        """Who speaks, of all choices; they answer one prompt, so what is told of it stands here."""
+        """The role of all choices. They answer one prompt, whose token ids come with the first."""
         body, used = self._body, None
         ids = output.prompt_token_ids if body.return_token_ids else None
         if body.continuous_usage:
@@ -126,18 +126,18 @@ class ChatResponseWriter(ResponseWriter):
                 more = TEXT_ONLY if used is None else ChunkFields(usage=used)
                 yield self._stream.chunk(self._echoed, choice, more)
 
-    def _event(self, choice: int, said: parts.AnswerDelta, rest: ChunkFields) -> bytes:
-        match said:
+    def _event(self, choice: int, part: parts.AnswerDelta, fields: ChunkFields) -> bytes:
+        match part:
             case parts.Content(text):
-                return self._stream.chunk(text, choice, rest)
+                return self._stream.chunk(text, choice, fields)
             case parts.Reasoning(text):
-                return self._stream.delta(ChatDelta(reasoning_content=text), choice, rest)
+                return self._stream.delta(ChatDelta(reasoning_content=text), choice, fields)
             case parts.ToolCall(index, id, name):
                 function = FunctionDelta(name=name, arguments="")
                 call = ToolCallDelta(index=index, id=id, type="function", function=function)
             case parts.Arguments(index, text):
                 call = ToolCallDelta(index=index, function=FunctionDelta(arguments=text))
-        return self._stream.delta(ChatDelta(tool_calls=[call]), choice, rest)
+        return self._stream.delta(ChatDelta(tool_calls=[call]), choice, fields)
 
     def _chunk_fields(
         self, choice: int, output: RequestOutput, part: CompletionOutput
@@ -165,9 +165,9 @@ class ChatResponseWriter(ResponseWriter):
         chose = called and not call_rules(self._body.tool_choice).single
         return "tool_calls" if chose and part.finish_reason == "stop" else part.finish_reason
 
-    def closing(self, usage: Usage) -> Iterable[bytes]:
+    def stream_end(self, usage: Usage) -> Iterable[bytes]:
         if self._body.include_usage:
             yield self._stream.usage(usage)
 
-    def ending(self) -> Iterable[bytes]:
+    def stream_done(self) -> Iterable[bytes]:
         yield DONE

@@ -31,7 +31,7 @@ class CompletionResponseWriter(ResponseWriter):
         )
         """Every chunk has more than its text."""
 
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+    def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         choices = [
             self._choice(place * self.n + part.index, output, part)
             for place, output in enumerate(outputs)
@@ -51,7 +51,7 @@ class CompletionResponseWriter(ResponseWriter):
         body = self._body
         part = self._shown(part)
         prompt = self._echo(output)
-        told = None if body.prompt_logprobs is None else output.prompt_logprobs
+        table = None if body.prompt_logprobs is None else output.prompt_logprobs
         return CompletionChoice(
             index=index,
             text=prompt + part.text,
@@ -60,7 +60,7 @@ class CompletionResponseWriter(ResponseWriter):
             stop_reason=part.stop_reason,
             token_ids=part.token_ids if body.return_token_ids else None,
             prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
-            prompt_logprobs=None if told is None else prompt_logprobs_body(told),
+            prompt_logprobs=None if table is None else prompt_logprobs_body(table),
         )
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
@@ -71,9 +71,9 @@ class CompletionResponseWriter(ResponseWriter):
             prompt = self._echo(output)
             prompt_ids = output.prompt_token_ids if body.return_token_ids else None
             self._echoed_chars[choice] = len(prompt)
-        rest = TEXT_ONLY
+        fields = TEXT_ONLY
         if part.finish_reason is not None or self._extra_fields_per_chunk:
-            rest = ChunkFields(
+            fields = ChunkFields(
                 part.finish_reason,
                 part.stop_reason,
                 self._logprobs(output, part, self._echoed_chars[choice]),
@@ -81,7 +81,7 @@ class CompletionResponseWriter(ResponseWriter):
                 self._shown_usage(choice_usage(output)) if body.continuous_usage else None,
                 prompt_ids,
             )
-        return [self._stream.chunk(prompt + part.text, choice, rest)]
+        return [self._stream.chunk(prompt + part.text, choice, fields)]
 
     def _echo(self, output: RequestOutput) -> str:
         """What every answer to a prompt begins with."""
@@ -103,7 +103,7 @@ class CompletionResponseWriter(ResponseWriter):
         )
 
     def _shown(self, part: CompletionOutput) -> CompletionOutput:
-        """With an echo alone, the one token that had to be drawn is left out."""
+        """With an echo alone, the one token that had to be sampled is left out."""
         if not self._body.only_echo:
             return part
         none = None if part.logprobs is None else part.logprobs[:0]
@@ -116,9 +116,9 @@ class CompletionResponseWriter(ResponseWriter):
             return whole
         return usage(whole.prompt_tokens, 0, whole.prompt_tokens_details.cached_tokens)
 
-    def closing(self, usage: Usage) -> Iterable[bytes]:
+    def stream_end(self, usage: Usage) -> Iterable[bytes]:
         if self._body.include_usage:
             yield self._stream.usage(self._shown_usage(usage))
 
-    def ending(self) -> Iterable[bytes]:
+    def stream_done(self) -> Iterable[bytes]:
         yield DONE

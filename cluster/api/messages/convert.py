@@ -87,15 +87,15 @@ def conversation(body: CountTokensRequest) -> Conversation:
 
 
 def template_variables(body: CountTokensRequest) -> dict[str, Any]:
-    """What the chat template is told beside the messages; the client's own wins."""
-    told: dict[str, Any] = {}
+    """Variables of the chat template; those that the client sends itself win."""
+    variables: dict[str, Any] = {}
     if body.thinking is not None:
-        told["enable_thinking"] = body.thinking.type != "disabled"
+        variables["enable_thinking"] = body.thinking.type != "disabled"
         if body.thinking.budget_tokens is not None:
-            told["thinking_budget"] = body.thinking.budget_tokens
+            variables["thinking_budget"] = body.thinking.budget_tokens
     if body.output_config is not None and body.output_config.effort is not None:
-        told["reasoning_effort"] = body.output_config.effort
-    return {**told, **(body.chat_template_kwargs or {})}
+        variables["reasoning_effort"] = body.output_config.effort
+    return {**variables, **(body.chat_template_kwargs or {})}
 
 
 def _tool(tool: Tool) -> chat.ToolDefinition:
@@ -126,7 +126,7 @@ def _budget(thinking: Thinking | None) -> int | None:
 
 def chat_messages(body: CountTokensRequest) -> list[chat.ChatMessage]:
     """The messages, the system's first. A message with tool results becomes one of role `tool` for
-    each, in order, and behind them one of the user with its text."""
+    each, in order, and after them one of the user with its text."""
     said: list[chat.ChatMessage] = []
     if body.system:
         said.append(chat.ChatMessage(role="system", content=text_of(body.system)))

@@ -7,8 +7,8 @@ import msgspec
 from swell.cluster.api.messages.message import MessagesError, MessagesErrorDetail
 
 OVERLOADED = 529
-"""Of this API alone: nobody can answer, try again. Its clients do so, as with other 5xx, and call
-it by its name."""
+"""Of this API alone: no engine can answer, try again. Its clients do so, as with other 5xx, and
+call it by its name."""
 
 _KINDS = {
     401: "authentication_error",

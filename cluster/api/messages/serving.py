@@ -2,7 +2,7 @@
 
     message_start │ block 0: start, deltas, stop │ block 1: ... │ message_delta, message_stop
 
-`message_start` tells the prompt's tokens, so it waits for the first output.
+`message_start` has the prompt's tokens, so it waits for the first output.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from swell.cluster.api.http_errors import ErrorInfo
 from swell.cluster.api.messages.content import ContentEvents, blocks
 from swell.cluster.api.messages.errors import error as error_event
 from swell.cluster.api.messages.message import (
@@ -24,24 +25,17 @@ from swell.cluster.api.messages.message import (
     message_usage,
 )
 from swell.cluster.api.messages.protocol import MessagesRequest
+from swell.cluster.api.output_parts import parse_output
 from swell.cluster.api.protocol_base import Usage
 from swell.cluster.api.response_writer import ResponseWriter, usage_of
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers.base import Parser
 
-_FAILURES = {
-    "engine_failed": 500,
-    "no_engine": 503,
-    "request_failed": 500,
-    "request_timeout": 408,
-}
-"""The status that an answer would have which is not streamed."""
-
 _NOT_ENDED = Ending(stop_reason=None)
 
 
 class MessagesResponseWriter(ResponseWriter):
-    """`make_parser` makes what reads the answer; `request_id` is told beside a failure."""
+    """`make_parser` makes the parser of the answer; `request_id` is sent with an error."""
 
     def __init__(
         self,
@@ -59,11 +53,11 @@ class MessagesResponseWriter(ResponseWriter):
         self._started = False
         self._ending = _NOT_ENDED
 
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+    def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         (output,) = outputs
         (part,) = output.outputs
-        parts_out = [*self._parser.push(part.text), *self._parser.flush()]
-        content = blocks(parts_out, hides_thinking=self._hides_thinking)
+        parsed = parse_output(self._parser, part)
+        content = blocks(parsed, hides_thinking=self._hides_thinking)
         called = any(isinstance(block, ToolUseOutput) for block in content)
         return self._message(content, self._ended(part, called=called), usage)
 
@@ -94,21 +88,18 @@ class MessagesResponseWriter(ResponseWriter):
             self._started = True
             usage = usage_of([output], part.num_output_tokens)
             yield MessageStart(message=self._message([], _NOT_ENDED, usage)).encoded()
-        parts_out = self._parser.push(part.text)
-        if part.finish_reason is not None:
-            parts_out += self._parser.flush()
-        for one in parts_out:
+        for one in parse_output(self._parser, part):
             for event in self._content.push(one):
                 yield event.encoded()
         if part.finish_reason is not None:
             self._ending = self._ended(part, called=self._content.called)
 
-    def closing(self, usage: Usage) -> Iterable[bytes]:
-        assert self._ending is not _NOT_ENDED, "the last output tells how it ended"
+    def stream_end(self, usage: Usage) -> Iterable[bytes]:
+        assert self._ending is not _NOT_ENDED, "the last output has a finish reason"
         for event in self._content.end():
             yield event.encoded()
         yield MessageDelta(delta=self._ending, usage=message_usage(usage)).encoded()
         yield MessageStop().encoded()
 
-    def failure(self, error: Exception, code: str) -> Iterable[bytes]:
-        yield error_event(str(error), _FAILURES[code], self._request_id).encoded()
+    def stream_error(self, error: ErrorInfo) -> Iterable[bytes]:
+        yield error_event(error.message, error.status, self._request_id).encoded()

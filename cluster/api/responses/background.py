@@ -7,7 +7,7 @@ import contextlib
 import uuid
 from collections.abc import Callable, Coroutine
 
-from swell.cluster.api.http import HTTPError
+from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.responses.response_store import (
     HEARTBEAT_S,
     IDLE_HEARTBEAT_S,
@@ -25,14 +25,14 @@ from swell.configs.log import StructuredLogger
 Work = Coroutine[None, None, None]
 
 _MAX_TAKEOVERS = 8
-"""Responses that an ingress takes over with one beat."""
+"""Responses that an ingress takes over with one heartbeat."""
 
 
 class BackgroundRunner:
-    """The store is told what runs here, and tells what is to stop (see `stored.py`): one call a
-    beat, however many run, and seldom one while nothing does. If this ingress ends, another one
-    computes what ran here, to the same answer: `resume` makes the work of what is taken over, by
-    an ingress that `is_ready` for it."""
+    """Reports to the store what runs here, and stops what it answers (`response_store.py`): one
+    call a heartbeat, however many run, and seldom one while nothing does. If this ingress ends,
+    another one computes what ran here, to the same answer: `resume` makes the work of what is taken
+    over, by an ingress that `is_ready` for it."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class BackgroundRunner:
     async def _finish(self, key: str, work: Work) -> None:
         try:
             await work
-        except Exception as error:  # no beat speaks of it any more: it is taken over
+        except Exception as error:  # no heartbeat names it any more: it is taken over
             self._log.exception("background", error)
         finally:
             del self._tasks[key], self._running[key]
@@ -116,8 +116,8 @@ class BackgroundRunner:
                 await self._send_heartbeat()
             except StoreUnavailable:
                 continue
-            except Exception as error:  # the next beat may do better
-                self._log.exception("beat", error)
+            except Exception as error:  # the next heartbeat may succeed
+                self._log.exception("heartbeat", error)
 
     async def _send_heartbeat(self) -> None:
         takes = _MAX_TAKEOVERS if self._is_ready() else 0
@@ -127,7 +127,7 @@ class BackgroundRunner:
                 self._tasks[key].cancel()
         for begin in orders.taken:
             if begin.id not in self._tasks:  # else it is just being stopped, and is given again
-                id = response_id_of(begin.id)  # the log tells nothing of API keys
+                id = response_id_of(begin.id)  # the log holds no API keys
                 self._log.warning("taken over", id=id, lost_runners=begin.lost_runners)
                 self._run(begin, self._resume(begin))
         for key in orders.unknown:

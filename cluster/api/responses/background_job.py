@@ -9,12 +9,12 @@ import msgspec
 from starlette.requests import Request
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.http import REQUEST_ID, request_id
 from swell.cluster.api.responses.convert import chat_request
 from swell.cluster.api.responses.items import Item
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.responses.response import ResponseBody
 from swell.cluster.api.responses.response_store import Job, StoredResponse
+from swell.cluster.api.routing import REQUEST_ID, request_id
 from swell.cluster.api.serving_handler import TRACE_HEADERS
 from swell.cluster.text.schema.decode import decode
 

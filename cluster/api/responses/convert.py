@@ -55,7 +55,7 @@ def chat_request(
     body: ResponsesRequest, items: Sequence[Item], before: Sequence[Item] = ()
 ) -> ChatCompletionRequest:
     """`items` are those of the body, `before` those of the conversation that it continues.
-    Raises `BadRequest` in the words of a response."""
+    Raises `BadRequest` with the field names of a response."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SHARED_FIELDS}
     if LOGPROBS in (body.include or ()):
         fields["logprobs"], fields["top_logprobs"] = True, body.top_logprobs
@@ -167,7 +167,7 @@ def _choice(choice: str | FunctionChoice | AllowedToolsChoice | None) -> ToolCho
         return NamedToolChoice(type="allowed_tools", allowed_tools=allowed)
     if isinstance(choice, FunctionChoice):
         return NamedToolChoice(type="function", function=FunctionName(name=choice.name))
-    return choice  # type: ignore[return-value]  # one of the words of ToolChoice
+    return choice  # type: ignore[return-value]  # one of the literals of ToolChoice
 
 
 def _form(form: TextFormat | None) -> ResponseFormat | None:

@@ -55,7 +55,7 @@ class InputPart(HistoryPart, kw_only=True):
         (),
     )
 
-    def told(self, path: str, *types: str) -> str:
+    def checked_text(self, path: str, *types: str) -> str:
         """The text; raises `BadRequest` unless the part is of one of `types`."""
         if self.type not in types:
             raise BadRequest(
@@ -104,7 +104,7 @@ class InputMessage(InputItem, kw_only=True):
             parts = self.content
         refusal = ("refusal",) if self.role == "assistant" else ()
         for index, part in enumerate(parts):
-            text = part.told(f"content[{index}]", "input_text", "output_text", *refusal)
+            text = part.checked_text(f"content[{index}]", "input_text", "output_text", *refusal)
             content.append(Refusal(refusal=text) if part.type == "refusal" else own(text=text))
         return MessageItem(id=self.id or new_id("msg"), role=self.role, content=content)
 
@@ -164,7 +164,7 @@ class InputFunctionCallOutput(InputItem, kw_only=True):
             output=output
             if isinstance(output, str)
             else [
-                InputText(text=part.told(f"output[{index}]", "input_text"))
+                InputText(text=part.checked_text(f"output[{index}]", "input_text"))
                 for index, part in enumerate(output)
             ],
         )
@@ -182,11 +182,11 @@ class InputReasoning(InputItem, kw_only=True):
         return ReasoningItem(
             id=self.id or new_id("rs"),
             summary=[
-                SummaryText(text=part.told(f"summary[{index}]", "summary_text"))
+                SummaryText(text=part.checked_text(f"summary[{index}]", "summary_text"))
                 for index, part in enumerate(self.summary)
             ],
             content=[
-                ReasoningText(text=part.told(f"content[{index}]", "reasoning_text"))
+                ReasoningText(text=part.checked_text(f"content[{index}]", "reasoning_text"))
                 for index, part in enumerate(self.content or ())
             ],
         )

@@ -16,7 +16,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def new_id(prefix: str) -> str:
-    """An id that nobody can guess: whoever knows that of a response may read it."""
+    """An id that cannot be guessed: a client that knows that of a response may read it."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 

@@ -1,8 +1,9 @@
-"""What an answer says, written as the items of a response."""
+"""The parts of an answer, written as the items of a response."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,7 +24,7 @@ from swell.cluster.text.parsers import deltas as parts
 
 
 class OutputItemWriter:
-    """Parts in, events out; `items` are what the events tell. One item is open at a time, and it
+    """Parts in, events out; `items` are what the events carry. One item is open at a time, and it
     ends where a part belongs to another: parts of one kind that follow each other are one item.
     """
 
@@ -58,7 +59,7 @@ class OutputItemWriter:
                 )
         assert self._open is not None
         if text:
-            yield self._open.more(text, list(logprobs))
+            yield self._open.append(text, list(logprobs))
 
     def close(self, status: Status = "completed") -> Iterator[Event]:
         """The open item ends; the last one may have been cut off."""
@@ -68,7 +69,7 @@ class OutputItemWriter:
         self._open = None
 
     def finish(self, status: Status) -> Iterator[Event]:
-        """Nothing follows. An answer without a word is one empty message."""
+        """Nothing follows. An answer without text is one empty message."""
         if not self.items:
             yield from self._begin(_MessageBuilder(0))
         yield from self.close(status)
@@ -81,7 +82,7 @@ class OutputItemWriter:
 
 
 class _ItemBuilder:
-    """An item that grows. `item` is told as it was when it began, and filled when it ends."""
+    """An item that grows. `item` is sent as it was when it began, and filled when it ends."""
 
     item: OutputItem
 
@@ -92,97 +93,80 @@ class _ItemBuilder:
     def begin(self) -> Iterator[Event]:
         yield events.ItemAdded(output_index=self.index, item=msgspec.structs.replace(self.item))
 
-    def more(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
-        raise NotImplementedError
+    def append(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
+        self._texts.append(text)
+        return self._delta(text, logprobs)
 
     def end(self, status: Status) -> Iterator[Event]:
+        yield from self._done("".join(self._texts))
         self.item.status = status
         yield events.ItemDone(output_index=self.index, item=self.item)
 
     @property
-    def _text(self) -> str:
-        return "".join(self._texts)
+    def _place(self) -> dict[str, Any]:
+        """What every event within the item has."""
+        return {"item_id": self.item.id, "output_index": self.index}
+
+    def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
+        raise NotImplementedError
+
+    def _done(self, text: str) -> Iterator[Event]:
+        """Fills the item with its whole text."""
+        raise NotImplementedError
 
 
 class _MessageBuilder(_ItemBuilder):
-    item: MessageItem
-
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        self.item = MessageItem(
+        self.item: MessageItem = MessageItem(
             id=new_id("msg"), role="assistant", status="in_progress", content=[]
         )
         self._logprobs: list[ChatTokenLogprob] = []
 
     def begin(self) -> Iterator[Event]:
         yield from super().begin()
-        yield events.PartAdded(
-            item_id=self.item.id, output_index=self.index, part=OutputText(text="")
-        )
+        yield events.PartAdded(**self._place, part=OutputText(text=""))
 
-    def more(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
-        self._texts.append(text)
+    def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
         self._logprobs += logprobs
-        return events.OutputTextDelta(
-            item_id=self.item.id, output_index=self.index, delta=text, logprobs=logprobs
-        )
+        return events.OutputTextDelta(**self._place, delta=text, logprobs=logprobs)
 
-    def end(self, status: Status) -> Iterator[Event]:
-        part = OutputText(text=self._text, logprobs=self._logprobs)
-        id, index = self.item.id, self.index
-        yield events.OutputTextDone(
-            item_id=id, output_index=index, text=part.text, logprobs=part.logprobs
-        )
-        yield events.PartDone(item_id=id, output_index=index, part=part)
+    def _done(self, text: str) -> Iterator[Event]:
+        part = OutputText(text=text, logprobs=self._logprobs)
         self.item.content = [part]
-        yield from super().end(status)
+        yield events.OutputTextDone(**self._place, text=text, logprobs=part.logprobs)
+        yield events.PartDone(**self._place, part=part)
 
 
 class _ReasoningBuilder(_ItemBuilder):
-    item: ReasoningItem
-
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        self.item = ReasoningItem(id=new_id("rs"), status="in_progress")
+        self.item: ReasoningItem = ReasoningItem(id=new_id("rs"), status="in_progress")
 
     def begin(self) -> Iterator[Event]:
         yield from super().begin()
-        yield events.PartAdded(
-            item_id=self.item.id, output_index=self.index, part=ReasoningText(text="")
-        )
+        yield events.PartAdded(**self._place, part=ReasoningText(text=""))
 
-    def more(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
-        self._texts.append(text)
-        return events.ReasoningDelta(item_id=self.item.id, output_index=self.index, delta=text)
+    def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
+        return events.ReasoningDelta(**self._place, delta=text)
 
-    def end(self, status: Status) -> Iterator[Event]:
-        part = ReasoningText(text=self._text)
-        id, index = self.item.id, self.index
-        yield events.ReasoningDone(item_id=id, output_index=index, text=part.text)
-        yield events.PartDone(item_id=id, output_index=index, part=part)
+    def _done(self, text: str) -> Iterator[Event]:
+        part = ReasoningText(text=text)
         self.item.content = [part]
-        yield from super().end(status)
+        yield events.ReasoningDone(**self._place, text=text)
+        yield events.PartDone(**self._place, part=part)
 
 
 class _FunctionCallBuilder(_ItemBuilder):
-    item: FunctionCallItem
-
     def __init__(self, index: int, call_id: str, name: str) -> None:
         super().__init__(index)
-        self.item = FunctionCallItem(
+        self.item: FunctionCallItem = FunctionCallItem(
             id=new_id("fc"), call_id=call_id, name=name, arguments="", status="in_progress"
         )
 
-    def more(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
-        self._texts.append(text)
-        return events.ArgumentsDelta(item_id=self.item.id, output_index=self.index, delta=text)
+    def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
+        return events.ArgumentsDelta(**self._place, delta=text)
 
-    def end(self, status: Status) -> Iterator[Event]:
-        self.item.arguments = self._text
-        yield events.ArgumentsDone(
-            item_id=self.item.id,
-            output_index=self.index,
-            name=self.item.name,
-            arguments=self._text,
-        )
-        yield from super().end(status)
+    def _done(self, text: str) -> Iterator[Event]:
+        self.item.arguments = text
+        yield events.ArgumentsDone(**self._place, name=self.item.name, arguments=text)

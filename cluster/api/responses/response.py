@@ -149,5 +149,5 @@ def item_list(
 def _text_format(form: TextFormat) -> dict[str, Any]:
     if form.type != "json_schema":
         return {"type": form.type}
-    told: dict[str, Any] = msgspec.to_builtins(form)
-    return told
+    body: dict[str, Any] = msgspec.to_builtins(form)
+    return body

@@ -3,7 +3,7 @@ not finished. Pure: time is an argument.
 
 An ingress stores a finished response with one `Store`. One that is computed in the background is
 stored twice: by `Begin` before its computation, and by `Store` at its end. Meanwhile its ingress,
-the *runner*, says with every `Heartbeat` what it still computes, and is answered with what to stop:
+the *runner*, reports with every `Heartbeat` what it still computes; the reply is what to stop:
 
                     Store
         Begin ─► RUNNING ─────► DONE
@@ -12,15 +12,15 @@ the *runner*, says with every `Heartbeat` what it still computes, and is answere
                  │ └── taken by a Heartbeat ◄──────┤
                  └── RunnerExit ───────────────────┘
 
-A response whose runner is gone is given to the next runner that beats and takes some, with all that
-it needs to compute the same answer again (`Job`). It has one runner at a time: what an earlier one
-stores is not kept, and its next heartbeat hears that it is to stop. What is tried for the last time
-is alone of its kind with its runner, so that it costs no other response its last attempt. All but
-RUNNING are final: what a client has read stays true, whatever is stored or beaten later.
+A response whose runner is gone is given to the next runner whose heartbeat takes some, with all
+that it needs to compute the same answer again (`Job`). It has one runner at a time: what an earlier
+one stores is not kept, and the reply to its next heartbeat is to stop. What is tried for the last
+time is alone of its kind with its runner, so that it costs no other response its last attempt. All
+but RUNNING are final: what a client has read stays true, whatever is stored or reported later.
 
-A store that was started anew knows nothing of what is computed; the next heartbeat hears so, and
-the ingress begins it again. Time in which the store itself was away is no silence of a runner
-(`coordinator/listening_clock.py`).
+A store that was started anew knows nothing of what is computed; the reply to the next heartbeat
+lists it as unknown, and the ingress begins it again. Time in which the store itself was away is no
+silence of a runner (`coordinator/listening_clock.py`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ import msgspec
 from swell.coordinator.listening_clock import ListeningClock
 
 HEARTBEAT_S = 1.0
-"""How often an ingress tells what it computes; a cancelled response is computed that long."""
+"""How often an ingress reports what it computes; a cancelled response is computed that long."""
 LEASE_S = 15.0
 """An ingress that is silent for this long is gone, and another one computes what it did."""
 IDLE_HEARTBEAT_S = LEASE_S / 4
-"""How often an ingress that computes nothing asks whether it may."""
+"""How often an ingress that computes nothing offers to take some over."""
 MAX_LOST_RUNNERS = 3
 """A response whose runners are lost so often may be what ends them."""
 _MAX_TAKEOVER_BYTES = 8 * 1024 * 1024
@@ -141,7 +141,7 @@ class StoredLookup(msgspec.Struct, frozen=True):
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
     stop: list[str]
-    """Nobody wants these any more."""
+    """These are not wanted any more."""
     unknown: list[str]
     """To be begun again."""
     taken: list[Begin] = []
@@ -162,7 +162,7 @@ class _Run(_Entry):
     runner: str
     """Empty: it waits for one."""
     last_heartbeat_s: float
-    """When its runner spoke of it last, in seconds of listening."""
+    """When its runner reported it last, in seconds of listening."""
     job: Job | None
     lost_runners: int
 
@@ -188,7 +188,7 @@ class ResponseStore:
         """Least recently used first."""
         self._running: dict[str, _Run] = {}
         self._deleted_while_running: dict[str, float] = {}
-        """Deleted while running, and when their runners spoke of them last, as of a run."""
+        """Deleted while running, and when their runners reported them last, as of a run."""
         self._clock = ListeningClock(LEASE_S)
         self._listened_s = 0.0
         self._final_bytes = 0
@@ -257,7 +257,7 @@ class ResponseStore:
         return True
 
     def _on_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> HeartbeatReply:
-        """A runner that beats is not silent, however late its heartbeat is taken in."""
+        """A runner that sends one is not silent, however late its heartbeat is handled."""
         orders, runner = HeartbeatReply([], [], []), heartbeat.runner
         for id in heartbeat.ids:
             run = self._running.get(id)
@@ -281,7 +281,7 @@ class ResponseStore:
         return True
 
     def _assign_orphans(self, heartbeat: Heartbeat, orders: HeartbeatReply) -> None:
-        """Give what waits for a runner to the one that beats."""
+        """Give what waits for a runner to the sender."""
         runs = self._running.values()
         last = any(run.is_last_attempt for run in runs if run.runner == heartbeat.runner)
         size_bytes = 0
@@ -334,13 +334,13 @@ class ResponseStore:
         self._final_bytes -= self._final.pop(id).kept.size_bytes
 
     def _stop(self, id: str, status: StoredStatus, now_s: float) -> None:
-        """It runs no longer, whatever its runner says."""
+        """It runs no longer, whatever its runner reports."""
         run = self._running.pop(id)
         self._running_bytes -= run.size_bytes
         self._add(id, _Entry(run.kept, status, now_s))
 
     def _expire(self, now_s: float) -> None:
-        """What runners have left, and what is too old: for which all are looked at, so not too
+        """What runners have left, and what is too old; for the latter all are checked, so not too
         often."""
         for id, run in list(self._running.items()):
             if run.runner and self._listened_s - run.last_heartbeat_s > LEASE_S:

@@ -15,7 +15,8 @@ from starlette.routing import Route
 from swell.cluster.api.body_reader import body_bytes
 from swell.cluster.api.chat.convert import to_generation_request
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.http import ApiKeys, HTTPError, json_response, route, with_deadline
+from swell.cluster.api.disconnect import with_deadline
+from swell.cluster.api.http_errors import HTTPError, error_info
 from swell.cluster.api.response_writer import ENGINES
 from swell.cluster.api.responses.background import BackgroundRunner
 from swell.cluster.api.responses.background_job import (
@@ -44,18 +45,14 @@ from swell.cluster.api.responses.response_store import (
 )
 from swell.cluster.api.responses.serving import ResponsesWriter
 from swell.cluster.api.responses.store_client import ResponseStoreClient, store_key
+from swell.cluster.api.routing import json_response, route
+from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.api.serving_handler import ServingHandler
-from swell.cluster.client.admission import TooManyWaiting
 from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.client.deadline import RequestTimedOut
-from swell.cluster.client.request_state import EngineGone, RequestFailed
-from swell.cluster.client.router import NoEngine
-from swell.cluster.text.generation_request import Prompt
-from swell.cluster.text.input_processor import AsyncInputProcessor, RequestParams
+from swell.cluster.text.async_input_processor import AsyncInputProcessor
+from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, shown
-from swell.cluster.text.truncation import TEMPLATE_TEXT, TokenizeOptions
-from swell.configs.log import StructuredLogger
 from swell.configs.schema import ServeConfig
 
 _PAGE_ITEMS = 20
@@ -92,7 +89,6 @@ class ResponseRoutes:
         self._offload = offload
         self._store = ResponseStoreClient(store)
         self._background = BackgroundRunner(self._store, self._resume, lambda: llm.has_seen_engine)
-        self._log = StructuredLogger("cluster.ingress")
 
     def routes(self) -> list[Route]:
         return [
@@ -181,9 +177,8 @@ class ResponseRoutes:
             return
         count = 0
         for text in filter(None, reasoning):
-            prompt = partial(_plain_prompt, text)
             try:
-                count += len(await self._input_processor.tokenize(prompt, len(text)))
+                count += await self._input_processor.count_tokens(text)
             except BadRequest:  # written otherwise than the model did, it would not fit
                 count = usage.output_tokens
         usage.output_tokens_details.reasoning_tokens = min(count, usage.output_tokens)
@@ -243,19 +238,8 @@ class ResponseRoutes:
     async def _run(self, handle: Callable[[], Awaitable[Any]], answer: ResponsesWriter) -> None:
         try:
             await handle()
-        except (
-            EngineGone,
-            NoEngine,
-            RequestFailed,
-            BadRequest,
-            HTTPError,
-            TooManyWaiting,
-            RequestTimedOut,
-        ) as error:
-            answer.fail(str(error))
         except Exception as error:
-            self._log.error("unexpected", error=f"{type(error).__name__}: {error}")
-            answer.fail("internal error")
+            answer.fail(error_info(error).message)
         await answer.finalize()
 
     async def _finalize_background(
@@ -350,10 +334,6 @@ def _conversation(
             )
         before = [*items_of(found.kept), *response.output]
     return chat_request(body, own, before), _encode([*before, *own])
-
-
-def _plain_prompt(text: str) -> tuple[list[Prompt], TokenizeOptions]:
-    return [text], TEMPLATE_TEXT
 
 
 def _limit(text: str) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 
+from swell.cluster.api.http_errors import ErrorInfo
 from swell.cluster.api.output_parts import make_part_reader
 from swell.cluster.api.protocol_base import Usage
 from swell.cluster.api.response_writer import Batches, ResponseWriter
@@ -34,8 +35,8 @@ class ResponsesWriter(ResponseWriter):
     """Fills `response`, which was begun.
 
     Whole or streamed, the answer goes through the same writer, so both hold the same. `finalize` is
-    awaited once the response has ended, before it is told to anybody: what is stored by then can
-    be asked for by whoever has seen the end. `top_logprobs` as in `make_part_reader`.
+    awaited once the response has ended, before its end is sent: a client that has seen the end
+    can retrieve what is stored. `top_logprobs` as in `make_part_reader`.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ResponsesWriter(ResponseWriter):
     async def finalize(self) -> None:
         await self._finalize(self.response, self._writer.reasoning)
 
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> ResponseBody:
+    def full_response(self, outputs: list[RequestOutput], usage: Usage) -> ResponseBody:
         """Not settled yet."""
         (output,) = outputs
         for _ in self._write(output.outputs[0]):
@@ -73,30 +74,30 @@ class ResponsesWriter(ResponseWriter):
 
     # ---------------------------------------------------------------- as a stream
 
-    async def events(
-        self, outputs: Batches, choices: int, *, told: str, engines: Callable[[], str]
+    async def stream(
+        self, outputs: Batches, choices: int, *, sent_engines: str, engines: Callable[[], str]
     ) -> AsyncGenerator[bytes]:
-        """As of every answer; the very last event tells the settled response."""
-        answer = super().events(outputs, choices, told=told, engines=engines)
+        """As in the base class; the very last event has the finalized response."""
+        answer = super().stream(outputs, choices, sent_engines=sent_engines, engines=engines)
         async with contextlib.aclosing(answer):
             async for event in answer:
                 yield event
         await self.finalize()
         yield self._event(_LAST[self.response.status](response=self.response))
 
-    def opening(self, choices: int) -> Iterable[bytes]:
+    def stream_start(self, choices: int) -> Iterable[bytes]:
         yield self._event(events.Created(response=self.response))
         yield self._event(events.InProgress(response=self.response))
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterator[bytes]:
         yield from map(self._event, self._write(part))
 
-    def closing(self, usage: Usage) -> Iterable[bytes]:
+    def stream_end(self, usage: Usage) -> Iterable[bytes]:
         self._end(usage)
         return ()
 
-    def failure(self, error: Exception, code: str) -> Iterable[bytes]:
-        self.fail(str(error))
+    def stream_error(self, error: ErrorInfo) -> Iterable[bytes]:
+        self.fail(error.message)
         return ()
 
     # ---------------------------------------------------------------- both

@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from swell.cluster.api.http import HTTPError
+from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.responses.response_store import (
     Begin,
     Heartbeat,

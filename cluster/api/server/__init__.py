@@ -1,1 +1,1 @@
-"""The HTTP server of one ingress: connections, limits, who may ask."""
+"""The HTTP server of one ingress: connections, limits, who may send requests."""

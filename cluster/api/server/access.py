@@ -1,10 +1,12 @@
-"""Who may ask at all: the names by which a server is reached, and the pages that may use it.
+"""Who may send requests: the names by which a server is reached, and the pages that may use it.
 
 A browser sends requests for any page that is open in it. What protects a server that a browser can
 reach, one on a loopback address above all:
 
-- JSON is sent with its content type, for which a browser asks first, and is refused: so a page of
-  another site cannot make it send any (`http.require_json`), unless `serve.cors_origins` names it.
+- JSON is sent with its content type, for which a browser sends a preflight first, and is refused:
+so a page of
+  another site cannot make it send any (`body_reader.require_json`), unless `serve.cors_origins`
+  names it.
 - A page may give its own name the address of this server, and is then of the same site. But the
   browser sends that name as `Host`: a name that is not known is refused. An address is no name, so
   it cannot be given away.
@@ -21,7 +23,8 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from swell.cluster.api.http import ApiKeys, HTTPError
+from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.text.sampling_params import shown
 from swell.configs.schema import ServeConfig
 
@@ -71,7 +74,7 @@ class AccessRules:
 
 
 class UserKeys(ApiKeys):
-    """Those who may ask the model: they show a key, where there are keys, and know the server by a
+    """Those who may use the model: they show a key, where there are keys, and know the server by a
     name of its own."""
 
     def __init__(self, config: ServeConfig, rules: AccessRules) -> None:

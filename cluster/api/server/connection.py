@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import http
-import resource
 from typing import Any
 
 import httptools
@@ -24,11 +23,10 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from swell.cluster.api.protocol_base import error_body
-from swell.cluster.api.server.cors import CorsRules
+from swell.cluster.api.server.connection_limits import ConnectionLimits
 from swell.cluster.api.server.early_response import close_after_early_response
 from swell.cluster.api.server.half_close import HalfCloseWatcher
 from swell.cluster.api.server.http10 import is_http10, without_chunks
-from swell.configs.schema import ServeConfig
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers together; also what may come between two parts of a chunked body, or
@@ -45,38 +43,6 @@ MIN_BODY_RATE = 1024
 LINGER_S = 2.0
 """A client that is still sending may read the answer to what it sent for so long."""
 _SLICE_BYTES = 8 * 1024
-_RESERVED_FDS = 512
-"""What else a process has open, and connections that are being refused."""
-
-
-class ConnectionLimits(msgspec.Struct, frozen=True):
-    """`ServeConfig` describes them."""
-
-    connections: int
-    head_timeout_s: float
-    transfer_timeout_s: float
-    cors: CorsRules = CorsRules()
-    """Which pages may read why they were refused."""
-
-    def capped_by_fd_limit(self) -> ConnectionLimits:
-        """These, or with as many connections as this process may have file descriptors for: beyond
-        them no client could be refused with an answer. Its own limit is raised where it may be."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = self.connections + _RESERVED_FDS
-        if soft < wanted:
-            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        room = max(1, soft - _RESERVED_FDS)
-        return msgspec.structs.replace(self, connections=min(self.connections, room))
-
-    @staticmethod
-    def of(config: ServeConfig) -> ConnectionLimits:
-        return ConnectionLimits(
-            config.max_connections,
-            config.head_timeout_s,
-            config.transfer_timeout_s,
-            CorsRules.of(config),
-        )
 
 
 class Refusal(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """Which pages may read what the server answers: `serve.cors_origins`.
 
 A browser shows a page of another site an answer only if the answer names the page's origin, and
-asks first (a *preflight*) before it sends JSON or a key. Every answer that is not the admin API's
+sends a *preflight* before it sends JSON or a key. Every answer that is not the admin API's
 carries the leave: also errors, streams, and what a connection refuses before its request is whole
 (`connection.py`). The rules of `access.py` hold all the same: a page changes neither the name under
 which the server is known nor the content type that it wants.
@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swell.cluster.api.http import HTTPError, with_error_handling
+from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.routing import with_error_handling
 from swell.cluster.api.server.paths import route_path
 from swell.cluster.text.sampling_params import shown
 from swell.configs.schema import ServeConfig
@@ -28,7 +29,7 @@ _METHODS = "GET, POST, DELETE, OPTIONS"
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-request-id", "x-request-timeout-s")
 _EXPOSED = "x-request-id, request-id, x-swell-engine, x-swell-warning, retry-after"
 _MAX_AGE_S = 600
-"""For so long a browser need not ask again."""
+"""For how long a browser may cache a preflight."""
 
 Pairs = list[tuple[bytes, bytes]]
 
@@ -82,23 +83,23 @@ class Cors:
         if is_off or is_closed(route_path(scope)):
             await self._app(scope, receive, send)
             return
-        asked = Headers(scope=scope)
-        added = self._rules.headers(route_path(scope), asked.get("origin"))
+        headers = Headers(scope=scope)
+        added = self._rules.headers(route_path(scope), headers.get("origin"))
 
         async def send_readable(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
-        app = _preflight(self._rules) if _is_preflight(scope, asked) else self._app
+        app = _preflight(self._rules) if _is_preflight(scope, headers) else self._app
         await app(scope, receive, send_readable)
 
 
-def _is_preflight(scope: Scope, asked: Headers) -> bool:
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
     return (
         scope["method"] == "OPTIONS"
-        and "origin" in asked
-        and "access-control-request-method" in asked
+        and "origin" in headers
+        and "access-control-request-method" in headers
     )
 
 

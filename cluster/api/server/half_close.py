@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from swell.cluster.api.http import IS_EVENT_STREAM
+from swell.cluster.api.event_stream import IS_EVENT_STREAM
 from swell.cluster.api.server.http10 import is_http10
 
 PROBE_S = 1.0

@@ -16,7 +16,8 @@ from typing import Any
 import uvicorn
 
 from swell.cluster.api.server.acceptor import Acceptor
-from swell.cluster.api.server.connection import ConnectionLimits, limited_protocol
+from swell.cluster.api.server.connection import limited_protocol
+from swell.cluster.api.server.connection_limits import ConnectionLimits
 from swell.configs import process
 from swell.configs.schema import ServeConfig
 from swell.coordinator.ports import address_family

@@ -51,7 +51,7 @@ class MessageGrammar(msgspec.Struct, frozen=True, kw_only=True):
     """Between text and calls."""
     free: CallGrammar
     """A call that no request constrains."""
-    marks: tuple[str, ...]
+    markers: tuple[str, ...]
     """What no message holds."""
 
 
@@ -67,24 +67,26 @@ def answer(
 ) -> str:
     """The grammar of an answer: calls where they are `required`; the form or calls where both are
     given; the form; text, calls, or text and then calls; without both, anything. Reasoning may
-    stand before it, and does where it has begun.
+    precede it, and does where it has begun.
 
     `special`: text -> id of this tokenizer's added tokens. `start_markers`: what the parser takes
     for the beginning of a call, beside the marker. Neither text nor reasoning holds one, nor do
     forms begin with one where calls are possible, not even spelled by ordinary tokens: the parser
-    could not tell the difference. ValueError for a budget that cannot be held.
+    could not see the difference. ValueError for a budget that no grammar can enforce.
     """
-    marks = tuple(dict.fromkeys([calls.marker, *start_markers])) if calls else tuple(start_markers)
-    marks = tuple(one for one in marks if not any(two in one for two in marks if two != one))
-    rest = _AnswerRules(calls, special, required, form, marks)
+    markers = (
+        tuple(dict.fromkeys([calls.marker, *start_markers])) if calls else tuple(start_markers)
+    )
+    markers = tuple(one for one in markers if not any(two in one for two in markers if two != one))
+    rest = _AnswerRules(calls, special, required, form, markers)
     if messages is not None:
-        marks = messages.marks
+        markers = messages.markers
         calls = messages.free if calls is None and form is None else calls
-        rest = _MessageRules(calls, special, required, form, marks, messages)
+        rest = _MessageRules(calls, special, required, form, markers, messages)
     if reasoning is None:
         lines = rest.rules("start", ())
     else:
-        lines = _reasoned(rest, reasoning, special, marks)
+        lines = _reasoned(rest, reasoning, special, markers)
     lark = "\n".join(line.rstrip() for line in [*lines, *(calls.rules if calls else ())]) + "\n"
     if form is None or form.grammar is None:
         return lark
@@ -96,7 +98,7 @@ def _reasoned(
     rest: _AnswerRules,
     reasoning: ReasoningGrammar,
     special: Mapping[str, int],
-    marks: tuple[str, ...],
+    markers: tuple[str, ...],
 ) -> list[str]:
     opening, closing = (
         marker_expression(reasoning.opening, special),
@@ -104,7 +106,7 @@ def _reasoned(
     )
     gap = "GAP? " if reasoning.padding else ""
     lines = [f"GAP: /{any_of([reasoning.padding])}{{1,2}}/"] if gap else []
-    behind = rest.behind(reasoning).rules("rest", ())
+    after = rest.after(reasoning).rules("rest", ())
     if reasoning.begun:
         start = [f"start: inside {gap}rest"]
     elif reasoning.budget == 0:
@@ -114,39 +116,39 @@ def _reasoned(
         blanks = [rf"SPACE: /[ \t\r\n]{{1,{MAX_BLANKS}}}/"] if gap else []
         space = "SPACE? " if gap else ""
         start = [f"start: {space}{opening} inside {gap}rest | unreasoned", *blanks]
-        behind += rest.rules("unreasoned", (reasoning.opening,))
-    return [*start, *_inside(closing, reasoning, marks), *lines, *behind]
+        after += rest.rules("unreasoned", (reasoning.opening,))
+    return [*start, *_inside(closing, reasoning, markers), *lines, *after]
 
 
-def _inside(closing: str, reasoning: ReasoningGrammar, marks: tuple[str, ...]) -> list[str]:
-    """Rules of `inside`: reasoning up to the end of its closing mark."""
+def _inside(closing: str, reasoning: ReasoningGrammar, markers: tuple[str, ...]) -> list[str]:
+    """Rules of `inside`: reasoning up to the end of its closing marker."""
     budget = reasoning.budget
     if budget == 0:
         return [f"inside: {closing}"]
     if closing.startswith("<["):
         limit = "" if budget is None else f"[max_tokens={budget}]"
-        text = _text(holding=(reasoning.closing, *marks))
+        text = _text(holding=(reasoning.closing, *markers))
         return [f"inside: thoughts {closing}", f"thoughts{limit}: THOUGHTS", f"THOUGHTS: {text}"]
     if budget is not None:
         raise ValueError(
             f"the model ends its reasoning by the text {reasoning.closing!r}, which is no token of "
             "its own; so a number of tokens cannot be held"
         )
-    # A lazy lexeme ends with the first mark; another one would swallow its beginning.
-    return [f"inside[lazy]: THOUGHTS {closing}", f"THOUGHTS: {_text(holding=marks)}"]
+    # A lazy lexeme ends with the first marker; another one would swallow its beginning.
+    return [f"inside[lazy]: THOUGHTS {closing}", f"THOUGHTS: {_text(holding=markers)}"]
 
 
 class _AnswerRules(msgspec.Struct, frozen=True):
-    """What stands behind reasoning, or without it."""
+    """What follows reasoning, or an answer without it."""
 
     calls: CallGrammar | None
     special: Mapping[str, int]
     required: bool
     form: GrammarFragment | None
-    marks: tuple[str, ...]
+    markers: tuple[str, ...]
 
-    def behind(self, reasoning: ReasoningGrammar) -> _AnswerRules:
-        """The same behind reasoning, whose padding no form begins with."""
+    def after(self, reasoning: ReasoningGrammar) -> _AnswerRules:
+        """The same after reasoning, with whose padding no form begins."""
         if self.form is None:
             return self
         return msgspec.structs.replace(self, form=unpadded(self.form, reasoning.padding))
@@ -159,12 +161,12 @@ class _AnswerRules(msgspec.Struct, frozen=True):
         if calls is None:
             return self._form(name, begins)
         start = marker_expression(calls.marker, self.special)
-        behind = f"{calls.body} {calls.more}"
+        after = f"{calls.body} {calls.more}"
         if self.required:
-            return [f"{name}: {start}{'?' if calls.bare else ''} {behind}"]
+            return [f"{name}: {start}{'?' if calls.bare else ''} {after}"]
         if self.form is not None:
-            head, *rules = self._form(name, (*begins, *self.marks))
-            return [f"{head} | {start} {behind}", *rules]
+            head, *rules = self._form(name, (*begins, *self.markers))
+            return [f"{head} | {start} {after}", *rules]
         return self._text_or_calls(calls, name, begins)
 
     def _form(self, name: str, begins: tuple[str, ...]) -> list[str]:
@@ -181,29 +183,29 @@ class _AnswerRules(msgspec.Struct, frozen=True):
         return [f"{name}: {'@form' if form.grammar is not None else form.rule}"]
 
     def _text_or_calls(self, calls: CallGrammar, name: str, begins: tuple[str, ...]) -> list[str]:
-        start, behind = marker_expression(calls.marker, self.special), f"{calls.body} {calls.more}"
+        start, after = marker_expression(calls.marker, self.special), f"{calls.body} {calls.more}"
         ahead, rest = split_marker(calls.marker, self.special)
         text, bare = f"{name.upper()}_TEXT", calls.bare
         first = rf"/[ \t\r\n]*[^ \t\r\n{regex_escaped(bare)}](?s:.*)/" if bare else "/(?s:.+)/"
-        lines = [f"{text}: {_text(first, holding=self.marks, begins=begins)}"]
+        lines = [f"{text}: {_text(first, holding=self.markers, begins=begins)}"]
         if bare:
-            lines.append(f"{name}: {text}? | {start}? {behind}")
+            lines.append(f"{name}: {text}? | {start}? {after}")
         elif rest and not ahead:
-            lines.append(f"{name}: {text}? ({start} {behind})?")
+            lines.append(f"{name}: {text}? ({start} {after})?")
         elif rest:
             # The added token in the marker ends the text before it.
             lead = f"{name.upper()}_LEAD"
             pattern = f"/(?s:.*){regex_escaped(ahead)}/"
             lines += [
-                f"{name}: {text}? | {lead} {rest} {behind}",
-                f"{lead}: {_text(pattern, holding=self.marks, begins=begins)}",
+                f"{name}: {text}? | {lead} {rest} {after}",
+                f"{lead}: {_text(pattern, holding=self.markers, begins=begins)}",
             ]
         else:
             # A lazy lexeme ends with the first marker; text alone would swallow its beginning.
-            others = tuple(one for one in self.marks if one != calls.marker)
+            others = tuple(one for one in self.markers if one != calls.marker)
             lead = f"{name.upper()}_LEAD"
             lines += [
-                f"{name}: {text}? | {name}_lead {behind}",
+                f"{name}: {text}? | {name}_lead {after}",
                 f"{name}_lead[lazy]: {lead} {start}",
                 f"{lead}: {_text(holding=others, begins=begins)}",
             ]
@@ -237,7 +239,7 @@ class _MessageRules(_AnswerRules, frozen=True):
         elif not self.required:
             options.append(f"{self._header} {text}?")
         if any(text in option for option in options):
-            lines.append(f"{text}: {_text('/(?s:.+)/', holding=self.marks)}")
+            lines.append(f"{text}: {_text('/(?s:.+)/', holding=self.markers)}")
         return [f"{name}: {' | '.join(options)}", *lines]
 
     @property
@@ -258,13 +260,13 @@ class _MessageRules(_AnswerRules, frozen=True):
 def _text(
     pattern: str = "/(?s:.*)/", *, holding: Sequence[str] = (), begins: Sequence[str] = ()
 ) -> str:
-    """An expression of a terminal: text that holds none of these marks, nor begins with one."""
+    """An expression of a terminal: text that holds none of these markers, nor begins with one."""
     never = f" & ~/(?s:.*){any_of(holding)}(?s:.*)/" if holding else ""
     return _unless(pattern, begins) + never
 
 
 def _unless(expression: str, begins: Sequence[str]) -> str:
-    """The same, but nothing that begins with one of these marks; parsers skip space before it."""
+    """The same, but nothing that begins with one of these markers; parsers skip space before it."""
     return expression + (rf" & ~/[ \t\r\n]*{any_of(begins)}(?s:.*)/" if begins else "")
 
 

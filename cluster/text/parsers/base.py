@@ -58,11 +58,11 @@ class ReasoningFormat(Protocol):
 
     @classmethod
     def opened_by_prompt(cls, prompt: str) -> bool:
-        """An answer behind this prompt begins inside."""
+        """An answer to this prompt begins inside."""
 
     @classmethod
     def closed_by_prompt(cls, prompt: str) -> bool:
-        """Behind this prompt no reasoning can begin."""
+        """After this prompt no reasoning can begin."""
 
 
 class StateParser(Parser):

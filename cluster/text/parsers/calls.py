@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from typing import TypeVar
 
 MAX_NAME_CHARS = 256
@@ -69,7 +68,6 @@ class LiteralMatcher:
 
     def __init__(self, *literals: str, skip_space: bool = True) -> None:
         self._literals = literals
-        self._beginnings = _beginnings(literals)
         self._skip_space = skip_space
         self.begun = ""
         """The beginning of one."""
@@ -79,36 +77,33 @@ class LiteralMatcher:
         begun = self.begun
         if not begun and self._skip_space:
             at = end_of(SPACE, text, at)
-        while at < len(text):
-            longer = begun + text[at]
-            if longer in self._literals:
+        if at == len(text):
+            return None, True, at
+        for literal in self._literals:
+            missing = len(literal) - len(begun)
+            longer = begun + text[at : at + missing]
+            if longer == literal:
                 self.begun = ""
-                return longer, True, at + 1
-            if longer not in self._beginnings:
-                self.begun = begun
-                return None, False, at
-            begun = longer
+                return literal, True, at + missing
+            if literal.startswith(longer):
+                self.begun = longer
+                return None, True, len(text)
+        while any(literal.startswith(begun + text[at]) for literal in self._literals):
+            begun += text[at]
             at += 1
         self.begun = begun
-        return None, True, at
-
-
-@lru_cache(maxsize=256)
-def _beginnings(literals: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(one[:size] for one in literals for size in range(1, len(one)))
+        return None, False, at
 
 
 class MarkedCall(Call):
     """A call between literals that its format fixes: states read those, or a run of characters."""
 
-    def __init__(self) -> None:
-        self._literals = LiteralMatcher()
-        self._then: dict[str, Callable[[str], None]] = {}
-        self._run = ""
-        self._pattern = SPACE
-        self._max_chars = MAX_NAME_CHARS
-        self._after_run: Callable[[str], None]
-        self._state = self._at_literal
+    _literals: LiteralMatcher
+    _then: dict[str, Callable[[str], None]]
+    _run: str
+    _pattern: re.Pattern[str]
+    _max_chars: int
+    _after_run: Callable[[str], None]
 
     def _expect(self, then: dict[str, Callable[[str], None]], *, skip_space: bool = True) -> None:
         """One of these literals follows; what to do with it."""

@@ -42,7 +42,7 @@ def _without_content(deltas: list[AnswerDelta]) -> list[AnswerDelta]:
 
 
 class ConstrainedCallsParser(WrappedParser):
-    """No text of the answer holds what begins a call, so where it was cut off behind that, nothing
+    """No text of the answer holds what begins a call, so where it was cut off after that, nothing
     of the call is content."""
 
     def __init__(self, parser: Parser, start_markers: Sequence[str]) -> None:

@@ -66,7 +66,7 @@ class DeepSeekV3Parser(SectionParser):
 
     @classmethod
     def _frames(cls, builder: GrammarBuilder, sep: str) -> tuple[list[str], str, str]:
-        """Before the arguments of each tool, behind them, between calls."""
+        """Before the arguments of each tool, after them, between calls."""
         names = [literal(f"{tool.name}\n{FENCE}\n") for tool in builder.tools]
         heads = [f'"function" {sep} {name}' for name in names]
         return heads, literal(f"\n{FENCE_END}"), literal("\n")

@@ -19,7 +19,6 @@ class DelimitedCall(MarkedCall):
     """First characters of those, at which arguments that a model forgot to close end."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._arguments: BareArguments | None = None
         self._read_run(NAME, self._end_word)
 

@@ -4,11 +4,11 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>It is 4.<|return|>
 
-The prompt ends with `<|start|>assistant`, or further on in a message. `to=` may stand before the
-channel. What is sent to `functions.NAME`, or to a tool that the model was shown, is a call with the
-message as its arguments; other messages are reasoning in the channel `analysis` and content in all
-others. Headers are markup: they are dropped, also where the answer breaks off in one, unless they
-are none. Text outside of messages is content. A call in an answer that may have none is content.
+The prompt ends with `<|start|>assistant`, or further on in a message. `to=` may precede the
+channel. What is sent to `functions.NAME`, or to a tool of the request, is a call with the message
+as its arguments; other messages are reasoning in the channel `analysis` and content in all others.
+Headers are markup: they are dropped, also where the answer breaks off in one, unless they are none.
+Text outside of messages is content. A call in an answer that may have none is content.
 
 Source: https://github.com/openai/harmony/blob/main/docs/format.md
 """
@@ -47,7 +47,7 @@ class HarmonyParser(ToolParser):
     start_token = f"{CHANNEL}analysis{MESSAGE}"
     end_token = f"<|end|>{_ASSISTANT}"
     padding = ""
-    """How reasoning begins and ends behind the prompt, as a grammar writes it."""
+    """How reasoning begins and ends after the prompt, as a grammar writes it."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class HarmonyParser(ToolParser):
             before_calls=f"{CHANNEL}commentary{MESSAGE}",
             between=cls.end_token,
             free=free,
-            marks=(START, CHANNEL, *ENDS),
+            markers=(START, CHANNEL, *ENDS),
         )
 
     @classmethod
     def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
-        """One call at most: the model ends its answer behind a call."""
+        """One call at most: the model ends its answer after a call."""
         constrain, message = map(builder.marker, (CONSTRAIN, MESSAGE))
         rules = builder.named_calls(f'" " {constrain} "json" {message}')
         return CallGrammar(marker=_CALL, body="call", rules=rules)
@@ -160,7 +160,7 @@ class HarmonyParser(ToolParser):
     # ---------------------------------------------------------------------------------- moves
 
     def _on_marker(self, marker: str) -> None:
-        """Where it stands outside of a header; `MESSAGE` ends one that is held."""
+        """A marker outside of a header; `MESSAGE` ends the header that is held."""
         if marker == MESSAGE:
             self._begin_message("".join(self._held))
         elif marker in ENDS:

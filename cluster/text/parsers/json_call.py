@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
-from swell.cluster.text.parsers.calls import SPACE, Call, behind_space, end_of
+from swell.cluster.text.parsers.calls import Call
 from swell.cluster.text.parsers.json_values import (
     RawValue,
     ScalarValue,
@@ -20,17 +20,20 @@ from swell.cluster.text.parsers.json_values import (
     StringValue,
     Value,
 )
+from swell.cluster.text.parsers.structure import StructureReader
 
 
-class CallReader(Call):
+class CallReader(StructureReader, Call):
     """One call, `{"name": ..., "arguments": ...}`, from its brace on.
 
     `known` as soon as it has a name and its arguments begin, which are an object, or a string
     whose content is then their text. What comes before that decides whether it is a call at all;
-    what comes behind decides nothing. Keys may stand in any order; of a key that is written twice
+    what follows decides nothing. Keys may come in any order; of a key that is written twice
     the first counts. `argument_keys` are the names of the arguments' key. `other_keys`: keys that
-    may stand there before it is known, None for any. `names`: those that a call may have.
+    may precede that, None for any. `names`: those that a call may have.
     """
+
+    _allows_last_comma = True
 
     def __init__(
         self,
@@ -40,13 +43,13 @@ class CallReader(Call):
         fence: str = "",
         names: Container[str] | None = None,
     ) -> None:
+        super().__init__()
         self._argument_keys = argument_keys
         self._other_keys = other_keys
         self._fence = fence
         self._names = names
-        self._state = self._at_brace
-        self._after_value: Callable[[str], None] = self._end_key
-        self._value: Value = StringValue()
+        self._value: Value
+        self._after: Callable[[str], None]
         self._key = ""
         self._arguments: Value | None = None
 
@@ -57,17 +60,26 @@ class CallReader(Call):
         if self._arguments is not None:
             self._arguments.flush()
 
-    # ------------------------------------------------------------------------- between values
+    # ----------------------------------------------------------------------------- structure
 
-    def _at_brace(self, text: str, at: int) -> int:
-        return self._expect(text, at, {"{": self._before_key})
+    def _stop(self, at: int) -> int:
+        self.ended = True
+        return at
 
-    def _before_key(self, text: str, at: int) -> int:
-        at = end_of(SPACE, text, at)
-        if text[at : at + 1] != '"':
-            return self._expect(text, at, {"}": None})
+    def _close(self, at: int) -> int:
+        """A whole object without what makes it a call is none, so its brace is not read."""
+        self.ended = True
+        return at + 1 if self.known else at
+
+    def _begin(self, char: str, at: int, *, is_key: bool) -> int:
+        if not self._open:
+            return self._nest("}", ":", at) if char == "{" else self._stop(at)
+        if not is_key:
+            return self._begin_member(char, at)
+        if char != '"':
+            return self._stop(at)
         if self.known or self._other_keys is None:
-            return self._begin(StringValue(), self._end_key, at)
+            return self._begin_value(StringValue(), self._end_key, at)
         self._key = ""
         self._state = self._in_listed_key
         return at + 1
@@ -81,8 +93,7 @@ class CallReader(Call):
         elif any(one.startswith(key + char) for one in open_keys):
             self._key += char
         else:
-            self.ended = True
-            return at
+            return self._stop(at)
         return at + 1
 
     def _open_keys(self) -> tuple[str, ...]:
@@ -90,55 +101,30 @@ class CallReader(Call):
         arguments = () if self._arguments is not None else self._argument_keys
         return names + arguments + (self._other_keys or ())
 
-    def _before_colon(self, text: str, at: int) -> int:
-        return self._expect(text, at, {":": self._before_value})
+    # -------------------------------------------------------------------------------- values
 
-    @behind_space
-    def _before_value(self, text: str, at: int) -> int:
-        char = text[at]
+    def _begin_member(self, char: str, at: int) -> int:
         if self._key == "name" and not self.name:
-            return self._begin_if(char == '"', StringValue(), self._end_name, at)
+            return self._begin_value(StringValue(), self._end_name, at, fits=char == '"')
         value: Value = StringValue() if char == '"' else RawValue(self._fence)
         if self._key in self._argument_keys and self._arguments is None:
             value = StringArguments() if char == '"' else value
             if char in '{"':
                 self._arguments = value
                 self.known = bool(self.name)
-            return self._begin_if(char in '{"', value, self._end_other, at)
+            return self._begin_value(value, self._end_other, at, fits=char in '{"')
         if char not in '{["':
             value = ScalarValue()
         fits = char in '{["' or ScalarValue.may_begin_with(char)
-        return self._begin_if(fits, value, self._end_other, at)
+        return self._begin_value(value, self._end_other, at, fits=fits)
 
-    def _before_comma(self, text: str, at: int) -> int:
-        return self._expect(text, at, {",": self._before_key, "}": None})
-
-    def _expect(
-        self, text: str, at: int, states: dict[str, Callable[[str, int], int] | None]
+    def _begin_value(
+        self, value: Value, after: Callable[[str], None], at: int, *, fits: bool = True
     ) -> int:
-        """Behind whitespace one of these characters must come; None is the end of the call."""
-        at = end_of(SPACE, text, at)
-        if at == len(text):
-            return at
-        state = states.get(text[at])
-        if state is not None:
-            self._state = state
-            return at + 1
-        self.ended = True
-        # A whole object without what makes it a call is none, so its last brace is not read.
-        return at + 1 if text[at] in states and self.known else at
-
-    # -------------------------------------------------------------------------------- values
-
-    def _begin_if(self, fits: bool, value: Value, after: Callable[[str], None], at: int) -> int:
+        """The value's first character is at `at`, if it `fits`: the value reads it."""
         if not fits:
-            self.ended = True
-            return at
-        return self._begin(value, after, at)
-
-    def _begin(self, value: Value, after: Callable[[str], None], at: int) -> int:
-        """The value's first character is at `at`: it is the value's to read."""
-        self._value, self._after_value = value, after
+            return self._stop(at)
+        self._value, self._after = value, after
         self._state = self._in_value
         return at
 
@@ -147,21 +133,21 @@ class CallReader(Call):
         if self._value.broken:
             self.ended = True
         elif self._value.done:
-            self._after_value("" if self._value is self._arguments else self._value.take())
+            self._after("" if self._value is self._arguments else self._value.take())
         return at
 
     def _end_key(self, key: str) -> None:
         self._key = key
-        self._state = self._before_colon
+        self._state = self._before_separator
 
     def _end_name(self, name: str) -> None:
         self.name = name
         self.ended = not name or (self._names is not None and name not in self._names)
         self.known = not self.ended and self._arguments is not None
-        self._state = self._before_comma
+        self._state = self._after_value
 
     def _end_other(self, _: str) -> None:
-        self._state = self._before_comma
+        self._state = self._after_value
 
 
 class BareArguments(CallReader):
@@ -171,7 +157,7 @@ class BareArguments(CallReader):
         super().__init__(fence=fence)
         self.name, self.id = name, call_id
         self._key = self._argument_keys[0]
-        self._state = self._before_value
+        self._open = [("", "")]
 
     def _end_other(self, _: str) -> None:
         self.ended = True

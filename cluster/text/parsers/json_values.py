@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from swell.cluster.text.parsers.calls import end_of
 from swell.cluster.text.parsers.values import TypedText
@@ -54,7 +55,7 @@ class ScalarValue(Value):
 class RawValue(Value):
     """An object or an array, as it is written.
 
-    `fence`: characters that end it wherever they stand outside a string, because the format's
+    `fence`: characters that end it wherever they occur outside a string, because the format's
     closing marker begins with them: a model that forgets a bracket still closes its call.
     """
 
@@ -98,71 +99,94 @@ class RawValue(Value):
         return at + 1
 
 
-class StringValue(Value):
-    """A string, decoded. An escape that JSON does not know is text, a lone surrogate U+FFFD."""
+class EscapedString(Value):
+    """A string with escapes. An escape that is unknown, or breaks off, is text."""
+
+    _escapes: Mapping[str, str]
+    """Character behind the backslash -> what it means."""
+    _code_digits: Mapping[str, int]
+    """Character behind the backslash -> number of hexadecimal digits that follow it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._escape = ""
+
+    def push(self, text: str, at: int) -> int:
+        while at < len(text) and not self.done:
+            at = self._push_escape(text, at) if self._escape else self._push_plain(text, at)
+        return at
+
+    def _push_plain(self, text: str, at: int) -> int:
+        raise NotImplementedError
+
+    def _show(self, text: str) -> None:
+        raise NotImplementedError
+
+    def _show_code(self, code: int, escape: str) -> None:
+        raise NotImplementedError
+
+    def _push_escape(self, text: str, at: int) -> int:
+        char, kind = text[at], self._escape[1:2]
+        escape, self._escape = self._escape, ""
+        if kind and char not in HEX:
+            self._show(escape)
+            return at
+        escape += char
+        if not kind and char not in self._code_digits:
+            self._show(self._escapes.get(char, escape))
+        elif kind and len(escape) == 2 + self._code_digits[kind]:
+            self._show_code(int(escape[2:], 16), escape)
+        else:
+            self._escape = escape
+        return at + 1
+
+
+class StringValue(EscapedString):
+    """A string of JSON, decoded; a lone surrogate is U+FFFD."""
+
+    _escapes = _ESCAPES
+    _code_digits: Mapping[str, int] = {"u": 4}
 
     def __init__(self) -> None:
         super().__init__()
         self._opened = False
-        self._escape = ""
         self._high_surrogate = 0
 
-    def push(self, text: str, at: int) -> int:
-        if not self._opened:
-            self._opened = True
-            at += 1
-        while at < len(text) and not self.done:
-            if self._escape:
-                at = self._push_escape(text, at)
-                continue
-            end = end_of(_IN_STRING, text, at)
-            self._show(text[at:end])
-            at = end
-            if at < len(text):
-                if text[at] == '"':
-                    self._end_pair()
-                    self.done = True
-                else:
-                    self._escape = "\\"
-                at += 1
-        return at
-
     def flush(self) -> None:
-        """An escape that breaks off is text."""
         self._show(self._escape)
         self._end_pair()
         self._escape = ""
 
-    def _push_escape(self, text: str, at: int) -> int:
-        char = text[at]
-        if len(self._escape) > 1 and char not in HEX:
-            self._show(self._escape)
-            self._escape = ""
-            return at
-        self._escape += char
-        if len(self._escape) == 2 and char != "u":
-            self._show(_ESCAPES.get(char, self._escape))
-            self._escape = ""
-        elif len(self._escape) == 6:
-            self._show_unit(int(self._escape[2:], 16))
-            self._escape = ""
-        return at + 1
+    def _push_plain(self, text: str, at: int) -> int:
+        if not self._opened:
+            self._opened = True
+            at += 1
+        end = end_of(_IN_STRING, text, at)
+        self._show(text[at:end])
+        if end == len(text):
+            return end
+        if text[end] == '"':
+            self._end_pair()
+            self.done = True
+        else:
+            self._escape = "\\"
+        return end + 1
 
     def _show(self, text: str) -> None:
         if text:
             self._end_pair()
             self._pieces.append(text)
 
-    def _show_unit(self, unit: int) -> None:
+    def _show_code(self, code: int, escape: str) -> None:
         """A UTF-16 code unit: two of them may be one character."""
-        if 0xDC00 <= unit < 0xE000 and self._high_surrogate:
+        if 0xDC00 <= code < 0xE000 and self._high_surrogate:
             high, self._high_surrogate = self._high_surrogate, 0
-            self._pieces.append(chr(0x10000 + ((high - 0xD800) << 10) + (unit - 0xDC00)))
-        elif 0xD800 <= unit < 0xDC00:
+            self._pieces.append(chr(0x10000 + ((high - 0xD800) << 10) + (code - 0xDC00)))
+        elif 0xD800 <= code < 0xDC00:
             self._end_pair()
-            self._high_surrogate = unit
+            self._high_surrogate = code
         else:
-            self._show(REPLACEMENT if 0xDC00 <= unit < 0xE000 else chr(unit))
+            self._show(REPLACEMENT if 0xDC00 <= code < 0xE000 else chr(code))
 
     def _end_pair(self) -> None:
         if self._high_surrogate:

@@ -43,7 +43,6 @@ class Llama3Head(MarkedCall):
     """What follows a start marker, up to the arguments."""
 
     def __init__(self, marker: str) -> None:
-        super().__init__()
         self._may_be_built_in = marker == PYTHON_TAG
         if marker == FUNCTION:
             self._read_run(_NAME, self._end_function, skip_space=False)

@@ -3,9 +3,9 @@ r"""Calls whose arguments are elements, one for each.
     <tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>
                 ╰── head ───╯  ╰─── key ────╯ ╰value, its end╯  ╰─ end ──╯
 
-Qwen3-Coder, GLM, MiniMax and DeepSeek V3.2 differ in the texts between the parts, which `Markup`
-names. What a value means its parameter's schema says (`values.py`). What comes out is an object in
-JSON, which is closed only where the model closes its call.
+Qwen3-Coder, GLM, MiniMax and DeepSeek V3.2 differ in the texts between the elements, which `Markup`
+names. The schema of a parameter says what the text of a value means (`values.py`). The output is an
+object in JSON, which is closed only where the model closes its call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KEY = re.compile(rf'[^\r\n<>"]{{0,{MAX_NAME_CHARS + 1}}}')
 
 
 class Markup(msgspec.Struct, frozen=True, kw_only=True):
-    """The texts around the parts of a call, as a model is trained to write them."""
+    """The texts around the elements of a call, as a model is trained to write them."""
 
     name_end: str
     """Behind the name of the tool; empty: the first element or the end."""
@@ -43,12 +43,12 @@ class Markup(msgspec.Struct, frozen=True, kw_only=True):
     call_ends: tuple[str, ...]
     """What ends a call, first as it should."""
     padding: str = ""
-    """At both ends of a value, and no part of it."""
+    """At both ends of a value, but not in it."""
     other_value_ends: tuple[str, ...] = ()
     """Of models that forget `value_end`: what comes next ends a value too."""
 
     def value_ends(self) -> tuple[str, ...]:
-        """What ends a value wherever it stands."""
+        """What ends a value wherever it occurs."""
         padded = (self.padding + self.value_end,) if self.padding else ()
         return (self.value_end, *padded, *self.other_value_ends)
 
@@ -62,7 +62,6 @@ class MarkupCall(MarkedCall):
     ) -> None:
         """`types`: what values a tool's argument may have. `names`: the tools that may be called;
         None: any."""
-        super().__init__()
         self._markup = markup
         self._types = types
         self._pieces: list[str] = []

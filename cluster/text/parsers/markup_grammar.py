@@ -5,7 +5,7 @@
     arg_0_0: "<parameter=a" val_0_0 nl
     val_0_0: ">\\n" text_0_0 | ">\\n" %json {...} "\\n</parameter>"
 
-Arguments stand in the order of the schema's properties. A string is text that does not hold what
+Arguments follow the order of the schema's properties. A string is text that does not hold what
 ends it; every other value is `%json` under its own schema. What a tool's schema says about the
 object as a whole, beyond its properties, no such grammar can hold: it is refused by name.
 """
@@ -146,7 +146,7 @@ class _ToolRules:
         return f"arg_{rule}{'' if required else '?' if key else '*'}"
 
     def _values(self, rule: str, schema: Any) -> list[str]:
-        """What may stand behind the key."""
+        """What may follow the key."""
         texts, other = split_schema(schema, self._schema)
         types = schema_types(schema, self._schema) - STRING if other is not None else frozenset()
         values = []

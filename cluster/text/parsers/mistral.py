@@ -29,7 +29,6 @@ class MistralHead(MarkedCall):
     """Name and id: `g[CALL_ID]aB3dE6gH9[ARGS]`."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._read_run(_NAME, self._end_name, skip_space=False)
 
     def _end_name(self, name: str) -> None:

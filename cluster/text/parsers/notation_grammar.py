@@ -78,15 +78,15 @@ class _Arguments:
                 )
             value = self._value(one, f"{name!r} in the {where}", depth + 1)
             made.append(f"{literal(name + self.assign)} {value}")
-        behind, alternatives = "", [""]
+        after, alternatives = "", [""]
         for name, member in reversed([*zip(properties, made, strict=True)]):
-            first, rest = f"{member} {behind}", f"{literal(self.separator)} {member}"
+            first, rest = f"{member} {after}", f"{literal(self.separator)} {member}"
             if name in required:
                 alternatives = [first]
             else:
                 alternatives.append(first)
                 rest = f"({rest})?"
-            behind = self._rule(f"{rest} {behind}")
+            after = self._rule(f"{rest} {after}")
         optional = "?" if alternatives[0] == "" else ""
         choices = " | ".join(one for one in reversed(alternatives) if one)
         return f"({choices}){optional}" if choices else ""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from swell.cluster.text.parsers.base import Matcher
 from swell.cluster.text.parsers.calls import end_of
-from swell.cluster.text.parsers.json_values import HEX, Value
+from swell.cluster.text.parsers.json_values import EscapedString, Value
 from swell.cluster.text.parsers.values import json_escaped
 
 _SCALAR = re.compile(r"[-+.$\w]*")
@@ -26,12 +26,14 @@ _NUMBER_PARTS = {
 }
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
 _ESCAPES |= {"\\": "\\", "/": "/", "'": "'", '"': '"', "\n": ""}
-_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_CODE_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
-class QuotedString(Value):
-    """Between quotes as Python and JSON have them, from the first quote on. An escape that is
-    unknown is text."""
+class QuotedString(EscapedString):
+    """Between quotes as Python and JSON have them, from the first quote on."""
+
+    _escapes = _ESCAPES
+    _code_digits = _CODE_DIGITS
 
     def __init__(self, quote: str) -> None:
         super().__init__()
@@ -41,12 +43,6 @@ class QuotedString(Value):
         """In a row, that may begin or end the string."""
         self._quotes_needed = 0
         """One or three; 0 where the string begins."""
-        self._escape = ""
-
-    def push(self, text: str, at: int) -> int:
-        while at < len(text) and not self.done:
-            at = self._push_escape(text, at) if self._escape else self._push_plain(text, at)
-        return at
 
     def _push_plain(self, text: str, at: int) -> int:
         if text[at] == self._quote:
@@ -74,34 +70,15 @@ class QuotedString(Value):
             return end + 1
         return end
 
-    def _push_escape(self, text: str, at: int) -> int:
-        char = text[at]
-        kind = self._escape[1:2]
-        if not kind:
-            if char in _HEX_DIGITS:
-                self._escape += char
-            else:
-                self._show(_ESCAPES.get(char, "\\" + char))
-            return at + 1
-        if char not in HEX:
-            self._show(self._escape)
-            return at
-        self._escape += char
-        if len(self._escape) == 2 + _HEX_DIGITS[kind]:
-            self._show_code(int(self._escape[2:], 16))
-        return at + 1
-
     def _show(self, text: str) -> None:
         self._pieces.append(json_escaped(text))
-        self._escape = ""
 
-    def _show_code(self, code: int) -> None:
+    def _show_code(self, code: int, escape: str) -> None:
         """Two escaped code units of UTF-16 may be one character: JSON writes them alike."""
         if 0xD800 <= code < 0xE000:
             self._pieces.append(f"\\u{code:04x}")
-            self._escape = ""
         else:
-            self._show(chr(code) if code < 0x110000 else self._escape)
+            self._show(chr(code) if code < 0x110000 else escape)
 
     def _end(self) -> None:
         self._pieces.append('"')
@@ -116,7 +93,7 @@ class QuotedString(Value):
 
 
 class DelimitedString(Value):
-    """Between two equal marks, without escapes, from behind the first on."""
+    """Between two equal marks, without escapes, from after the first on."""
 
     def __init__(self, mark: str) -> None:
         super().__init__()

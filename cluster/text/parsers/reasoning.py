@@ -3,19 +3,19 @@ r"""Reasoning between two tags, at the beginning of an answer.
     \n  <think> \n\n so it is 4. \n </think> \n\n It is 4.
     ╰─ dropped ─────╯╰reasoning─╯╰─── dropped ──╯╰content╯
 
-The rule of whitespace: newlines (`\n`, any number) directly behind `<think>`, directly before
-`</think>` and directly behind it belong to the tags, as in the chat templates of Qwen3 and
+The rule of whitespace: newlines (`\n`, any number) directly after `<think>`, directly before
+`</think>` and directly after it belong to the tags, as in the chat templates of Qwen3 and
 DeepSeek-R1; so does whitespace before `<think>`. All other whitespace is text. If the answer ends
 before `</think>`, its last newlines are reasoning. Mistral's tags have no newlines of their own.
 
-`<think>` counts only where the answer begins, and only the first `</think>` behind it: an answer
-may speak of the tags. A `</think>` without `<think>` is text: what precedes it was shown as content
+`<think>` counts only where the answer begins, and only the first `</think>` after it: an answer
+may mention the tags. A `</think>` without `<think>` is text: what precedes it was shown as content
 already. It ends reasoning where the prompt has opened it, or where the format says that the answer
-begins inside; a model that writes the tag there once more is forgiven.
+begins inside; there the tag may be written once more.
 
 A tool call ends reasoning that is not closed, from its marker on. What only looks like a call, and
 a call without a marker, stay reasoning: a model may think about calls. Newlines directly before the
-call belong to it. A `</think>` behind the call is text.
+call belong to it. A `</think>` after the call is text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ThinkParser(StateParser):
         super().__init__(self._before)
         self._make_inner = make_inner
         self._inner = make_inner()
-        """Reads reasoning up to `end_token`, and another one the content behind it."""
+        """Reads reasoning up to `end_token`, and another one the content after it."""
         self.markers = (self.start_token, self.end_token, *self._inner.markers)
         self.keeps_special_tokens |= self._inner.keeps_special_tokens
         self._literals = LiteralMatcher(self.start_token)

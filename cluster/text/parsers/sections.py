@@ -27,7 +27,7 @@ class SectionParser(ToolParser):
 
     @abstractmethod
     def _new_call(self, *, bare: bool) -> Call:
-        """Reads a call from behind what begins it. `bare`: there was no section around it."""
+        """Reads a call from after what begins it. `bare`: there was no section around it."""
 
     def _on_marker(self, marker: str) -> None:
         if not self.call_begin or marker.endswith(self.call_begin):
@@ -60,5 +60,4 @@ class _FirstCall(MarkedCall):
     """What begins the first call of a section."""
 
     def __init__(self, call_begin: str, new_call: Callable[..., Call]) -> None:
-        super().__init__()
         self._expect({call_begin: lambda _: self._begin_body(new_call(bare=False))})

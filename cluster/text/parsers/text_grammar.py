@@ -1,5 +1,5 @@
-"""Strings that stand as plain text in an answer, in llguidance's Lark syntax: what a JSON schema
-says about them, and what must not stand in them."""
+"""Strings that are plain text in an answer, in llguidance's Lark syntax: what a JSON schema says
+about them, and what must not occur in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANNOTATIONS = frozenset(
 """Keywords that constrain nothing."""
 DEFINITIONS = frozenset(("$defs", "definitions"))
 MAX_LENGTH = 100_000
-"""Of a string that has a `maxLength`; a longer one is not held to it."""
+"""Of a string that has a `maxLength`; a longer one is not enforced."""
 
 _LOOKALIKES = {
     "null": "null|None",
@@ -83,12 +83,12 @@ class _Splitter:
             return [], schema
         if not isinstance(schema, dict):
             return [{}], {"type": sorted(JSON_TYPES - STRING)}
-        asked = set(schema) - ANNOTATIONS
-        if asked == {"$ref"}:
+        keywords = set(schema) - ANNOTATIONS
+        if keywords == {"$ref"}:
             return self.split(resolve(field(schema, "$ref", str), self._root))
-        if asked in ({"anyOf"}, {"oneOf"}):
-            return self._split_options(schema, asked.pop())
-        if asked & {"anyOf", "oneOf", "allOf", "$ref"}:
+        if keywords in ({"anyOf"}, {"oneOf"}):
+            return self._split_options(schema, keywords.pop())
+        if keywords & {"anyOf", "oneOf", "allOf", "$ref"}:
             raise ValueError("combines anyOf, oneOf, allOf or $ref with other keywords")
         return _split_plain(schema, types)
 
@@ -138,7 +138,7 @@ def with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, 
 
 
 class TextGrammar:
-    """Rules of strings up to their end. `end` stands behind each of them, `forbidden` in none."""
+    """Rules of strings up to their end. `end` follows each of them, `forbidden` occurs in none."""
 
     def __init__(self, end: str, forbidden: Sequence[str], special: Mapping[str, int]) -> None:
         self._end = end
@@ -148,7 +148,7 @@ class TextGrammar:
 
     def rules(self, name: str, schema: dict[str, Any], others: frozenset[str]) -> list[str]:
         """Of the string and its end. `others`: the types that the parser looks for in the text.
-        ValueError for what cannot be held."""
+        ValueError for what no rule can enforce."""
         if "enum" in schema:
             return self._choice(name, schema["enum"], others)
         bodies, nullable = _bodies(schema)
@@ -160,7 +160,7 @@ class TextGrammar:
         if not self._rest:
             return [f"{terminal}: {text}", f"{name}[lazy]: {terminal} {grammar.literal(self._end)}"]
         if self._lead:
-            # The added token in the end ends the text, whose last characters stand before it.
+            # The added token in the end ends the text, whose last characters precede it.
             lead = grammar.literal(self._lead)
             return [
                 f"{terminal}: {text}",

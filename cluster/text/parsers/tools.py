@@ -4,7 +4,7 @@
       out   │ held │        held        │    out    │        -         │ held │     held
 
 *Lead* is whitespace where the answer begins or a call has ended: dropped if a call follows (or,
-behind a call, nothing), content otherwise. *Head* is what a format writes before the arguments.
+after a call, nothing), content otherwise. *Head* is what a format writes before the arguments.
 Once they begin the call is announced, and lead, marker and head are dropped; if they never do, all
 of it is content. What follows the arguments and belongs to the call is dropped. No end marker is
 required: an answer may end without it, and where it goes on differently, content begins.
@@ -48,12 +48,12 @@ class ToolParser(StateParser):
         self._call: Call | None = None
         self._announced = False
         self._num_calls = 0
-        self._end_of_call = LiteralMatcher()
+        self._end_of_call: LiteralMatcher
         self._stop_marker: str | None = None
 
     @staticmethod
     def random_id() -> str:
-        """An id for a call, unique, in the form that this format's chat templates want."""
+        """An id for a call, unique, in the form that this format's chat templates need."""
         return random_call_id()
 
     @classmethod

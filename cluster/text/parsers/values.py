@@ -1,4 +1,4 @@
-"""Values that a model writes as text, as JSON: what the schema of a parameter says about them.
+"""Values that a model writes as text, converted to JSON as the schema of a parameter says.
 
     <parameter=n>3</parameter>         {"type": "integer"}              3
     <parameter=s>3</parameter>         {"type": "string"}               "3"
@@ -27,7 +27,7 @@ _PYTHON_TYPES |= {list: "array", dict: "object", type(None): "null"}
 
 
 def json_escaped(text: str) -> str:
-    """As it stands in a JSON string, character by character."""
+    """As a JSON string has it, character by character."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -48,7 +48,7 @@ class TypedText:
 
     @property
     def in_json(self) -> bool:
-        """The next character stands in a string of an array or object."""
+        """The next character is in a string of an array or object."""
         return self._checker is not None and self._checker.in_string
 
     def push(self, text: str) -> str:
@@ -116,9 +116,9 @@ class _SchemaTypes:
         for keyword in ("anyOf", "oneOf"):
             if isinstance(options := schema.get(keyword), list) and options:
                 types &= frozenset().union(*map(self.of, options))
-        if isinstance(parts := schema.get("allOf"), list):
-            for part in parts:
-                types &= self.of(part)
+        if isinstance(schemas := schema.get("allOf"), list):
+            for one in schemas:
+                types &= self.of(one)
         return types or JSON_TYPES
 
     @staticmethod

@@ -132,7 +132,7 @@ class ChatMessage(HistoryPart, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The content as one text; parts stand on lines of their own."""
+        """The content as one text; parts are on lines of their own."""
         if isinstance(self.content, list):
             return "\n".join(part.text or part.refusal or "" for part in self.content)
         return self.content or ""
@@ -280,7 +280,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 class CallRules(msgspec.Struct, frozen=True):
-    """What a choice among tools asks of an answer."""
+    """What a choice among tools requires of an answer."""
 
     required: bool = False
     single: bool = False

@@ -22,7 +22,7 @@ from swell.cluster.text.schema.unknown_fields import (
 Request = TypeVar("Request", bound=RequestBody)
 
 MAX_EXPLAINED_BYTES = 256 * 1024
-"""Of a longer body that is not JSON only the place is told: to find more would take long."""
+"""Of a longer body that is not JSON only the position is reported: to find more would take long."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """Windows' tools write it in front of UTF-8."""
 _MAX_ERROR_CHARS = 1000
@@ -73,14 +73,14 @@ def _request(
 ) -> Request:
     sent = body
     try:
-        if kind.PARTS:  # the decoder alone does not look into them
-            body = UnknownFieldFilter(unknown, stripped).sift(body, kind)
+        if kind.PARTS:  # the decoder alone does not read them
+            body = UnknownFieldFilter(unknown, stripped).strip(body, kind)
         try:
             request: Request = _decoder(kind).decode(body)
         except msgspec.ValidationError as error:
             if not str(error).startswith(_UNKNOWN):
                 raise
-            body = UnknownFieldFilter(unknown, stripped).sift(body, kind)
+            body = UnknownFieldFilter(unknown, stripped).strip(body, kind)
             request = _decoder(kind).decode(body)
         request.keep(sent)
     except msgspec.ValidationError as error:
@@ -93,7 +93,7 @@ def _request(
 
 def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
     """Why the body is not JSON. Python's own reader accepts two things that JSON and we do not,
-    NaN and lone surrogates, so it can tell them from plain damage."""
+    NaN and lone surrogates, so it can separate them from plain damage."""
     if not body.strip():
         return BadRequest("the body is empty; a JSON object is expected", code="invalid_json")
     constants: list[str] = []
@@ -124,7 +124,7 @@ def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
 
 
 class _Location(NamedTuple):
-    """Where a value stands; its path is only written once it is needed."""
+    """Where a value is; its path is only written once it is needed."""
 
     key: Key
     outer: _Location | None
@@ -194,7 +194,7 @@ class _Rejection(NamedTuple):
 def _explain_validation(
     error: msgspec.ValidationError, body: bytes, kind: type[RequestBody]
 ) -> BadRequest:
-    """msgspec tells the rule and the path; the value is looked up in the body."""
+    """msgspec gives the rule and the path; the value is looked up in the body."""
     rule, path, name = _Rejection.parse(str(error))
     if str(error).startswith(_UNKNOWN):
         full = _join(path, name)

@@ -86,7 +86,6 @@ _TAKEN = frozenset(
         "custom_labels",
         "guided_decoding_backend",  # the form is held by whatever holds it
         "return_mm_kwargs",
-        "stream_interval",  # tokens come as they are drawn
         "cache_prompt",
         "keep_alive",
     }

@@ -12,10 +12,10 @@ from swell.cluster.text.schema.known_fields import Ecosystem
 
 
 class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of every request body. An unknown field is refused, but see `openai/sift.py`.
+    """Base of every request body. An unknown field is refused, but see `unknown_fields.py`.
 
     A field of OpenAI's API that is not served is known all the same: its neutral value passes,
-    and any other is refused by name, so that nobody gets an answer that silently ignores a wish.
+    and any other is refused by name, so that no answer silently ignores a field.
     """
 
     NOT_SERVED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -39,7 +39,7 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def check_neutral(path: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    """Refuse, by name, what asks for something that is not here."""
+    """Refuse a field, by name, whose value needs what is not here."""
     # To Python 0 is False, and to JSON it is not.
     if value is None or any(
         value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral

@@ -2,7 +2,7 @@
 
 History is tolerant, requests are strict. Objects of a conversation (`HistoryPart`) come from other
 programs, which add fields of their own: these are ignored and counted. At the top of a body the
-table of its kind (`ecosystem.py`) says what a field of another server is. Everywhere else an
+table of its kind (`known_fields.py`) says what a field of another server is. Everywhere else an
 unknown field stays, so that the decoder refuses it; under `serve.unknown_fields: ignore` it is
 left out, and its path is kept for a warning.
 
@@ -26,7 +26,7 @@ from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, che
 UnknownFields = Literal["refuse", "ignore"]
 """`serve.unknown_fields`"""
 StructTypes = Mapping[str | None, type[msgspec.Struct]]
-"""What may stand at a place: by the object's `type`, None for all others."""
+"""What a value may be: by the object's `type`, None for all others."""
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _OBJECTS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
@@ -45,7 +45,7 @@ class StrippedFields(msgspec.Struct):
     warnings: list[str] = []
     """Paths of what `serve.unknown_fields: ignore` left out of the request itself."""
     aliases: dict[str, str] = {}
-    """Fields of ours that were sent under another name, which refusals tell."""
+    """Fields of ours that were sent under another name, which refusals name."""
 
 
 class _StructInfo(NamedTuple):
@@ -62,7 +62,7 @@ class UnknownFieldFilter:
         self._unknown = unknown
         self._stripped = stripped
 
-    def sift(self, body: bytes, kind: type[RequestBody]) -> bytes:
+    def strip(self, body: bytes, kind: type[RequestBody]) -> bytes:
         """The body without what may be left out. Raises `BadRequest` for a field of another server
         that asks for what is not here, and what the JSON reader raises."""
         fields = _OBJECT.decode(body)

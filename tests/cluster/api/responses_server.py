@@ -28,55 +28,57 @@ LOOK = {
 }
 
 
-class FakeStoreManager:
-    """The store, which counts what it is asked; `away` says nothing."""
+class FakeResponseStore:
+    """The store, which counts its requests; while `away` it answers nothing."""
 
     def __init__(self) -> None:
         self.limit, self.limit_bytes = 100, 10**7
         self.missed: list[StoreRequest] = []
-        self.wishes: list[StoreRequest] = []
+        self.requests: list[StoreRequest] = []
         self.heartbeats = 0
         self.now_s = 0.0
         self.away = False
         self.handle = SimpleNamespace(remote=self._handle)
         self.forget()
 
-    def manager_handle(self) -> ManagerHandle:
+    def store_handle(self) -> StoreHandle:
         """Another ingress's way here, which may be away by itself."""
-        return ManagerHandle(self)
+        return StoreHandle(self)
 
     def forget(self) -> None:
         """A successor has nothing of what was stored."""
         self.store = ResponseStore(self.limit, self.limit_bytes, 1000.0)
 
     def of(self, kind: type[Any]) -> list[Any]:
-        return [wish for wish in self.wishes if isinstance(wish, kind)]
+        return [request for request in self.requests if isinstance(request, kind)]
 
-    async def _handle(self, wish: StoreRequest) -> Any:
+    async def _handle(self, request: StoreRequest) -> Any:
         if self.away:
-            self.missed.append(wish)
+            self.missed.append(request)
             raise ConnectionError("no store")
-        if isinstance(wish, Heartbeat):
+        if isinstance(request, Heartbeat):
             self.heartbeats += 1
-        if not isinstance(wish, Heartbeat) or wish.ids:  # an idle ingress heartbeats in between
-            self.wishes.append(wish)
-        return self.store.handle(wish, self.now_s)
+        if (
+            not isinstance(request, Heartbeat) or request.ids
+        ):  # an idle ingress heartbeats in between
+            self.requests.append(request)
+        return self.store.handle(request, self.now_s)
 
 
-class ManagerHandle:
-    """One ingress's way to the store_manager."""
+class StoreHandle:
+    """One ingress's handle of the store."""
 
-    def __init__(self, store_manager: FakeStoreManager) -> None:
+    def __init__(self, response_store: FakeResponseStore) -> None:
         self.away = False
-        self.wishes: list[StoreRequest] = []
-        self._store_manager = store_manager
+        self.requests: list[StoreRequest] = []
+        self._response_store = response_store
         self.handle = SimpleNamespace(remote=self._handle)
 
-    async def _handle(self, wish: StoreRequest) -> Any:
+    async def _handle(self, request: StoreRequest) -> Any:
         if self.away:
             raise ConnectionError("no store")
-        self.wishes.append(wish)
-        return await self._store_manager._handle(wish)
+        self.requests.append(request)
+        return await self._response_store._handle(request)
 
 
 class ResponsesServer:
@@ -87,10 +89,10 @@ class ResponsesServer:
         tokens = None
         if text is not None:
             tokens = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
-        self.store_manager = FakeStoreManager()
-        self.manager_handle = self.store_manager.manager_handle()
+        self.response_store = FakeResponseStore()
+        self.store_handle = self.response_store.store_handle()
         self.cluster = FakeCluster(folder, tokens, **{"serve.tool_parser": "hermes", **settings})
-        self.cluster.store = self.manager_handle
+        self.cluster.store = self.store_handle
         self.engine: FakeEngine
         self.client: openai.AsyncOpenAI
 
@@ -103,16 +105,16 @@ class ResponsesServer:
                 yield self
 
     @contextlib.asynccontextmanager
-    async def second_ingress(self) -> AsyncIterator[tuple[ManagerHandle, openai.AsyncOpenAI, Any]]:
-        """A second ingress: its manager_handle to the store_manager, its client, and itself."""
-        manager_handle = self.store_manager.manager_handle()
-        async with self.cluster.another_ingress(manager_handle) as (ingress, url):
+    async def second_ingress(self) -> AsyncIterator[tuple[StoreHandle, openai.AsyncOpenAI, Any]]:
+        """A second ingress: its store_handle to the response_store, its client, and itself."""
+        store_handle = self.response_store.store_handle()
+        async with self.cluster.another_ingress(store_handle) as (ingress, url):
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
             async with client:
-                yield manager_handle, client, ingress
+                yield store_handle, client, ingress
 
-    async def ask(self, **wish: Any) -> Any:
-        return await self.client.responses.create(**{"model": "fake", "input": "hello", **wish})
+    async def ask(self, **request: Any) -> Any:
+        return await self.client.responses.create(**{"model": "fake", "input": "hello", **request})
 
     @property
     def prompts(self) -> list[str]:

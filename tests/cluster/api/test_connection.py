@@ -19,8 +19,8 @@ from swell.cluster.api.server.connection import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_URL_BYTES,
-    ConnectionLimits,
 )
+from swell.cluster.api.server.connection_limits import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 
 pytestmark = pytest.mark.slow

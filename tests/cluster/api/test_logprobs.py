@@ -70,7 +70,7 @@ def test_special_tokens_have_text_and_unknown_ids_have_none(name: str) -> None:
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
     texts = TokenTexts(Detokenizer(None))
-    assert (texts[5], texts.text(5), texts.places([5, 6]).offsets) == (b"", "", [0, 0])
+    assert (texts[5], texts.text(5), texts.offsets([5, 6]).offsets) == (b"", "", [0, 0])
 
 
 # ---------------------------------------------------------------- tables
@@ -264,10 +264,10 @@ def test_places_never_go_back(name: str) -> None:
     tokenizer, texts, draw = KINDS[name](), TEXTS[name], random.Random(0)
     run = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in (0x51, 0x87, 0xE4)]
     word = tokenizer.token_to_id("on")
-    assert texts.places([word, *run, word]).offsets == [0, 2, 3, 4, 5]
+    assert texts.offsets([word, *run, word]).offsets == [0, 2, 3, 4, 5]
     for _ in range(300):
         ids = [draw.randrange(3, 275) for _ in range(draw.randint(1, 12))]
-        offsets = texts.places(ids).offsets
+        offsets = texts.offsets(ids).offsets
         assert offsets == sorted(offsets)
         assert offsets[-1] <= len(tokenizer.decode(ids))
 
@@ -276,7 +276,7 @@ def test_places_never_go_back(name: str) -> None:
 def test_a_token_that_the_tokenizer_has_added_has_no_text_in_what_was_sent(skip: bool) -> None:
     for sent in ("the</s>on", "<s>the", "the on"):
         ids = made.llama2().encode(sent).ids
-        told = TEXTS["llama2"].places(ids, skip, sent).offsets
+        told = TEXTS["llama2"].offsets(ids, skip, sent).offsets
         tokens = [TEXTS["llama2"].text(token_id).strip() for token_id in ids]
         last = max(place for place, token in enumerate(tokens) if token in ("on", "the", "he", "n"))
         assert sent[told[last] :].strip().startswith(tokens[last])

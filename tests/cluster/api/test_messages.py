@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
+from swell.cluster.api.http_errors import error_info
 from swell.cluster.api.messages.protocol import MessagesRequest
 from swell.cluster.api.messages.serving import MessagesResponseWriter
 from swell.cluster.api.response_writer import stream_usage, usage_of
@@ -115,7 +116,9 @@ def test_a_stream_folded_by_the_client_is_the_whole_answer(
 ) -> None:
     body = payload(thinking={"type": "adaptive", "display": display})
     last = output(text, 9, *end)
-    whole = MessagesResponseWriter("r", "fake", body, parser).whole([last], usage_of([last], 9))
+    whole = MessagesResponseWriter("r", "fake", body, parser).full_response(
+        [last], usage_of([last], 9)
+    )
     plain = msgspec.to_builtins(whole)
     strictly(Message, plain)
 
@@ -125,7 +128,7 @@ def test_a_stream_folded_by_the_client_is_the_whole_answer(
     deltas = [output(piece, 1 + at, None, None) for at, piece in enumerate(pieces[:-1])]
     deltas.append(output(pieces[-1], 9, *end))
     sent = b"".join(b"".join(answer.delta(0, one, one.outputs[0])) for one in deltas)
-    events = events_of(sent + b"".join(answer.closing(stream_usage({0: deltas[-1]}, 1))))
+    events = events_of(sent + b"".join(answer.stream_end(stream_usage({0: deltas[-1]}, 1))))
 
     folded: Any = None
     buffers: dict[int, bytes] = {}
@@ -172,7 +175,7 @@ def test_the_input_of_each_of_several_calls_is_one_object() -> None:
 )
 def test_why_an_answer_ends(text: str, tokens: int, end: Any, reason: str) -> None:
     last = output(text, tokens, *end)
-    whole = MessagesResponseWriter("r", "fake", payload(), parser).whole(
+    whole = MessagesResponseWriter("r", "fake", payload(), parser).full_response(
         [last], usage_of([last], tokens)
     )
     assert isinstance(whole, msgspec.Struct)
@@ -188,7 +191,7 @@ def test_why_an_answer_ends(text: str, tokens: int, end: Any, reason: str) -> No
 
 def test_a_failure_ends_a_stream_with_an_error() -> None:
     answer = MessagesResponseWriter("r", "fake", payload(), parser)
-    (event,) = events_of(b"".join(answer.failure(EngineGone("lost"), "engine_failed")))
+    (event,) = events_of(b"".join(answer.stream_error(error_info(EngineGone("lost")))))
     error = strictly(ErrorResponse, event)
     assert (error.error.type, error.error.message, error.request_id) == ("api_error", "lost", "r")
 

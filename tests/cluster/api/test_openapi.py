@@ -13,12 +13,15 @@ from starlette.routing import Route
 
 from swell.cluster.api.admin.protocol import DrainRequest, ScaleRequest
 from swell.cluster.api.chat.protocol import ChatCompletionRequest as CHAT
-from swell.cluster.api.ingress import Ingress, TextServices
+from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.api.protocol_base import error_body
+from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
+from swell.cluster.text.text_services import TextServices
 from swell.configs.schema import load
+from tests.cluster.text import tokenizers_for_tests
 
 DOCUMENT = openapi_document()
 OPERATIONS = [
@@ -31,9 +34,10 @@ OPERATIONS = [
 def served() -> set[tuple[str, str]]:
     """(method, path) of the ingress; the last route catches what does not exist."""
     prompts = SimpleNamespace(set_limits=None)
-    text = TextServices(prompts, None, None, {})  # type: ignore[arg-type]
-    connect = lambda *_, **__: None  # noqa: E731
-    ingress = Ingress(load({"model": {"path": "."}}), connect, None, text)  # type: ignore[arg-type]
+    detokenizer = Detokenizer(tokenizers_for_tests.chat_tokenizer())
+    text = TextServices(prompts, detokenizer, None, {})  # type: ignore[arg-type]
+    client = SimpleNamespace(start=lambda: None)
+    ingress = Ingress(load({"model": {"path": "."}}), lambda *_, **__: client, None, text)  # type: ignore[arg-type]
     routes = [route for route in ingress.app.routes if isinstance(route, Route)]
     return {
         (method.lower(), route.path.replace(":path}", "}"))

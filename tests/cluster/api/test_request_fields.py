@@ -50,7 +50,7 @@ TOKENS = (
 )
 ANSWER = (
     TOKENS + "model max_tokens include_stop_str_in_output skip_special_tokens n prompt_logprobs "
-    "response_format stream stream_options return_token_ids logprobs best_of echo "
+    "response_format stream stream_options stream_interval return_token_ids logprobs best_of echo "
     "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens truncation_side "
 )
 CONVERSATION = (

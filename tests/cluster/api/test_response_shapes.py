@@ -51,7 +51,7 @@ def outputs(texts: list[str], prompt: int = 0, index: int = 0) -> list[RequestOu
 
 def whole(answer: Any, output: RequestOutput) -> dict[str, Any]:
     used = usage_of([output], output.outputs[0].num_output_tokens)
-    body: dict[str, Any] = msgspec.to_builtins(answer.whole([output], used))
+    body: dict[str, Any] = msgspec.to_builtins(answer.full_response([output], used))
     return body
 
 

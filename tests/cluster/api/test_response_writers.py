@@ -102,7 +102,7 @@ def stream(answer: ResponseWriter, deltas: list[Any], choices: int) -> list[dict
             yield [delta]
 
     async def read() -> bytes:
-        events = answer.events(numbered(), choices, told="0", engines=lambda: "0")
+        events = answer.stream(numbered(), choices, sent_engines="0", engines=lambda: "0")
         return b"".join([piece async for piece in events])
 
     *events, done, end = asyncio.run(read()).split(b"\n\n")
@@ -142,11 +142,11 @@ def test_chat(both: tuple[list[RequestOutput], list[Any]], named: bool) -> None:
     if named:
         tool = {"type": "function", "function": {"name": "f"}}
         fields |= {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "f"}}}
-    body = msgspec.to_builtins(chat_answer(n=2).whole(whole, usage_of(whole, drawn(whole))))
+    body = msgspec.to_builtins(chat_answer(n=2).full_response(whole, usage_of(whole, drawn(whole))))
     ChatCompletion.model_validate(body, strict=True)
     if named:
         body = msgspec.to_builtins(
-            chat_answer(n=2, **{k: fields[k] for k in ("tools", "tool_choice")}).whole(
+            chat_answer(n=2, **{k: fields[k] for k in ("tools", "tool_choice")}).full_response(
                 whole, usage_of(whole, drawn(whole))
             )
         )
@@ -170,7 +170,7 @@ def test_completions(both: tuple[list[RequestOutput], list[Any]], echo: bool, id
     whole, deltas = both
     fields = {"n": 2, "echo": echo, "return_token_ids": ids}
     told = usage_of(whole, drawn(whole))
-    body = msgspec.to_builtins(completion_answer(**fields).whole(whole, told))
+    body = msgspec.to_builtins(completion_answer(**fields).full_response(whole, told))
     chunks = stream(
         completion_answer(**fields, stream=True, stream_options={"include_usage": True}), deltas, 4
     )
@@ -206,7 +206,9 @@ def test_an_echo_alone_shows_no_token(streamed: bool) -> None:
     told = output(2, part)
     fields: dict[str, Any] = {"echo": True, "max_tokens": 0, "return_token_ids": True}
     if not streamed:
-        body = msgspec.to_builtins(completion_answer(**fields).whole([told], usage_of([told], 1)))
+        body = msgspec.to_builtins(
+            completion_answer(**fields).full_response([told], usage_of([told], 1))
+        )
     else:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
         first, last = stream(completion_answer(**fields), [(0, told)], 1)

@@ -36,7 +36,7 @@ def test_a_response_is_created_stored_and_deleted(tmp_path: Path) -> None:
             assert answer.usage.total_tokens == answer.usage.input_tokens + len(
                 server.cluster._script or []
             )
-            assert len(server.store_manager.wishes) == 1
+            assert len(server.response_store.requests) == 1
             again = await responses.retrieve(answer.id)
             assert again.model_dump() == answer.model_dump()
             await responses.delete(answer.id)
@@ -58,7 +58,7 @@ def test_a_stream_ends_with_what_is_kept(tmp_path: Path, store: bool) -> None:
             assert kinds[:2] == ["response.created", "response.in_progress"]
             assert kinds[-1] == "response.completed"
             assert answer.output_text == "the quick brown fox"
-            assert len(server.store_manager.wishes) == int(store)
+            assert len(server.response_store.requests) == int(store)
             if store:
                 again = await server.client.responses.retrieve(answer.id)
                 assert again.output_text == answer.output_text
@@ -74,7 +74,7 @@ def test_a_disconnected_stream_leaks_nothing(tmp_path: Path) -> None:
                     if event.type == "response.output_text.delta":
                         break
             await until(lambda: server.engine.aborted)
-            assert not server.engine.requests and server.store_manager.wishes == []
+            assert not server.engine.requests and server.response_store.requests == []
 
     asyncio.run(story())
 
@@ -207,11 +207,11 @@ def test_an_answer_is_given_though_nobody_can_keep_it(tmp_path: Path) -> None:
     async def story() -> None:
         async with ResponsesServer(tmp_path, "the fox").open() as server:
             kept = await server.ask()
-            server.store_manager.away = True
+            server.response_store.away = True
             lost = [await server.ask() for _ in range(3)]
             assert [answer.output_text for answer in lost] == ["the fox"] * 3
             assert [answer.store for answer in (kept, *lost)] == [True, False, False, False]
-            assert len(server.store_manager.missed) == 1, (
+            assert len(server.response_store.missed) == 1, (
                 "who does not answer is not waited for every time"
             )
             for call in (
@@ -232,7 +232,7 @@ def test_a_server_that_keeps_nothing(tmp_path: Path) -> None:
             tmp_path, "the fox", **{"serve.stored_responses": 0}
         ).open() as server:
             answer = await server.ask()
-            assert answer.store is False and server.store_manager.wishes == []
+            assert answer.store is False and server.response_store.requests == []
             for payload in ({"store": True}, {"background": True}):
                 with pytest.raises(openai.BadRequestError, match="stored_responses=0"):
                     await server.ask(**payload)
@@ -314,7 +314,7 @@ def test_no_key_stands_in_what_is_kept(tmp_path: Path) -> None:
     async def story() -> None:
         async with keyed(tmp_path).open() as server:
             ours = await server.ask()
-            (stored,) = server.store_manager.of(Store)
+            (stored,) = server.response_store.of(Store)
             owner, _, id = stored.id.partition("/")
             assert id == ours.id and owner == hashlib.sha256(b"k").hexdigest()
             by_header = {"x-api-key": "k", "authorization": "Basic eA=="}

@@ -72,7 +72,7 @@ def output(part: CompletionOutput) -> RequestOutput:
 def whole(part: CompletionOutput, top_logprobs: int | None = None) -> dict[str, Any]:
     answer = make(top_logprobs)
     used = usage(3, part.num_output_tokens, 2)
-    return told(answer.whole([output(part)], used))
+    return told(answer.full_response([output(part)], used))
 
 
 def told(response: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def streamed(
             raise error
 
     async def read() -> bytes:
-        stream = make(top_logprobs).events(outputs(), 1, told="0", engines=lambda: "0")
+        stream = make(top_logprobs).stream(outputs(), 1, sent_engines="0", engines=lambda: "0")
         return b"".join([piece async for piece in stream])
 
     events = []
@@ -252,7 +252,7 @@ def tokens_of(text: str, sizes: list[int]) -> list[int]:
 def with_logprobs(tokens: list[int], places: list[int], held: int) -> list[CompletionOutput]:
     """The outputs of an answer in steps of several tokens, whose text comes late by `held`
     characters at most, as where stop strings may begin."""
-    offsets = TEXTS.places([*tokens, 0]).offsets
+    offsets = TEXTS.offsets([*tokens, 0]).offsets
     text = TOKENIZER.decode(tokens, clean_up_tokenization_spaces=False)
     edges = [*sorted({place % len(tokens) for place in places} - {0}), len(tokens)]
     outputs, begin, shown = [], 0, 0

@@ -1,5 +1,5 @@
 """Responses in the background: how far they are, who ends them, and what becomes of them where an
-ingress, a manager or all engines are gone."""
+ingress, the store or all engines are gone."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ def test_in_the_background(tmp_path: Path) -> None:
             )
             assert checked(done).status == "completed" and done.output_text == "the fox"
             assert (await responses.cancel(begun.id)).status == "completed"
-            assert len(server.store_manager.of(Begin)) == len(server.store_manager.of(Store)) == 1
+            assert len(server.response_store.of(Begin)) == len(server.response_store.of(Store)) == 1
 
     asyncio.run(story())
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 def test_cancelled_or_deleted_work_stops(tmp_path: Path, how: str) -> None:
-    """Whoever says so says it to the manager; the ingress that computes hears it at its beat."""
+    """Any ingress cancels it at the store; the one that computes it learns that at its
+    heartbeat."""
 
     async def story() -> None:
         async with ResponsesServer(tmp_path, "the fox").open(steps=1) as server:
@@ -73,7 +74,7 @@ def test_cancelled_or_deleted_work_stops(tmp_path: Path, how: str) -> None:
             else:
                 with pytest.raises(openai.NotFoundError):
                     await responses.retrieve(begun.id)
-            assert server.store_manager.of(Store) == []
+            assert server.response_store.of(Store) == []
 
     asyncio.run(story())
 
@@ -92,9 +93,9 @@ def test_what_is_not_in_the_background_cannot_be_cancelled(tmp_path: Path) -> No
 async def pass_lease(server: ResponsesServer) -> None:
     """So much time that a runner that says nothing has lost what it runs, and others have not."""
     for _ in range(6):
-        server.store_manager.now_s += LEASE_S / 5
-        heartbeats = server.store_manager.heartbeats
-        await until(lambda heartbeats=heartbeats: server.store_manager.heartbeats > heartbeats + 2)
+        server.response_store.now_s += LEASE_S / 5
+        heartbeats = server.response_store.heartbeats
+        await until(lambda heartbeats=heartbeats: server.response_store.heartbeats > heartbeats + 2)
 
 
 def test_what_has_cost_ingresses_again_and_again_has_failed(tmp_path: Path) -> None:
@@ -102,11 +103,11 @@ def test_what_has_cost_ingresses_again_and_again_has_failed(tmp_path: Path) -> N
         async with ResponsesServer(tmp_path, "x").open(steps=0) as server:
             retrieve = server.client.responses.retrieve
             begun = await server.ask(background=True)
-            (begin,) = server.store_manager.of(Begin)
+            (begin,) = server.response_store.of(Begin)
             body = begin.kept.body.replace(begun.id.encode(), b"resp_dead")
             kept = StoredResponse(body, begin.kept.items, background=True)
             dead = Begin("resp_dead", kept, "gone", begin.job, MAX_LOST_RUNNERS - 1)
-            assert server.store_manager.store.handle(dead, server.store_manager.now_s)
+            assert server.response_store.store.handle(dead, server.response_store.now_s)
             assert (await retrieve("resp_dead")).status == "in_progress"
             await pass_lease(server)
             failed = checked(await retrieve("resp_dead"))
@@ -145,7 +146,7 @@ def test_another_ingress_takes_over_what_a_dead_one_computed(
                 extra_body={"ignore_eos": True, "top_k": 5, **seed},
             )
             await until(lambda: len(server.engine.arrived) == 2)
-            server.manager_handle.away = True  # the first ingress is gone
+            server.store_handle.away = True  # the first ingress is gone
             await pass_lease(server)
             await until(lambda: len(server.engine.arrived) == 3)
             _, one, two = server.engine.arrived
@@ -174,7 +175,7 @@ def test_an_ingress_that_has_met_no_engine_takes_nothing(tmp_path: Path) -> None
         ):
             await server.ask(background=True)
             second_ingress.llm.has_seen_engine = False
-            server.manager_handle.away = True
+            server.store_handle.away = True
             await pass_lease(server)
             await pass_lease(server)
             assert len(server.engine.arrived) == 1
@@ -198,7 +199,7 @@ def test_what_was_begun_is_taken_over_though_too_many_wait(tmp_path: Path) -> No
                 await client.responses.create(model="fake", input="hello", background=True)
             )
             await until(lambda: len(server.engine.arrived) == 4)
-            server.manager_handle.away = True
+            server.store_handle.away = True
             await pass_lease(server)
             server.engine.allow()
             for one in begun:
@@ -220,10 +221,10 @@ def test_an_ingress_that_was_only_stopped_changes_nothing(tmp_path: Path) -> Non
             server.second_ingress() as (_, client, _),
         ):
             begun = await server.ask(background=True)
-            server.manager_handle.away = True
+            server.store_handle.away = True
             await pass_lease(server)
             await until(lambda: len(server.engine.arrived) == 2)
-            server.manager_handle.away = False
+            server.store_handle.away = False
             await until(lambda: server.engine.aborted)
             assert len(server.engine.requests) == 1, "one of them goes on"
             server.engine.allow()
@@ -232,7 +233,9 @@ def test_an_ingress_that_was_only_stopped_changes_nothing(tmp_path: Path) -> Non
                 lambda found: found.status != "in_progress",
             )
             assert done.output_text == "the fox"
-            kept = [wish for wish in server.manager_handle.wishes if isinstance(wish, Store)]
+            kept = [
+                request for request in server.store_handle.requests if isinstance(request, Store)
+            ]
             assert kept == [], "the first has heard that it is to stop"
 
     asyncio.run(story())
@@ -254,7 +257,7 @@ def test_an_ingress_that_ends_leaves_its_work_to_others_at_once(tmp_path: Path) 
                 lambda found: found.status != "in_progress",
             )
             assert done.output_text == "the fox"
-            assert len(server.store_manager.of(RunnerExit)) == 1
+            assert len(server.response_store.of(RunnerExit)) == 1
 
     asyncio.run(story())
 
@@ -280,22 +283,22 @@ def test_a_failed_heartbeat_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
     asyncio.run(story())
 
 
-def test_a_new_manager_learns_what_runs(tmp_path: Path) -> None:
+def test_a_new_store_learns_what_runs(tmp_path: Path) -> None:
     async def story() -> None:
         async with ResponsesServer(tmp_path, "the fox").open(steps=1) as server:
             responses = server.client.responses
             begun = await server.ask(background=True)
-            server.store_manager.away = True
-            server.store_manager.forget()
-            server.store_manager.away = False
-            await until(lambda: server.store_manager.store.handle(Read(begun.id), 0.0))
+            server.response_store.away = True
+            server.response_store.forget()
+            server.response_store.away = False
+            await until(lambda: server.response_store.store.handle(Read(begun.id), 0.0))
             assert (await responses.retrieve(begun.id)).status == "in_progress"
-            server.store_manager.away = True
+            server.response_store.away = True
             server.engine.allow()
             await until(
-                lambda: any(isinstance(wish, Store) for wish in server.store_manager.missed)
+                lambda: any(isinstance(request, Store) for request in server.response_store.missed)
             )
-            server.store_manager.away = False
+            server.response_store.away = False
             done = await wait_until(
                 lambda: responses.retrieve(begun.id), lambda found: found.status == "completed"
             )
@@ -323,8 +326,8 @@ def test_a_background_answer_that_no_engine_gives_has_failed(tmp_path: Path) -> 
 def test_what_runs_makes_no_room_for_more(tmp_path: Path) -> None:
     async def story() -> None:
         server = ResponsesServer(tmp_path, "x")
-        server.store_manager.limit = 1
-        server.store_manager.forget()
+        server.response_store.limit = 1
+        server.response_store.forget()
         async with server.open(steps=0):
             await server.ask(background=True)
             with pytest.raises(openai.InternalServerError) as caught:
@@ -337,8 +340,8 @@ def test_what_runs_makes_no_room_for_more(tmp_path: Path) -> None:
 def test_an_answer_that_finds_no_room_has_failed(tmp_path: Path) -> None:
     async def story() -> None:
         server = ResponsesServer(tmp_path, "the fox " * 100)
-        server.store_manager.limit_bytes = 1600
-        server.store_manager.forget()
+        server.response_store.limit_bytes = 1600
+        server.response_store.forget()
         async with server.open():
             begun = await server.ask(background=True)
             failed = await wait_until(

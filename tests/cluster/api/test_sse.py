@@ -122,6 +122,6 @@ def test_a_chat_stream_as_the_client_reads_it(with_usage: bool) -> None:
 
 
 def test_errors_and_the_end() -> None:
-    event = sse.error_event(ErrorBody(error=ErrorDetail(message="m", type="server_error")))
+    event = sse.event(ErrorBody(error=ErrorDetail(message="m", type="server_error")))
     assert json.loads(payload(event))["error"]["message"] == "m"
     assert sse.DONE == b"data: [DONE]\n\n"

@@ -51,7 +51,7 @@ def test_everything_is_counted(
     assert shown.isascii()
 
 
-def test_requests_are_as_asked(fake: FakeServer, tmp_path: Path) -> None:
+def test_requests_are_as_configured(fake: FakeServer, tmp_path: Path) -> None:
     run(fake, tmp_path)
     assert fake.most_in_flight == 3
     warm, *requests = fake.requests

@@ -120,7 +120,7 @@ def test_drain(fake: FakeServer, capsys: Capture) -> None:
     assert "1 of 1 engines active" in capsys.readouterr().out
 
 
-def test_another_server_is_told_apart(fake: FakeServer, capsys: Capture) -> None:
+def test_another_server_is_recognised(fake: FakeServer, capsys: Capture) -> None:
     assert main(["status", "--url", f"{fake.url}/text"]) == 1
     assert "404" in one_line(capsys)
 
@@ -161,10 +161,10 @@ def test_a_failed_answer_leaves_the_conversation_as_it_was(fake: FakeServer, lin
     fake.fail_every = 1
     lines("hi")
     assert main(["chat", fake.url]) == 1
-    talk = chat.Conversation(Client(fake.url), "fake", None)
+    conversation = chat.Conversation(Client(fake.url), "fake", None)
     with pytest.raises(RuntimeError, match="no engine"):
-        talk.ask("hi")
-    assert talk.messages == []
+        conversation.send("hi")
+    assert conversation.messages == []
 
 
 def test_interrupting_an_answer_keeps_what_came(
@@ -175,9 +175,9 @@ def test_interrupting_an_answer_keeps_what_came(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(chat.Conversation, "_stream", interrupted)
-    talk = chat.Conversation(Client(fake.url), "fake", None)
-    talk.ask("hi")
-    assert [message["content"] for message in talk.messages] == ["hi", "half"]
+    conversation = chat.Conversation(Client(fake.url), "fake", None)
+    conversation.send("hi")
+    assert [message["content"] for message in conversation.messages] == ["hi", "half"]
     assert "[stopped]" in capsys.readouterr().out
 
 

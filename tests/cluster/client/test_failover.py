@@ -11,6 +11,7 @@ import pytest
 
 from swell.coordinator import roster as rosters
 from swell.coordinator.roster import MemberState
+from swell.engine.wire import EngineCoreOutput, FinishReason
 from tests.cluster.fake_cluster import FakeCluster, FakeCoordinator, Stream, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 
@@ -341,5 +342,38 @@ def test_the_client_library_reads_a_stream_that_moved(folder: Path) -> None:
                     await cluster.kill(first)
             undisturbed = await client.completions.create(**payload)
         assert "".join(parts) == undisturbed.choices[0].text
+
+    play(folder, scene)
+
+
+def test_an_engine_that_missed_an_abort_gets_the_next_attempt(folder: Path) -> None:
+    """The first attempt is still in it, and its outputs come late: the answer has every token
+    once."""
+
+    async def scene(cluster: FakeCluster) -> None:
+        engine = await cluster.join(0, steps=3)
+        stream = Stream(cluster, body([1], 20))
+        await stream.has(3)
+        before = dict(engine.requests)
+        engine.deaf_to_aborts = True
+        engine.messages_to_drop = 1
+        engine.allow(2)
+        await until(lambda: len(engine.arrived) == 2)
+        first, second = engine.arrived
+        assert (first.request_id, first.attempt) == (second.request_id, second.attempt - 1)
+        assert engine.aborted == [first.request_id] and len(engine.requests) == 1
+
+        def late() -> None:
+            for request_id, (peer, _request, _tokens) in before.items():
+                wrong = [
+                    EngineCoreOutput(request_id, [99], None),
+                    EngineCoreOutput(request_id, [], FinishReason.ABORT),
+                ]
+                engine._send(peer, wrong)
+
+        engine.call(late)
+        engine.allow()
+        assert (await stream.done).ids == truth([1], 20)
+        assert len(engine.arrived) == 2
 
     play(folder, scene)

@@ -192,6 +192,20 @@ def test_the_first_token_leaves_at_once_whatever_the_interval() -> None:
     assert sent[:9] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
 
 
+@pytest.mark.parametrize(("server", "request_", "gap"), [(1, 3, 3), (4, 2, 4), (2, None, 2)])
+def test_a_request_may_have_its_outputs_less_often_but_not_more_often_than_the_server(
+    server: int, request_: int | None, gap: int
+) -> None:
+    out, params = processor(stream_interval=server), SamplingParams(stream_interval=request_)
+    request = core(params)
+    out.add_request(request, params)
+    sent = [
+        len(out.process_outputs([output]).request_outputs)
+        for output in steps(request.request_id, ids_of("a" * 30), [1], None)
+    ]
+    assert [place for place, count in enumerate(sent) if count][:4] == [0, gap, 2 * gap, 3 * gap]
+
+
 def test_abort_gives_what_there_is() -> None:
     async def run() -> None:
         params = SamplingParams(stop=["foxes"])

@@ -38,57 +38,57 @@ def view(*members: Member, busy: dict[int, int] | None = None, state: str = "ser
 def test_work_without_progress_is_told() -> None:
     readiness = ReadinessTracker(LIMIT_S)
     for now in range(12):
-        readiness.follow(view(member(0), member(1), busy={0: 7, 1: now}), float(now))
-    state = readiness.look(11.0)
+        readiness.on_view(view(member(0), member(1), busy={0: 7, 1: now}), float(now))
+    state = readiness.check(11.0)
     assert state.ranks == [1]
     assert "engine 0" in state.reason and "11.0 s" in state.reason
-    readiness.follow(view(member(0), member(1), busy={0: 8}), 12.0)
-    assert readiness.look(12.0).ranks == [0, 1]
+    readiness.on_view(view(member(0), member(1), busy={0: 8}), 12.0)
+    assert readiness.check(12.0).ranks == [0, 1]
 
 
 def test_an_ingress_that_was_stopped_blames_nobody() -> None:
     """It wakes to a queue of views, of which the first says nothing new."""
     readiness = ReadinessTracker(LIMIT_S)
-    readiness.follow(view(member(0), busy={0: 7}), 0.0)
-    readiness.follow(view(member(0), busy={0: 7}), 60.0)
-    assert readiness.look(60.0).ranks == [0]
-    readiness.follow(view(member(0), busy={0: 8}), 60.0)
-    assert readiness.look(60.0).ranks == [0]
+    readiness.on_view(view(member(0), busy={0: 7}), 0.0)
+    readiness.on_view(view(member(0), busy={0: 7}), 60.0)
+    assert readiness.check(60.0).ranks == [0]
+    readiness.on_view(view(member(0), busy={0: 8}), 60.0)
+    assert readiness.check(60.0).ranks == [0]
 
 
 def test_a_successor_is_not_blamed() -> None:
     readiness = ReadinessTracker(LIMIT_S)
-    readiness.follow(view(member(0), busy={0: 7}), 0.0)
-    readiness.follow(view(member(0, incarnation=2), busy={0: 7}), 20.0)
-    assert readiness.look(20.0).ranks == [0]
+    readiness.on_view(view(member(0), busy={0: 7}), 0.0)
+    readiness.on_view(view(member(0, incarnation=2), busy={0: 7}), 20.0)
+    assert readiness.check(20.0).ranks == [0]
 
 
 @pytest.mark.parametrize("state", ["pausing", "paused", "forming"])
 def test_stillness_is_excused_while_engines_must_not_step(state: str) -> None:
     readiness = ReadinessTracker(LIMIT_S)
     for now in (0.0, 20.0):
-        readiness.follow(view(member(0), busy={0: 7}, state=state), now)
-    told = readiness.look(20.0)
+        readiness.on_view(view(member(0), busy={0: 7}, state=state), now)
+    told = readiness.check(20.0)
     assert told.ranks == ([] if state == "paused" else [0])
     assert told.reason == ("paused by an operator" if state == "paused" else "")
-    readiness.follow(view(member(0), busy={0: 7}), 21.0)
-    assert readiness.look(21.0).ranks == [0]
+    readiness.on_view(view(member(0), busy={0: 7}), 21.0)
+    assert readiness.check(21.0).ranks == [0]
 
 
 def test_a_silent_coordinator_says_nothing_about_engines() -> None:
     readiness = ReadinessTracker(LIMIT_S)
-    readiness.follow(view(member(0), busy={0: 7}), 0.0)
-    assert not readiness.look(9.0).coordinator_silent
-    state = readiness.look(100.0)
+    readiness.on_view(view(member(0), busy={0: 7}), 0.0)
+    assert not readiness.check(9.0).coordinator_silent
+    state = readiness.check(100.0)
     assert state.coordinator_silent and state.ranks == [0]
 
 
 def test_who_repairs_or_leaves_is_not_ready() -> None:
     readiness = ReadinessTracker(LIMIT_S)
     members = (member(0, MemberState.REPAIRING), member(1, MemberState.LEAVING))
-    readiness.follow(view(*members), 0.0)
-    assert readiness.look(0.0).ranks == []
-    assert readiness.look(0.0).reason == "engine 0 replaces a worker"
+    readiness.on_view(view(*members), 0.0)
+    assert readiness.check(0.0).ranks == []
+    assert readiness.check(0.0).reason == "engine 0 replaces a worker"
 
 
 @given(st.lists(st.booleans(), max_size=30))
@@ -127,7 +127,7 @@ def test_the_probe_over_http(folder: Path) -> None:
             cluster.coordinator.tell(state="serving")
             await until(lambda: cluster.ingress.llm.view.state == "serving")
             await until(
-                lambda: cluster.ingress.llm.readiness.look(time.monotonic()).coordinator_silent
+                lambda: cluster.ingress.llm.readiness.check(time.monotonic()).coordinator_silent
             )
             answer = await probe("/ready")
             assert (answer.status_code, answer.json()["coordinator"]) == (200, "silent")

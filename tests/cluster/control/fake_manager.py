@@ -1,4 +1,4 @@
-"""A manager without Ray: a scripted placement and coordinator, and time that only jumps."""
+"""A manager without Ray: a scripted placement and coordinator, in virtual time."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from swell.engine.executor import ExecutorLimits, WorkerInfo
 TAG = names.engine_tag("configuration", "keys")
 START_S = 10.0
 """Virtual seconds until a fake engine is ready."""
-NOTES_S = 0.01
-"""Virtual seconds that the notes take to answer."""
+CHECKPOINT_S = 0.01
+"""Virtual seconds that the checkpoint store takes to answer."""
 
 
 class _VirtualTimeSelector(selectors.DefaultSelector):
@@ -39,7 +39,7 @@ class _VirtualTimeSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[Any]:
         ready = super().select(0)
         if not ready and timeout is None:
-            raise AssertionError("everybody waits for everybody")
+            raise AssertionError("every task waits for another one")
         if not ready:
             self.now += timeout or 0.0
         return ready
@@ -136,12 +136,12 @@ class FakeCoordinator:
             self.kept = note
 
     def report_stalled(self, rank: int) -> None:
-        """The engine does nothing any more, and the coordinator says so."""
+        """The engine makes no progress any more, and the coordinator reports it."""
         self.stalled_engines.append(StalledEngine(rank, f"engine {rank} was silent"))
         self._change(roster.remove(self.roster, [rank]), "stopped", [rank])
 
     def restart(self, *ranks: int) -> None:
-        """It comes back and has heard of these engines; it knows nothing else."""
+        """It comes back with the reports of these engines; it knows nothing else."""
         known = [m for m in self.roster.members if m.rank in ranks]
         epoch = self.roster.epoch
         active = roster.update_members(Roster(0, tuple(known)), ranks, state=MemberState.ACTIVE)
@@ -165,10 +165,10 @@ class Process:
 
 
 class FakePlacement:
-    """What `Placement` promises, with engines that do as they are told.
+    """What `Placement` promises, with scripted engines.
 
     As in Ray, a process and its placement group are two things: the group of a process that died
-    stays, and keeps its name and its resources, until somebody removes it.
+    stays, and keeps its name and its resources, until it is removed.
     """
 
     def __init__(self, coordinator: FakeCoordinator) -> None:
@@ -274,7 +274,7 @@ class FakePlacement:
         handle.ready = process.ready = process.ready or self._ready(handle)
         if handle.rank in self.dies_on_start:
             self.dies_on_start.remove(handle.rank)
-            self.die(handle.rank)
+            self.kill_engine(handle.rank)
 
     def place(self, handle: EngineHandle, ready_at: float) -> None:
         """Its process begins to load."""
@@ -282,7 +282,7 @@ class FakePlacement:
         ended = asyncio.get_running_loop().create_future()
         self.processes[handle.name] = Process(handle, ready_at, ended)
 
-    def there(self, rank: int, tag: str = TAG) -> Member:
+    def add_existing(self, rank: int, tag: str = TAG) -> Member:
         """An engine that an earlier manager has left, ready to serve."""
         self.tag, now = tag, self.tag
         handle = self.plan(rank)
@@ -321,12 +321,12 @@ class FakePlacement:
         for handle in handles:
             await self.end(handle)
 
-    def die(self, rank: int) -> None:
+    def kill_engine(self, rank: int) -> None:
         """Its process ends; its placement group stays."""
         name = self.alive[rank].name
         self.processes.pop(name).ended.set_result("it was killed")
 
-    def did(self, name: str) -> list[list[int]]:
+    def ranks_of_event(self, name: str) -> list[list[int]]:
         return [ranks for event, ranks in self.events if event == name]
 
     def _ready(self, handle: EngineHandle) -> EngineReady:
@@ -355,13 +355,13 @@ class FakeCheckpointStore:
         self.away = False
 
     async def read(self) -> ClusterCheckpoint:
-        await asyncio.sleep(NOTES_S)
+        await asyncio.sleep(CHECKPOINT_S)
         if self.away:
             raise TimeoutError
         return self.page[0]
 
     async def write(self, note: ClusterCheckpoint) -> None:
-        await asyncio.sleep(NOTES_S)
+        await asyncio.sleep(CHECKPOINT_S)
         if self.away:
             raise TimeoutError
         self.page[0] = note
@@ -371,19 +371,19 @@ class FakeCheckpointStore:
 
 
 class ManagerHarness:
-    """Managers and what they manage, in a loop of jumping time."""
+    """Managers and what they manage, in virtual time."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = load({"model": {"path": "m"}, **config})
         self.coordinator = FakeCoordinator([])
         self.placement = FakePlacement(self.coordinator)
-        self.notes = FakeCheckpointStore("configuration")
+        self.checkpoints = FakeCheckpointStore("configuration")
         self.manager = self.another()
 
     def redeploy(self, identity: str, **parallel: Any) -> None:
         """The next manager has another configuration."""
         self.config = load({"model": {"path": "m"}, "parallel": parallel})
-        self.notes = FakeCheckpointStore(identity, self.notes.page)
+        self.checkpoints = FakeCheckpointStore(identity, self.checkpoints.page)
         self.placement.tag = names.engine_tag(identity, "other keys")
         self.coordinator = FakeCoordinator(self.placement.events)
         self.placement.coordinator = self.coordinator
@@ -394,7 +394,7 @@ class ManagerHarness:
         self.manager = self.another()
 
     def another(self) -> ClusterManager:
-        return ClusterManager(self.config, self.coordinator, self.placement, self.notes)
+        return ClusterManager(self.config, self.coordinator, self.placement, self.checkpoints)
 
     async def lose_manager(self) -> None:
         """It dies, and does nothing more; its successor has not begun."""
@@ -427,7 +427,7 @@ Scenario = Callable[[ManagerHarness], Awaitable[None]]
 
 
 def run(scenario: Scenario, *, data: int = 1, **cluster: Any) -> ManagerHarness:
-    """Runs a scenario, stops the manager, and looks that nothing was left."""
+    """Runs a scenario, stops the manager, and checks that nothing is left."""
     loop = VirtualTimeLoop()
     harness = ManagerHarness({"parallel": {"data": data}, "cluster": cluster})
 

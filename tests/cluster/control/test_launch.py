@@ -13,7 +13,7 @@ from ray.serve.schema import ApplicationStatus
 
 from swell.cluster import app
 from swell.cluster.cli import launch
-from swell.cluster.control import strays as remains
+from swell.cluster.control import strays
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.checkpoint_store import CheckpointStore
 from swell.configs.schema import load
@@ -44,15 +44,15 @@ def test_what_a_dead_manager_has_left_is_ended(monkeypatch, manager_lives) -> No
     monkeypatch.setattr(serve, "delete", delete)
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
     monkeypatch.setattr(launch, "_deploy", lambda _config: None)
-    monkeypatch.setattr(remains, "actor_names", lambda _namespace: set(actors))
+    monkeypatch.setattr(strays, "actor_names", lambda _namespace: set(actors))
     monkeypatch.setattr(
-        remains,
+        strays,
         "group_ids",
         lambda name_filter: {name: [name] for name in groups if name_filter(name)},
     )
-    monkeypatch.setattr(remains, "find_actor", lambda name, _namespace: name)
-    monkeypatch.setattr(remains, "group", lambda group_id: group_id)
-    monkeypatch.setattr(remains, "destroy", destroy)
+    monkeypatch.setattr(strays, "find_actor", lambda name, _namespace: name)
+    monkeypatch.setattr(strays, "group", lambda group_id: group_id)
+    monkeypatch.setattr(strays, "destroy", destroy)
     monkeypatch.setattr(CheckpointStore, "clear", clear)
     with launch._application(load({"model": {"path": "m"}}), own_ray=False):
         pass

@@ -1,4 +1,4 @@
-"""The lives of engines as people want them: growing, shrinking, asking."""
+"""Engines as operators want them: growing, shrinking, describing, pausing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ def test_scale_down_leaves_then_removes_then_ends_the_highest_ranks() -> None:
         assert harness.active == [0] and list(harness.placement.alive) == [0]
         names = [name for name, _ in harness.placement.events]
         assert names == ["leave", "detach", "end", "end"]
-        assert harness.placement.did("leave") == harness.placement.did("detach") == [[1, 2]]
+        assert (
+            harness.placement.ranks_of_event("leave")
+            == harness.placement.ranks_of_event("detach")
+            == [[1, 2]]
+        )
 
     run(scenario, data=3)
 
@@ -88,13 +92,13 @@ def test_a_leaving_engine_finishes_its_requests_first() -> None:
     run(scenario, data=2, drain_timeout_s=30)
 
 
-def test_one_quiet_look_is_not_enough() -> None:
+def test_one_idle_poll_is_not_enough() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
         harness.manager.scale(1)
         await asyncio.sleep(1.25)
-        for running in (0, 1) * 4:  # what each look sees
+        for running in (0, 1) * 4:  # what each poll sees
             harness.coordinator.reports[1] = EngineReport(1, running=running)
             await asyncio.sleep(0.5)
         assert 1 in harness.placement.alive
@@ -102,12 +106,12 @@ def test_one_quiet_look_is_not_enough() -> None:
     run(scenario, data=2, load_report_s=0.25)
 
 
-@pytest.mark.parametrize(("asked", "seconds"), [(None, 30), (5.0, 5)])
-def test_the_drain_time_is_a_limit(asked, seconds) -> None:
+@pytest.mark.parametrize(("drain_timeout_s", "seconds"), [(None, 30), (5.0, 5)])
+def test_the_drain_time_is_a_limit(drain_timeout_s, seconds) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
-        harness.manager.scale(1, asked)
+        harness.manager.scale(1, drain_timeout_s)
         await asyncio.sleep(seconds - 1)
         assert 1 in harness.placement.alive
         await asyncio.sleep(2)
@@ -160,7 +164,7 @@ def test_a_target_without_room_is_refused_and_nothing_changes() -> None:
         harness.placement.room = 0
         harness.manager.scale(1)
         await harness.settle()
-        assert harness.active == [0], "who shrinks needs no room"
+        assert harness.active == [0], "to shrink needs no room"
 
     run(scenario, data=2)
 
@@ -212,9 +216,9 @@ def test_describe_holds_what_the_contract_names() -> None:
             "repairs": 1,
             "workers": [{"rank": 0, "tensor": 0, "pipeline": 0, "pid": 2001}],
         }
-        assert harness.placement.did("refresh") == [[1]], "its workers are others now"
+        assert harness.placement.ranks_of_event("refresh") == [[1]], "its workers are others now"
         await harness.manager.describe()
-        assert harness.placement.did("refresh") == [[1]], "asked once for each repair"
+        assert harness.placement.ranks_of_event("refresh") == [[1]], "read once for each repair"
         del described["engines"]
         assert described == {
             "epoch": 1,
@@ -242,7 +246,7 @@ def test_describe_says_when_the_cluster_changes() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["silent", "gone"])
-def test_describe_tells_what_was_known_while_the_coordinator_is_away(trouble) -> None:
+def test_describe_gives_what_was_known_while_the_coordinator_is_away(trouble) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         before = await harness.manager.describe()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swell.cluster.control.control_state import ScaleRefused
 from swell.coordinator.roster import MemberState
 from tests.cluster.control.fake_manager import (
-    NOTES_S,
+    CHECKPOINT_S,
     START_S,
     ManagerHarness,
     busy,
@@ -35,7 +35,7 @@ def test_starts_that_are_not_wanted_any_more_are_ended_at_once(engines) -> None:
         assert harness.manager.phase == ("idle" if engines == 1 else "prepare")
         await asyncio.sleep(START_S)
         assert harness.active == list(range(engines)) and harness.manager.phase == "idle"
-        assert harness.placement.did("start") == [[0], [1], [2], [3]]
+        assert harness.placement.ranks_of_event("start") == [[0], [1], [2], [3]]
 
     run(scenario)
 
@@ -44,10 +44,10 @@ def test_a_start_that_has_not_begun_does_not_begin() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.manager.scale(3)
-        await asyncio.sleep(NOTES_S / 2)
+        await asyncio.sleep(CHECKPOINT_S / 2)
         harness.manager.scale(1)
         await asyncio.sleep(2 * START_S)
-        assert harness.active == [0] and harness.placement.did("start") == [[0]]
+        assert harness.active == [0] and harness.placement.ranks_of_event("start") == [[0]]
 
     run(scenario)
 
@@ -82,7 +82,7 @@ def test_a_larger_target_during_a_start_begins_at_once() -> None:
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_one_that_is_ready_and_waits_for_others_can_be_called_off_too(engines) -> None:
+def test_one_that_is_ready_and_waits_for_others_can_be_cancelled_too(engines) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.slow_s = {2: 500.0}
@@ -97,7 +97,7 @@ def test_one_that_is_ready_and_waits_for_others_can_be_called_off_too(engines) -
     run(scenario)
 
 
-def test_a_failure_of_a_start_that_was_called_off_is_none() -> None:
+def test_a_failure_of_a_start_that_was_cancelled_is_none() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.manager.scale(3)
@@ -113,7 +113,7 @@ def test_a_failure_of_a_start_that_was_called_off_is_none() -> None:
 # -------------------------------------------------------------------------------- commit
 
 
-def test_what_is_asked_during_a_commit_is_done_when_it_is_over() -> None:
+def test_a_request_during_a_commit_is_done_when_it_is_over() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.group_s = 20
@@ -147,7 +147,10 @@ def test_an_engine_that_has_not_left_is_kept() -> None:
         assert harness.manager.phase == "idle"
         await asyncio.sleep(10_000)
         assert harness.placement.alive[1] is engine, "its old time is over, and it stays"
-        assert harness.placement.did("start") == [[0], [1]] or len(harness.placement.groups) == 2
+        assert (
+            harness.placement.ranks_of_event("start") == [[0], [1]]
+            or len(harness.placement.groups) == 2
+        )
 
     run(scenario, data=2)
 
@@ -168,7 +171,7 @@ def test_one_that_was_named_is_not_kept() -> None:
     run(scenario, data=2, drain_timeout_s=3600)
 
 
-def test_to_ask_again_with_less_time_is_to_hurry() -> None:
+def test_a_shorter_drain_timeout_shortens_a_drain() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
@@ -263,7 +266,7 @@ _PAUSES_S = st.sampled_from([0.0, 0.05, 1.0, START_S / 2, START_S, START_S + 3])
 
 
 async def step(harness: ManagerHarness, what: str, number: int) -> int | None:
-    """Returns the target that was accepted, if it asked for one."""
+    """Returns the target that was accepted, if one was requested."""
     manager, placement, coordinator = harness.manager, harness.placement, harness.coordinator
     match what:
         case "scale" | "scale now":
@@ -277,7 +280,7 @@ async def step(harness: ManagerHarness, what: str, number: int) -> int | None:
                 return None
             return wanted
         case "die" if number in placement.alive:
-            placement.die(number)
+            placement.kill_engine(number)
         case "stop" if coordinator.roster.find(number) is not None:
             coordinator.report_stalled(number)
         case "busy":
@@ -297,8 +300,8 @@ async def step(harness: ManagerHarness, what: str, number: int) -> int | None:
 
 @settings(max_examples=120, derandomize=True, deadline=None, database=None)
 @given(st.lists(st.tuples(_STEP, _PAUSES_S), max_size=12), st.sampled_from([0.0, 3.0]))
-def test_any_order_of_changes_and_deaths_ends_with_what_was_asked_last(steps, group_s) -> None:
-    """Nothing is left over: no process, no placement group, no rank that nobody wants."""
+def test_any_order_of_changes_and_deaths_ends_with_what_was_requested_last(steps, group_s) -> None:
+    """Nothing is left over: no process, no placement group, no rank that is not wanted."""
 
     async def scenario(harness: ManagerHarness) -> None:
         harness.coordinator.group_s = group_s

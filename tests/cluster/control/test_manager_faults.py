@@ -1,4 +1,4 @@
-"""The lives of engines as they go wrong: failing, dying, being missed."""
+"""Engines that fail: at their start, dead, or missing in the roster."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from tests.cluster.control.fake_manager import (
 
 
 def test_a_first_start_that_can_never_succeed_is_said_to_be_in_vain() -> None:
-    """`swell serve` ends then. Who does not, sees it tried again, ever more slowly."""
+    """`swell serve` ends then. Other callers see it tried again, ever more slowly."""
 
     async def scenario(harness: ManagerHarness) -> None:
         harness.placement.always = permanent("model.path='m' is no folder")
         await harness.start()
-        assert harness.manager.phase == "failed" and harness.placement.did("start") == [[0]]
+        assert harness.manager.phase == "failed" and harness.placement.ranks_of_event("start") == [
+            [0]
+        ]
         assert await harness.manager.not_ready_reason() == ("model.path='m' is no folder", True)
         described = await harness.manager.describe()
         assert described["state"] == "failed" and described["engines"] == []
         assert described["rescale"]["phase"] == "failed"
         assert described["rescale"]["error"].startswith("model.path='m' is no folder (tried 5")
         await asyncio.sleep(1000)
-        assert 5 < len(harness.placement.did("start")) < 10
+        assert 5 < len(harness.placement.ranks_of_event("start")) < 10
         assert (await harness.manager.not_ready_reason())[1], "in vain during an attempt, too"
         assert (await harness.manager.describe())["state"] == "failed"
 
@@ -43,15 +45,18 @@ def test_repeated_failure_is_said_and_tried_ever_more_slowly() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         harness.placement.always = transient("out of memory")
         await harness.start()
-        starts = harness.placement.did("start")
+        starts = harness.placement.ranks_of_event("start")
         assert len(starts) == MAX_FAILURES
         assert await harness.manager.not_ready_reason() == ("out of memory", True)
         await asyncio.sleep(3600)
-        assert MAX_FAILURES + 10 < len(starts := harness.placement.did("start")) < 25
+        assert MAX_FAILURES + 10 < len(starts := harness.placement.ranks_of_event("start")) < 25
         await harness.settle()
-        told = (await harness.manager.describe())["rescale"]
-        assert told["failures"] == len(harness.placement.did("start")) and told["next_try_s"] > 2
-        assert harness.manager.target == 1, "what was asked is still wanted"
+        rescale = (await harness.manager.describe())["rescale"]
+        assert (
+            rescale["failures"] == len(harness.placement.ranks_of_event("start"))
+            and rescale["next_try_s"] > 2
+        )
+        assert harness.manager.target == 1, "the target stays"
         harness.placement.always = None
         await asyncio.sleep(400)
         assert harness.active == [0]
@@ -60,7 +65,7 @@ def test_repeated_failure_is_said_and_tried_ever_more_slowly() -> None:
     run(scenario)
 
 
-def test_to_ask_again_ends_a_wait() -> None:
+def test_a_new_request_ends_a_wait() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         harness.placement.always = transient("out of memory")
         await harness.start()
@@ -74,13 +79,13 @@ def test_to_ask_again_ends_a_wait() -> None:
 
 
 def test_what_fails_after_the_cluster_was_up_is_not_in_vain() -> None:
-    """Whoever waits is told how often it was tried, and when it is tried next."""
+    """The reason has how often it was tried, and when it is tried next."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.lose_manager()
         harness.placement.always = permanent("the disk is full")
-        harness.placement.die(0)
+        harness.placement.kill_engine(0)
         await harness.start()
         text, in_vain = await harness.manager.not_ready_reason()
         assert not in_vain and "the disk is full (tried 5 times; tried again in" in text
@@ -99,7 +104,7 @@ def test_a_failure_that_passes_is_forgotten() -> None:
         await asyncio.sleep(START_S + 0.01)
         assert not (await harness.manager.not_ready_reason())[1], "not in vain: it is tried again"
         await harness.settle()
-        assert harness.active == [0] and harness.placement.did("start") == [[0]] * 3
+        assert harness.active == [0] and harness.placement.ranks_of_event("start") == [[0]] * 3
         assert (harness.manager.phase, harness.manager.error) == ("idle", None)
 
     run(scenario)
@@ -121,7 +126,7 @@ def test_a_failed_grow_leaves_the_old_epoch_serving() -> None:
             "3 engines were not reached, the target is 2: no room for it"
         )
         await asyncio.sleep(1000)
-        assert len(harness.placement.did("start")) == 3, "what was asked for is over"
+        assert len(harness.placement.ranks_of_event("start")) == 3, "the requested change is over"
         harness.manager.scale(3)
         assert harness.manager.error is None
         await harness.settle()
@@ -143,7 +148,25 @@ def test_of_a_half_failed_grow_the_good_half_serves() -> None:
     run(scenario)
 
 
-def test_to_ask_for_what_is_ends_a_failed_change() -> None:
+def test_a_failed_growth_after_a_death_keeps_the_size_that_was_whole() -> None:
+    """A replacement is no change: two engines were wanted and there, and stay wanted."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.manager.scale(2)
+        await harness.settle()
+        harness.placement.always = transient()
+        harness.placement.kill_engine(0)
+        await asyncio.sleep(START_S + 0.2)  # the replacement failed, and waits
+        assert harness.manager.phase == "prepare"
+        harness.manager.scale(3)
+        await harness.settle()
+        assert (harness.manager.phase, harness.manager.target) == ("failed", 2)
+
+    run(scenario)
+
+
+def test_a_request_for_what_is_there_ends_a_failed_change() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.failures = {1: [transient()]}
@@ -169,7 +192,7 @@ def test_a_dead_engine_is_removed_at_once_and_replaced() -> None:
             [harness.placement.alive[r] for r in (0, 2)],
         )
         harness.placement.events.clear()
-        harness.placement.die(1)
+        harness.placement.kill_engine(1)
         await asyncio.sleep(0.01)
         assert harness.active == [0, 2] and harness.coordinator.roster.epoch == epoch + 1
         await harness.settle()
@@ -186,7 +209,7 @@ def test_all_engines_may_die_together_and_again() -> None:
         await harness.start()
         for _ in range(2 * MAX_FAILURES):
             for rank in (0, 1):
-                harness.placement.die(rank)
+                harness.placement.kill_engine(rank)
             await harness.settle()
             assert harness.active == [0, 1]
             await asyncio.sleep(YOUNG_S)
@@ -199,7 +222,7 @@ def test_an_engine_that_dies_while_others_start_is_replaced() -> None:
         await harness.start()
         harness.manager.scale(3)
         await asyncio.sleep(START_S / 2)
-        harness.placement.die(0)
+        harness.placement.kill_engine(0)
         await harness.settle()
         assert harness.active == [0, 1, 2] and harness.manager.phase == "idle"
 
@@ -208,14 +231,14 @@ def test_an_engine_that_dies_while_others_start_is_replaced() -> None:
 
 @pytest.mark.parametrize("dying", [0, 2])
 def test_an_engine_that_dies_while_others_leave(dying) -> None:
-    """Rank 2 leaves. Whoever dies meanwhile, two serve in the end."""
+    """Rank 2 leaves. Whichever dies meanwhile, two serve in the end."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[2] = busy(2)
         harness.manager.scale(2)
         await asyncio.sleep(1)
-        harness.placement.die(dying)
+        harness.placement.kill_engine(dying)
         harness.coordinator.reports.clear()
         await harness.settle()
         assert harness.active == [0, 1] and harness.manager.phase == "idle"
@@ -229,7 +252,7 @@ def test_engines_that_die_right_after_every_start_are_replaced_ever_more_slowly(
         await harness.start()
         for death in range(MAX_DEATHS + 1):
             assert (harness.manager.phase, harness.manager.target) == ("idle", 2), death
-            harness.placement.die(1)
+            harness.placement.kill_engine(1)
             await asyncio.sleep(0.1)
             await harness.settle()
         for part in ("engine 1 dies again and again (6 times)", "it was killed", "again in"):
@@ -241,7 +264,7 @@ def test_engines_that_die_right_after_every_start_are_replaced_ever_more_slowly(
         assert harness.active == [0, 1], "it was tried again"
         assert (harness.manager.phase, harness.manager.error) == ("idle", None)
         assert (await harness.manager.describe())["state"] == "serving"
-        harness.placement.die(1)
+        harness.placement.kill_engine(1)
         await asyncio.sleep(2 * START_S)
         assert harness.active == [0, 1], "one that lived is replaced at once"
 
@@ -253,9 +276,9 @@ def test_a_slow_start_holds_up_no_replacement() -> None:
         await harness.start()
         harness.manager.scale(3)
         await asyncio.sleep(START_S / 2)
-        harness.placement.die(0)
+        harness.placement.kill_engine(0)
         await asyncio.sleep(START_S / 4)
-        assert [0] in harness.placement.did("start")[-1:]
+        assert [0] in harness.placement.ranks_of_event("start")[-1:]
         await harness.settle()
         assert harness.active == [0, 1, 2]
 
@@ -268,7 +291,7 @@ def test_a_drain_holds_up_no_replacement() -> None:
         harness.coordinator.reports[2] = busy(2)
         harness.manager.scale(2)
         await asyncio.sleep(1)
-        harness.placement.die(0)
+        harness.placement.kill_engine(0)
         await asyncio.sleep(START_S + 1)
         assert harness.active == [0, 1] and 2 in harness.placement.alive
 
@@ -304,7 +327,7 @@ def test_a_group_that_does_not_form_leaves_the_old_epoch_serving(group_fails) ->
         await asyncio.sleep(START_S + 10)
         assert harness.manager.phase == "commit" and harness.active == [0, 1]
         if group_fails is None:
-            harness.placement.die(2)
+            harness.placement.kill_engine(2)
         await harness.settle()
         assert harness.coordinator.roster is before and sorted(harness.placement.alive) == [0, 1]
         assert (harness.manager.phase, harness.manager.target) == ("failed", 2)
@@ -318,14 +341,18 @@ def test_a_group_that_does_not_form_leaves_the_old_epoch_serving(group_fails) ->
 
 
 def test_a_newcomer_that_dies_as_it_joins_is_replaced() -> None:
-    """The roster lists it for a moment; nobody else would see that it is dead."""
+    """The roster lists it for a moment; only the manager sees that it is dead."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.dies_on_start.add(1)
         harness.manager.scale(2)
         await harness.settle()
-        assert harness.active == [0, 1] and harness.placement.did("start") == [[0], [1], [1]]
+        assert harness.active == [0, 1] and harness.placement.ranks_of_event("start") == [
+            [0],
+            [1],
+            [1],
+        ]
 
     run(scenario)
 
@@ -335,10 +362,10 @@ def test_a_replacement_that_fails_is_tried_until_it_succeeds() -> None:
         await harness.start()
         harness.placement.events.clear()
         harness.placement.always = transient("no room")
-        harness.placement.die(0)
+        harness.placement.kill_engine(0)
         await harness.settle()
         assert harness.manager.phase == "failed" and "no room (tried 5" in harness.manager.error
-        assert len(harness.placement.did("start")) == MAX_FAILURES
+        assert len(harness.placement.ranks_of_event("start")) == MAX_FAILURES
         await asyncio.sleep(10_000)
         harness.placement.always = None
         await asyncio.sleep(400)
@@ -353,7 +380,7 @@ def test_an_engine_that_dies_after_a_failed_grow_is_replaced() -> None:
         harness.placement.failures = {2: [transient()]}
         harness.manager.scale(3)
         await harness.settle()
-        harness.placement.die(0)
+        harness.placement.kill_engine(0)
         await harness.settle()
         assert harness.active == [0, 1]
 

@@ -14,12 +14,12 @@ _LONG_S = 2000.0
 """Longer than the longest wait between two attempts."""
 
 
-class Chaos:
-    """Draws what happens next; knows what an operator was told last."""
+class RandomChanges:
+    """Chooses what happens next; knows what was accepted last."""
 
     def __init__(self, harness: ManagerHarness, seed: int) -> None:
         self.harness = harness
-        self.draw = random.Random(seed)
+        self.rng = random.Random(seed)
         self.target = harness.config.parallel.data
         self.pause_requested = False
         self.done: list[str] = []
@@ -27,19 +27,19 @@ class Chaos:
     async def step(self) -> None:
         kinds = [self.scale, self.drain, self.pause, self.die, self.stop, self.hang, self.fail]
         kinds += [self.restart, self.lose, self.lose_all, self.work, self.rest, self.group]
-        kind = self.draw.choice(kinds)
+        kind = self.rng.choice(kinds)
         self.done.append(kind.__name__)
         await kind()
-        await asyncio.sleep(self.draw.choice([0.0, 0.005, 0.02, 0.3, 1.0, START_S, 40.0]))
+        await asyncio.sleep(self.rng.choice([0.0, 0.005, 0.02, 0.3, 1.0, START_S, 40.0]))
 
     async def scale(self) -> None:
-        target = self.draw.randint(1, 5)
-        self.harness.manager.scale(target, self.draw.choice([None, 0.0, 5.0, 1000.0]))
+        target = self.rng.randint(1, 5)
+        self.harness.manager.scale(target, self.rng.choice([None, 0.0, 5.0, 1000.0]))
         await self.accepted()
 
     async def drain(self) -> None:
         try:
-            self.harness.manager.drain(self.draw.randint(0, 4))
+            self.harness.manager.drain(self.rng.randint(0, 4))
         except ScaleRefused:
             return
         await self.accepted()
@@ -57,7 +57,7 @@ class Chaos:
 
     async def die(self) -> None:
         for rank in self.some():
-            self.harness.placement.die(rank)
+            self.harness.placement.kill_engine(rank)
 
     async def stop(self) -> None:
         for rank in self.some():
@@ -68,14 +68,14 @@ class Chaos:
         self.harness.placement.hung |= set(self.some())
 
     async def fail(self) -> None:
-        self.harness.placement.failures[self.draw.randint(0, 4)] = [transient()]
+        self.harness.placement.failures[self.rng.randint(0, 4)] = [transient()]
 
     async def restart(self) -> None:
         self.harness.coordinator.restart(*self.some())
 
     async def lose(self) -> None:
         await self.harness.lose_manager()
-        await asyncio.sleep(self.draw.choice([0.0, 1.0, START_S]))
+        await asyncio.sleep(self.rng.choice([0.0, 1.0, START_S]))
         await self.harness.manager.start()
 
     async def lose_all(self) -> None:
@@ -91,33 +91,33 @@ class Chaos:
         self.harness.coordinator.reports.clear()
 
     async def group(self) -> None:
-        self.harness.coordinator.group_s = self.draw.choice([0.0, 10.0])
+        self.harness.coordinator.group_s = self.rng.choice([0.0, 10.0])
 
     def some(self) -> list[int]:
         ranks = sorted(self.harness.placement.alive)
-        return self.draw.sample(ranks, self.draw.randint(0, len(ranks)))
+        return self.rng.sample(ranks, self.rng.randint(0, len(ranks)))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_was_accepted_is_there_in_the_end(seed, caplog) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        chaos = Chaos(harness, seed)
+        changes = RandomChanges(harness, seed)
         for _ in range(25):
-            await chaos.step()
+            await changes.step()
         harness.coordinator.reports.clear()
         harness.placement.failures.clear()
         harness.placement.hung.clear()
         await asyncio.sleep(_LONG_S)
         manager, placement = harness.manager, harness.placement
-        assert manager.pause_requested == chaos.pause_requested, chaos.done
-        assert (harness.coordinator.state == "paused") == chaos.pause_requested, chaos.done
-        assert len(harness.active) == manager.target, chaos.done
-        assert set(placement.processes) == placement.groups, chaos.done
-        assert len(placement.processes) == manager.target, chaos.done
-        note = await harness.notes.read()
-        assert (note.target, note.pause_requested) == (manager.target, chaos.pause_requested)
+        assert manager.pause_requested == changes.pause_requested, changes.done
+        assert (harness.coordinator.state == "paused") == changes.pause_requested, changes.done
+        assert len(harness.active) == manager.target, changes.done
+        assert set(placement.processes) == placement.groups, changes.done
+        assert len(placement.processes) == manager.target, changes.done
+        note = await harness.checkpoints.read()
+        assert (note.target, note.pause_requested) == (manager.target, changes.pause_requested)
         if "change failed" not in caplog.text:  # else it was given up, and that was said
-            assert (manager.phase, manager.target) == ("idle", chaos.target), chaos.done
+            assert (manager.phase, manager.target) == ("idle", changes.target), changes.done
 
     run(scenario, data=2, max_engines=6, drain_timeout_s=30)

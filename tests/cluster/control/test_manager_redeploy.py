@@ -1,4 +1,4 @@
-"""An application that is deployed again, or deleted, and managers that rule no more."""
+"""An application that is deployed again, or deleted, and managers that lead no more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from swell.cluster.control.checkpoint_store import ClusterCheckpoint
 from swell.cluster.control.control_state import ScaleRefused
 from tests.cluster.control.fake_manager import (
-    NOTES_S,
+    CHECKPOINT_S,
     FakeCheckpointStore,
     ManagerHarness,
     busy,
@@ -18,7 +18,8 @@ from tests.cluster.control.fake_manager import (
 
 
 def test_engines_of_another_configuration_are_replaced() -> None:
-    """The new manager comes before the old one has gone, and another size was asked of that one."""
+    """The new manager comes before the old one has gone, and another size was requested of that
+    one."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -29,7 +30,7 @@ def test_engines_of_another_configuration_are_replaced() -> None:
         harness.manager = harness.another()
         await harness.start()
         assert not engines & set(harness.placement.processes) and harness.active == [0, 1]
-        assert harness.manager.target == 2, "what was asked of the other configuration is void"
+        assert harness.manager.target == 2, "the target of the other configuration is void"
         await old.stop()
         assert harness.active == [0, 1]
 
@@ -37,7 +38,7 @@ def test_engines_of_another_configuration_are_replaced() -> None:
 
 
 def test_another_number_of_engines_in_the_configuration_is_the_new_target() -> None:
-    """Engines that are there stay; what was asked of the old number is void, a pause is not."""
+    """Engines that are there stay; the target that was requested is void, a pause is not."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -69,7 +70,7 @@ def test_a_target_beyond_the_limits_of_the_configuration_is_not_taken_over() -> 
 
 
 @pytest.mark.parametrize("change", ["scale", "drain", "pause", "resume"])
-def test_a_manager_that_rules_no_more_accepts_nothing(change) -> None:
+def test_a_manager_that_leads_no_more_accepts_nothing(change) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         first, harness.manager = harness.manager, harness.another()
@@ -92,13 +93,13 @@ def test_a_manager_that_rules_no_more_accepts_nothing(change) -> None:
 
 
 def test_a_manager_that_is_to_end_while_it_takes_over_leaves_nothing() -> None:
-    """The application is deleted meanwhile, and nobody comes after it."""
+    """The application is deleted meanwhile, and no other comes after it."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.lose_manager()
         starting = asyncio.create_task(harness.manager.start())
-        await asyncio.sleep(NOTES_S / 2)
+        await asyncio.sleep(CHECKPOINT_S / 2)
         await harness.manager.stop()
         await starting
         assert harness.placement.processes == {} and harness.placement.events[-1] == ("close", [])
@@ -107,21 +108,21 @@ def test_a_manager_that_is_to_end_while_it_takes_over_leaves_nothing() -> None:
 
 
 def test_an_old_manager_starts_nothing_beside_the_new_one() -> None:
-    """It sees its engines die as the other one ends them; it cannot hear of that from its
+    """It sees its engines die as the other one ends them; it cannot learn that from its
     coordinator, which was ended too."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         old, engine = harness.manager, harness.placement.alive[0]
-        await FakeCheckpointStore("another", harness.notes.page).write(
+        await FakeCheckpointStore("another", harness.checkpoints.page).write(
             ClusterCheckpoint("other", "another", 1)
         )
-        harness.placement.die(0)
+        harness.placement.kill_engine(0)
         await asyncio.sleep(100)
-        assert harness.placement.did("start") == [[0]]
+        assert harness.placement.ranks_of_event("start") == [[0]]
         await old.stop()
         assert ("close", []) not in harness.placement.events
-        assert (await harness.notes.read()).owner == "other"
+        assert (await harness.checkpoints.read()).owner == "other"
         await harness.placement.end(engine)
 
     run(scenario)

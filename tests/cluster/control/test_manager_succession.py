@@ -1,4 +1,4 @@
-"""What a manager finds that comes after another, and what a coordinator is told that comes back."""
+"""Managers that come after another one, and coordinators that come back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, ru
 
 def test_a_new_manager_adopts_what_serves() -> None:
     async def scenario(harness: ManagerHarness) -> None:
-        members = [harness.placement.there(rank) for rank in (0, 2, 3)]
+        members = [harness.placement.add_existing(rank) for rank in (0, 2, 3)]
         harness.coordinator.roster = before = roster.join(Roster(), members)
         await harness.start()
-        assert harness.coordinator.roster is before and harness.placement.did("start") == []
+        assert (
+            harness.coordinator.roster is before and harness.placement.ranks_of_event("start") == []
+        )
         assert (harness.manager.target, harness.manager.phase) == (3, "idle")
-        harness.placement.die(2)
+        harness.placement.kill_engine(2)
         await harness.settle()
         assert harness.active == [0, 1, 3]
         harness.manager.scale(1)
@@ -35,7 +37,7 @@ def test_a_new_manager_goes_on_with_a_drain() -> None:
     """The old one was lost while rank 1 was leaving: it leaves, and does not come back."""
 
     async def scenario(harness: ManagerHarness) -> None:
-        members = [harness.placement.there(rank) for rank in (0, 1)]
+        members = [harness.placement.add_existing(rank) for rank in (0, 1)]
         harness.coordinator.roster = roster.leave(roster.join(Roster(), members), [1])
         await harness.start()
         assert harness.active == harness.coordinator.roster.ranks == [0]
@@ -46,7 +48,7 @@ def test_a_new_manager_goes_on_with_a_drain() -> None:
 
 def test_a_new_manager_gives_a_leaving_engine_its_time() -> None:
     async def scenario(harness: ManagerHarness) -> None:
-        members = [harness.placement.there(rank) for rank in (0, 1)]
+        members = [harness.placement.add_existing(rank) for rank in (0, 1)]
         harness.coordinator.roster = roster.leave(roster.join(Roster(), members), [1])
         harness.coordinator.reports[1] = busy(1)
         await harness.manager.start()
@@ -86,8 +88,8 @@ def test_a_manager_that_is_lost_during_a_change_leaves_it_to_the_next(shrinks) -
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_manager_that_comes_back_leaves_all_to_the_one_that_rules(stopped) -> None:
-    """`stopped`: it had no time to see that there is another, and is asked to end."""
+def test_a_manager_that_comes_back_leaves_all_to_the_leader(stopped) -> None:
+    """`stopped`: it had no time to see that there is another, and ends."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -124,8 +126,8 @@ def test_a_new_manager_keeps_the_pause() -> None:
 @pytest.mark.parametrize("coordinator", [False, True])
 @pytest.mark.parametrize("dead", [[0], [1, 2], [0, 1, 2]])
 def test_engines_and_manager_die_together(dead, coordinator) -> None:
-    """What the dead engines had reserved is given back, and as many are there again as were asked
-    for, though nobody who knew how many has lived."""
+    """What the dead engines had reserved is given back, and as many are there again as were
+    requested, though no process that knew how many has lived."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -134,7 +136,7 @@ def test_engines_and_manager_die_together(dead, coordinator) -> None:
         harness.placement.capacity = 3
         await harness.lose_manager()
         for rank in dead:
-            harness.placement.die(rank)
+            harness.placement.kill_engine(rank)
         if coordinator:
             harness.coordinator.restart(*sorted({0, 1, 2} - set(dead)))
         await harness.start()
@@ -160,7 +162,7 @@ def test_an_engine_that_loads_or_waits_to_join_is_adopted(after_s) -> None:
         await asyncio.sleep(START_S + 15)
         assert set(harness.placement.processes) == before and len(before) == 2
         assert harness.active == [0, 1] and harness.manager.phase == "idle"
-        assert harness.placement.did("stray") == []
+        assert harness.placement.ranks_of_event("stray") == []
 
     run(scenario)
 
@@ -190,18 +192,18 @@ def test_a_target_that_was_given_up_for_another_is_forgotten() -> None:
     run(scenario)
 
 
-def test_notes_that_cannot_be_read_stop_nothing() -> None:
+def test_a_checkpoint_that_cannot_be_read_stops_nothing() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.notes.away = True
-        harness.placement.die(0)
+        harness.checkpoints.away = True
+        harness.placement.kill_engine(0)
         await asyncio.sleep(1)
         harness.manager.scale(2)
         await harness.settle()
         assert harness.active == [0, 1]
-        harness.notes.away = False
+        harness.checkpoints.away = False
         await harness.manager.save()
-        assert harness.notes.page[0].target == 2
+        assert harness.checkpoints.page[0].target == 2
 
     run(scenario)
 
@@ -228,7 +230,7 @@ def test_an_engine_that_it_does_not_know_and_that_is_silent_is_replaced() -> Non
         harness.coordinator.restart(0)
         await harness.settle()
         assert harness.active == [0, 1] and harness.placement.alive[1] is not engine
-        assert harness.placement.did("kill") == [[1]]
+        assert harness.placement.ranks_of_event("kill") == [[1]]
 
     run(scenario, data=2)
 
@@ -261,7 +263,7 @@ def test_an_engine_that_was_marked_as_leaving_too_late_is_kept() -> None:
     run(scenario, data=2)
 
 
-def test_a_restarted_coordinator_is_told_what_is_wanted() -> None:
+def test_a_restarted_coordinator_gets_what_is_wanted() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.manager.pause()
@@ -274,7 +276,7 @@ def test_a_restarted_coordinator_is_told_what_is_wanted() -> None:
     run(scenario)
 
 
-def test_a_member_that_nobody_placed_is_taken_out() -> None:
+def test_a_member_that_was_not_placed_is_taken_out() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.coordinator.join([Member(7, ChannelAddress("m", "i", "t"))])

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from swell.cluster.control import placement
-from swell.cluster.control import strays as remains
+from swell.cluster.control import placement, strays
 from swell.cluster.control.actor_names import EngineName, engine_tag
 from swell.cluster.control.placement import Placement
 from swell.configs.schema import load
@@ -107,8 +106,8 @@ def member(rank: int, incarnation: int) -> Member:
 def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     made = Table()
     for function in ("actor_names", "group_ids", "find_actor", "destroy"):
-        monkeypatch.setattr(remains, function, getattr(made, function))
-    monkeypatch.setattr(remains, "group", lambda key: key)
+        monkeypatch.setattr(strays, function, getattr(made, function))
+    monkeypatch.setattr(strays, "group", lambda key: key)
     monkeypatch.setattr(placement, "_POLL_S", 0.0)
     return made
 
@@ -162,5 +161,5 @@ def test_strays_that_do_not_go_hold_up_a_start_for_some_time_only(
 ) -> None:
     monkeypatch.setattr(placement, "_STRAYS_TIMEOUT_S", 0.05)
     stuck = table.engine(0, "a", DEAD)
-    monkeypatch.setattr(remains, "destroy", lambda actor, group: None)
+    monkeypatch.setattr(strays, "destroy", lambda actor, group: None)
     assert asyncio.run(made(FakeCoordinator()).end_strays()) and stuck in table.actors

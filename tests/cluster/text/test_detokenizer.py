@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text import incremental_detokenizers as module
+from swell.cluster.text import byte_level_detokenizer, piece_detokenizer
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
-from swell.cluster.text.incremental_detokenizers import REPLACEMENT, WindowDetokenizer
+from swell.cluster.text.incremental_detokenizer import REPLACEMENT
+from swell.cluster.text.window_detokenizer import WindowDetokenizer
 from tests.cluster.text import tokenizers_for_tests as made
 from tests.kinds import kind
 
@@ -147,7 +148,7 @@ def test_a_long_prompt_costs_no_more_than_its_end(name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "push", push)
         shared.start(True, TextStart.CONTINUATION, tokenizer.encode(made.CORPUS[0]).ids * 200)
-    assert 0 < len(pushed) <= module.MAX_RUN_TOKENS
+    assert 0 < len(pushed) <= piece_detokenizer.MAX_RUN_TOKENS
 
 
 @pytest.mark.parametrize("name", sorted(SHARED))
@@ -205,7 +206,7 @@ def test_a_long_run_is_not_held_for_ever() -> None:
     text, held = SHARED["gemma"].start(), 0
     for count, token_id in enumerate(run, 1):
         held += len(text.push(token_id))
-        assert count - 3 * held <= module.MAX_RUN_TOKENS
+        assert count - 3 * held <= piece_detokenizer.MAX_RUN_TOKENS
     assert held + len(text.flush()) == 200
 
 
@@ -218,7 +219,7 @@ def test_a_rule_over_the_whole_text_falls_back_to_a_window() -> None:
 
 
 def test_a_machine_that_disagrees_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "to_bytes", lambda token: token.encode())
+    monkeypatch.setattr(byte_level_detokenizer, "to_bytes", lambda token: token.encode())
     assert isinstance(Detokenizer(made.byte_level()).start(), WindowDetokenizer)
 
 

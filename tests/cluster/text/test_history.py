@@ -253,7 +253,7 @@ def template(text: str | None = None) -> ChatTemplate:
 def shown(message: dict[str, Any]) -> dict[str, Any]:
     """The last message, as the template gets it."""
     request, _ = chat(message)
-    return template()._plain(request.messages, TemplateOptions())[-1]
+    return template()._message_dicts(request.messages, TemplateOptions())[-1]
 
 
 def test_reasoning_is_vllms_name_of_reasoning_content() -> None:

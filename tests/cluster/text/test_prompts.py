@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from swell.cluster.text.chat_template import TemplateOptions
 from swell.cluster.text.generation_request import split_prompts
-from swell.cluster.text.prompts import PromptProcessor, end_token_ids, load_tokenizer
+from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.chat_messages import ChatMessage, ContentPart
+from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
 from swell.configs.schema import ConfigError
 from tests.cluster.text import tokenizers_for_tests as made
 
@@ -219,11 +220,11 @@ def test_loading(tmp_path: Path) -> None:
     assert load_tokenizer(str(folder)) is tokenizer
     assert tokenizer.encode("the fox") == TOKENIZER.encode("the fox")
     own = [tokenizer.eos_token_id]
-    assert end_token_ids(str(folder), tokenizer) == own
+    assert load_eos_token_ids(str(folder), tokenizer) == own
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 7}))
-    assert end_token_ids(str(folder), tokenizer) == sorted([7, *own])
+    assert load_eos_token_ids(str(folder), tokenizer) == sorted([7, *own])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
-    assert end_token_ids(str(folder), tokenizer) == sorted([1, 2, *own])
+    assert load_eos_token_ids(str(folder), tokenizer) == sorted([1, 2, *own])
 
 
 @pytest.mark.parametrize("value", ["1", [1, "2"], -1, 2.0, True, {"id": 1}])
@@ -231,7 +232,7 @@ def test_ends_that_are_no_ids(tmp_path: Path, value: object) -> None:
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_text(json.dumps({"eos_token_id": value}))
         with pytest.raises(ConfigError, match=rf"{name}: eos_token_id=.*integer.*without quotes"):
-            end_token_ids(str(tmp_path), TOKENIZER)
+            load_eos_token_ids(str(tmp_path), TOKENIZER)
 
 
 def test_a_folder_without_tokenizer_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""Routes: every answer has the id of its request, and every error the form of its route's API."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from swell.cluster.api.http_errors import HTTPError, error_info
+from swell.cluster.api.messages import errors as anthropic
+from swell.cluster.api.protocol_base import error_body
+from swell.cluster.api.server.paths import route_path
+from swell.cluster.text.field_path import rename_roots
+from swell.cluster.text.sampling_params import BadRequest, shown
+
+Handler = Callable[[Request], Awaitable[Any]]
+
+REQUEST_ID = "x-request-id"
+WARNING = "x-swell-warning"
+"""What of a request was ignored (`serve.unknown_fields: ignore`)."""
+ANTHROPIC_REQUEST_ID = "request-id"
+MAX_REQUEST_ID_CHARS = 128
+_REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}\Z")
+
+
+def json_response(
+    body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return Response(content, status, headers=headers, media_type="application/json")
+
+
+def error_response(error: Exception, request: Request) -> Response:
+    """The error in the form and with the status of the route's API."""
+    if isinstance(error, BadRequest):
+        error = error.renamed(rename_roots(getattr(request.state, "aliases", {})))
+    status, message, kind, param, code, headers = error_info(error)
+    if _is_anthropic(request):
+        status = anthropic.status_of(status)
+        body = anthropic.error_body(message, status, request_id(request))
+    else:
+        body = error_body(message, type=kind, param=param, code=code)
+    return json_response(body, status, headers)
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Whether the route is one of Anthropic's API, also where there is none."""
+    return f"{route_path(request.scope)}/".startswith("/v1/messages/")
+
+
+def request_id(request: Request) -> str:
+    """The id that the request brings in `x-request-id`, or one that it gets here, once."""
+    state = request.state
+    if not hasattr(state, "request_id"):
+        state.request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+    return str(state.request_id)
+
+
+def _check_request_id(request: Request) -> None:
+    """It is sent back in a header and in ids, so it must be valid there."""
+    sent = request.headers.get(REQUEST_ID)
+    if sent is not None and not _REQUEST_ID.match(sent):
+        request.state.request_id = uuid.uuid4().hex
+        raise BadRequest(
+            f"the header {REQUEST_ID}={shown(sent)} must be 1 to {MAX_REQUEST_ID_CHARS} visible "
+            "ASCII characters",
+            REQUEST_ID,
+        )
+
+
+def with_error_handling(handler: Handler) -> Handler:
+    """Turn whatever a handler raises into an answer; every answer has the request's id."""
+
+    async def run(request: Request) -> Any:
+        try:
+            _check_request_id(request)
+            response = await handler(request)
+        except ClientDisconnect:
+            response = Response(status_code=499)
+        except Exception as error:
+            response = error_response(error, request)
+        response.headers[REQUEST_ID] = request_id(request)
+        if warning := getattr(request.state, "warning", None):
+            response.headers[WARNING] = warning
+        if _is_anthropic(request):
+            response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
+        return response
+
+    return run
+
+
+def route(path: str, handler: Handler, *methods: str) -> Route:
+    return Route(path, with_error_handling(handler), methods=list(methods))
+
+
+async def no_such_route(request: Request, error: Exception) -> Any:
+    """A path or a method that does not exist; Starlette knows which. It lists the methods of the
+    first route of a path only, and HTTP requires all of them."""
+
+    async def refuse(request: Request) -> Any:
+        path = f"{request.method} {request.url.path}"
+        if getattr(error, "status_code", 404) != 405:
+            raise HTTPError(404, f"{path} does not exist; see /openapi.json", "not_found")
+        raise HTTPError(
+            405,
+            f"{path} is not allowed; see /openapi.json",
+            "not_found",
+            headers={"allow": ", ".join(_methods_at(request))},
+        )
+
+    return await with_error_handling(refuse)(request)
+
+
+def _methods_at(request: Request) -> list[str]:
+    methods: set[str] = set()
+    for one in request.app.routes:
+        if isinstance(one, Route) and one.matches(request.scope)[0] is not Match.NONE:
+            methods |= one.methods or set()
+    return sorted(methods)
+
+
+class StripTrailingSlash:
+    """ASGI middleware: a path with a slash at its end is the one without. A redirect would be
+    followed without the body, or not at all, by many clients."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and len(scope["path"]) > 1:
+            scope = {**scope, "path": scope["path"].removesuffix("/")}
+        await self._app(scope, receive, send)

@@ -1,0 +1,64 @@
+"""API keys: who may send requests, and whose stored responses are whose."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterator
+from pathlib import Path
+
+from starlette.requests import Request
+
+from swell.cluster.api.http_errors import HTTPError
+from swell.configs.schema import ConfigError
+
+
+class ApiKeys:
+    """Keys of a file, one a line, `#` starts a comment. No file: everybody may enter."""
+
+    def __init__(self, path: str | None, setting: str) -> None:
+        self._hashes: list[bytes] | None = None
+        if path is None:
+            return
+        try:
+            lines = Path(path).read_text().splitlines()
+        except OSError as error:
+            raise ConfigError(f"{setting}={path!r} cannot be read: {error.strerror}") from None
+        keys = [line.split("#")[0].strip() for line in lines]
+        self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys if key]
+        if not self._hashes:
+            raise ConfigError(f"{setting}={path!r} holds no key")
+
+    def check(self, request: Request) -> None:
+        """Raises HTTPError 401 unless the request carries one of the keys."""
+        if self._hashes is None:
+            return
+        if not any(map(self._is_valid, _presented_keys(request))):
+            raise HTTPError(
+                401,
+                "send a valid key: 'Authorization: Bearer KEY', or 'x-api-key: KEY'",
+                "invalid_api_key",
+            )
+
+    def owner(self, request: Request) -> str:
+        """Names the key that the request shows, without telling it: what is kept for it, no other
+        key finds. Empty where there are no keys. Raises as `check`."""
+        self.check(request)
+        if self._hashes is None:
+            return ""
+        key = next(filter(self._is_valid, _presented_keys(request)))
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    def _is_valid(self, key: str) -> bool:
+        shown = hashlib.sha256(key.encode()).digest()
+        known = [hmac.compare_digest(shown, one) for one in self._hashes or ()]
+        return any(known)
+
+
+def _presented_keys(request: Request) -> Iterator[str]:
+    """OpenAI's clients send the one, Anthropic's the other or both."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        yield key.strip()
+    if "x-api-key" in request.headers:
+        yield request.headers["x-api-key"].strip()

@@ -1,0 +1,70 @@
+"""Text of tokens that are bytes of UTF-8, under a byte-level decoder."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from swell.cluster.text.incremental_detokenizer import MAX_CHARACTER_BYTES, IncrementalDetokenizer
+
+
+class ByteTable(dict[int, bytes]):
+    """id -> the bytes it stands for under a byte-level decoder, filled on use."""
+
+    def __init__(self, backend: Tokenizer, special: frozenset[str]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._special = special
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        self[token_id] = data = b"" if token is None or token in self._special else to_bytes(token)
+        return data
+
+
+def to_bytes(token: str) -> bytes:
+    """A token outside the byte alphabet, such as an added one with a space, is its own text."""
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes are themselves, the others follow from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+Utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class ByteLevelDetokenizer(IncrementalDetokenizer):
+    """UTF-8 is self-synchronizing: the last few tokens show which character is unfinished."""
+
+    TAIL_TOKENS = 16
+
+    def __init__(self, table: ByteTable) -> None:
+        self.table = table
+        self._decode = Utf8("replace").decode
+
+    def push(self, token_id: int) -> str:
+        return self._decode(self.table[token_id])
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+    def _context_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """As many as hold one character."""
+        tail, size = super()._context_tokens(token_ids), 0
+        for place in reversed(range(len(tail))):
+            size += len(self.table[tail[place]])
+            if size >= MAX_CHARACTER_BYTES:
+                return tail[place:]
+        return tail

@@ -1,0 +1,200 @@
+"""Text of tokens that are pieces of text, the first of which may differ, and byte tokens."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from swell.cluster.text.byte_level_detokenizer import Utf8
+from swell.cluster.text.decoder_shape import DecoderShape, byte_of_token
+from swell.cluster.text.incremental_detokenizer import (
+    MAX_CHARACTER_BYTES,
+    REPLACEMENT,
+    Decode,
+    IncrementalDetokenizer,
+)
+
+MAX_RUN_TOKENS = 64
+_INNER_BYTES = range(0x80, 0xC0)
+"""Of a character, all but the first."""
+
+
+class PieceTable:
+    """id -> its text at the start of an answer and after other tokens, a byte, or None.
+
+    The tokenizer itself gives the pieces: what it decodes for an id alone, and what an id adds
+    after `anchor`, an ordinary word.
+    """
+
+    def __init__(
+        self, decode: Decode, backend: Tokenizer, special: frozenset[str], shape: DecoderShape
+    ) -> None:
+        self.shape = shape
+        self.first: dict[int, str | int | None] = {}
+        self.rest: dict[int, str | int | None] = {}
+        self._decode = decode
+        self._backend = backend
+        self._special = special
+        self._anchor = self._find_anchor()
+        self._anchor_text = decode([self._anchor])
+
+    def fill(self, token_id: int) -> None:
+        token = self._backend.id_to_token(token_id)
+        if token is None or token in self._special:
+            self.first[token_id] = self.rest[token_id] = None
+            return
+        byte = byte_of_token(token) if self.shape.byte_fallback else None
+        if byte is not None:
+            self.first[token_id] = self.rest[token_id] = byte
+            return
+        text = self._decode([self._anchor, token_id])
+        if not text.startswith(self._anchor_text):
+            raise ValueError(f"token {token_id} changes the text before it")
+        self.rest[token_id] = piece = text[len(self._anchor_text) :]
+        self.first[token_id] = self._decode([token_id]) if self.shape.first_differs else piece
+
+    def text_after(self, token_id: int) -> str | int | None:
+        """What a token adds after others."""
+        if token_id not in self.rest:
+            self.fill(token_id)
+        return self.rest[token_id]
+
+    def text_at_start(self, token_id: int) -> str | int | None:
+        """What it adds at the beginning of a text."""
+        piece, shape = self.text_after(token_id), self.shape
+        if isinstance(piece, int):
+            return piece
+        text, dropped = self.first[token_id], 0
+        if not isinstance(text, str):
+            return text
+        while dropped < shape.strip_chars and text[dropped : dropped + 1] == shape.strip_char:
+            dropped += 1
+        return text[dropped:]
+
+    def _find_anchor(self) -> int:
+        for token, token_id in sorted(self._backend.get_vocab().items(), key=lambda item: item[1]):
+            if token.isalnum() and token.isascii() and token not in self._special:
+                return int(token_id)
+        raise ValueError("the vocabulary holds no plain word to compare with")
+
+
+class _InvalidUtf8Run:
+    """A run of byte tokens that is no UTF-8: no byte of it will be."""
+
+    def decode(self, data: bytes, final: bool = False) -> str:
+        return REPLACEMENT * len(data)
+
+
+class PieceDetokenizer(IncrementalDetokenizer):
+    TAIL_TOKENS = MAX_RUN_TOKENS
+
+    def __init__(self, table: PieceTable) -> None:
+        self.table = table
+        self._started = False
+        self._strip_chars = table.shape.strip_chars
+        """Leading characters that may still be dropped."""
+        self._run = bytearray()
+        self._long_run: codecs.IncrementalDecoder | _InvalidUtf8Run | None = None
+        """Of a run that is shown as it comes."""
+
+    @property
+    def at_beginning(self) -> bool:
+        return not self._started or (self._strip_chars > 0 and not self._run)
+
+    @property
+    def pending_chars(self) -> int:
+        found = _characters(self._run)
+        return len(self._run) if found is None else len(found[0])
+
+    def push(self, token_id: int) -> str:
+        table = self.table
+        if token_id not in table.rest:
+            table.fill(token_id)
+        piece = table.rest[token_id] if self._started else table.first[token_id]
+        if piece is None:
+            return ""
+        self._started = True
+        if isinstance(piece, int):
+            return self._strip(self._push_byte(piece))
+        if self._run or self._long_run is not None:
+            piece = self._end_run() + piece
+        return self._strip(piece) if self._strip_chars else piece
+
+    def flush(self) -> str:
+        return self._strip(self._end_run())
+
+    def finish_prompt(self) -> str:
+        run, found = bytes(self._run), _characters(self._run)
+        self._run.clear()
+        if found is None:
+            self._long_run = _InvalidUtf8Run()
+            return self._strip(self._long_run.decode(run))
+        text, unfinished = found
+        self._run += unfinished
+        return self._strip(text)
+
+    def skip_beginning(self) -> None:
+        self._started, self._strip_chars = True, 0
+
+    def _context_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """From the last piece of text on, which ends whatever was open before it. Where there is
+        none, without the end of a character that was cut off."""
+        tail = super()._context_tokens(token_ids)
+        if self.table.shape.strip_chars <= 1:
+            for place in reversed(range(len(tail))):
+                piece = self.table.text_after(tail[place])
+                if piece and isinstance(piece, str):
+                    return tail[place:]
+        if len(tail) == len(token_ids):
+            return tail
+        first = 0
+        while (
+            first < MAX_CHARACTER_BYTES - 1 and self.table.text_after(tail[first]) in _INNER_BYTES
+        ):
+            first += 1
+        return tail[first:]
+
+    def _push_byte(self, byte: int) -> str:
+        """One byte that is not UTF-8 invalidates its whole run, so the run waits for its end."""
+        if self._long_run is not None:
+            return self._long_run.decode(bytes([byte]))
+        self._run.append(byte)
+        if len(self._run) <= MAX_RUN_TOKENS:
+            return ""
+        self._long_run = Utf8("replace")
+        text = self._long_run.decode(bytes(self._run))
+        self._run.clear()
+        return text
+
+    def _end_run(self) -> str:
+        if self._long_run is not None:
+            text = self._long_run.decode(b"", True)
+            self._long_run = None
+            return text
+        run = bytes(self._run)
+        self._run.clear()
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return REPLACEMENT * len(run)
+
+    def _strip(self, text: str) -> str:
+        while self._strip_chars and text:
+            if text[0] != self.table.shape.strip_char:
+                self._strip_chars = 0
+                break
+            text = text[1:]
+            self._strip_chars -= 1
+        return text
+
+
+def _characters(run: bytearray) -> tuple[str, bytes] | None:
+    """The characters of a run, and the bytes after them that begin another one; None: the run is
+    no UTF-8."""
+    try:
+        text, size = codecs.utf_8_decode(run, "strict", False)
+    except UnicodeDecodeError:
+        return None
+    return text, bytes(run[size:])

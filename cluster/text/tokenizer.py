@@ -1,0 +1,104 @@
+"""The tokenizer of a model folder or hub id, and the files beside it."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from swell.configs.schema import ConfigError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
+
+@lru_cache(maxsize=8)
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model folder or hub id, as transformers reads it; loaded once."""
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"model.path={path!r} holds no tokenizer: one of {', '.join(TOKENIZER_FILES)} is "
+            "needed; copy it there from the original model"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"the tokenizer of model.path={path!r} cannot be loaded: {reason}; give a folder with "
+            "tokenizer.json, or a hub id that can be reached"
+        ) from None
+
+
+def load_eos_token_ids(path: str, tokenizer: Any) -> list[int]:
+    """Ids that end an answer: the model's (generation_config.json, else config.json) and the
+    tokenizer's own. Raises ConfigError for what is no id."""
+    found = load_model_eos_token_ids(path)
+    if tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    return sorted(set(found))
+
+
+def load_model_eos_token_ids(path: str) -> list[int]:
+    """Of the model's own files. Raises ConfigError for what is no id."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(path, name).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise ConfigError(
+                f"{Path(path) / name}: eos_token_id={json.dumps(value)} is no token id: it has to "
+                "be an integer of at least 0, or a list of such; write it without quotes"
+            )
+        return list(ids)
+    return []
+
+
+def read_json(path: str, name: str) -> dict[str, Any]:
+    """A JSON file of a model, or nothing where there is none."""
+    file = Path(path) / name
+    if not Path(path).is_dir():
+        from transformers.utils import cached_file
+
+        cached = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if cached is None:
+            return {}
+        file = Path(cached)
+    try:
+        data = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    return data if isinstance(data, dict) else {}
+
+
+def encode_without_offsets(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> Any:
+    """The encoding of one text without its offsets. Of the ways to get it only those of batches
+    let other threads go on meanwhile: `encode` holds the interpreter for seconds a megabyte."""
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoding
+
+
+def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The ids of one text; `tokenizer` is transformers'. Its own method must not be called from
+    several threads, its backend may be."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    encoding = encode_without_offsets(backend, text, add_special_tokens=add_special_tokens)
+    return list(encoding.ids)

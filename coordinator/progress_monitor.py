@@ -1,0 +1,96 @@
+"""Which subjects were heard of, and which have progressed: pure, with time as an argument.
+
+Subjects report a counter that changes with progress. A subject that is busy and whose counter
+does not change is without progress; an idle one is not. Who is judged, after how long, and who of
+several is named, are rules of the callers: of engines at the coordinator (`engine_monitor.py`), of
+engines at an ingress (`cluster/client/readiness.py`), of workers at their engine
+(`engine/executor/worker_monitor.py`).
+
+All durations are time in which the caller listened (`listening_clock.py`), up to the last
+`advance`: time in which it was stopped, and received nothing, does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from swell.coordinator.listening_clock import ListeningClock
+
+S = TypeVar("S", bound=Hashable)
+
+
+@dataclass(slots=True)
+class Progress:
+    """One subject; times are those of a `ListeningClock`."""
+
+    heard_at: float
+    progressed_at: float
+    counter: Any = None
+    """What was reported last; None before the first report."""
+    busy: bool = False
+
+
+class ProgressMonitor(Generic[S]):
+    """One record for each subject."""
+
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: the silence that is judged by the clock."""
+        self._clock = ListeningClock(limit_s)
+        self._now = 0.0
+        self._subjects: dict[S, Progress] = {}
+
+    @property
+    def subjects(self) -> frozenset[S]:
+        return frozenset(self._subjects)
+
+    def counter(self, subject: S) -> Any:
+        return self._subjects[subject].counter
+
+    def read(self, now: float) -> float:
+        """The time by the monitor's clock."""
+        return self._clock.read(now)
+
+    def advance(self, now: float) -> float:
+        """The caller has taken in every report that was there. Returns the clock's time."""
+        self._now = self._clock.advance(now)
+        return self._now
+
+    def set_subjects(self, subjects: Iterable[S], now: float) -> None:
+        """Watch these and no others; a newcomer has the full time to be heard."""
+        at = self._clock.read(now)
+        self._subjects = {s: self._subjects.get(s) or Progress(at, at) for s in subjects}
+
+    def remove(self, subject: S) -> None:
+        self._subjects.pop(subject, None)
+
+    def on_report(self, subject: S, counter: Any, now: float, busy: bool = True) -> None:
+        """A report of a subject that is watched. It counts as progress if the counter has changed,
+        or the subject was not busy all the time since the report before."""
+        record = self._subjects[subject]
+        at = self._clock.read(now)
+        if counter != record.counter or not (busy and record.busy):
+            record.progressed_at = at
+        record.heard_at, record.counter, record.busy = at, counter, busy
+
+    def excuse(self, subjects: Iterable[S]) -> None:
+        """Let their time without progress begin again now."""
+        for subject in subjects:
+            if subject in self._subjects:
+                self._subjects[subject].progressed_at = self._now
+
+    def silent_s(self, limit_s: float) -> dict[S, float]:
+        """Subjects that were not heard of for longer than the limit, and for how long."""
+        silence = {s: self._now - record.heard_at for s, record in self._subjects.items()}
+        return {s: time_s for s, time_s in silence.items() if time_s > limit_s}
+
+    def without_progress_s(self, limit_s: float, since: float = 0.0) -> dict[S, float]:
+        """Busy subjects without progress for longer than the limit, and for how long; what was
+        before `since`, by the monitor's clock, does not count."""
+        time_s = {
+            s: self._now - max(record.progressed_at, since)
+            for s, record in self._subjects.items()
+            if record.busy
+        }
+        return {s: without_s for s, without_s in time_s.items() if without_s > limit_s}

@@ -1,0 +1,426 @@
+"""A model of a manager and its engines: every order of requests, starts, deaths and take-overs.
+
+The decisions are those of `control_state.py`; the model carries them out as `Fleet` does, one
+event at a time. Time passes only where a plan waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+from swell.cluster.control import control_state
+from swell.cluster.control.checkpoint_store import ClusterCheckpoint
+from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
+from swell.configs.schema import Config, load
+
+_REST_MOVES = 60
+
+
+class Violation(AssertionError):
+    """A law does not hold; the message ends with the events that lead there."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How often each event may happen."""
+
+    data: int = 1
+    max_engines: int = 3
+    scales: int = 0
+    drains: int = 0
+    pauses: int = 0
+    deaths: int = 0
+    failures: int = 0
+    """Starts that fail, or groups that do not form."""
+    take_overs: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Engines that were started together."""
+
+    ranks: tuple[int, ...]
+    is_requested: bool
+    is_joining: bool = False
+
+
+@dataclass(frozen=True)
+class World:
+    state: Any
+    engines: tuple[EngineStatus, ...]
+    batches: tuple[Batch, ...]
+    left: Bounds
+    accepted: int
+    """The newest target that was accepted."""
+    whole: int
+    """The smallest of those since the manager saw the cluster whole."""
+    paused: bool
+    checkpoint: ClusterCheckpoint
+    is_planned: bool = False
+    """Nothing has happened since the last plan."""
+    wait_s: float | None = None
+    now: float = 0.0
+
+    @property
+    def fleet(self) -> FleetView:
+        in_transition = any(engine.in_transition for engine in self.engines)
+        return FleetView(self.engines, in_transition)
+
+    @property
+    def key(self) -> object:
+        """Equal for worlds that differ only in what time it is."""
+        slots = sorted(self.state.backoff.slots.items())
+        return (
+            self.state.change, self.state.leadership, self.state.pause_requested,
+            self.state.has_served,
+            tuple((r, s.failures, s.deaths, max(0.0, s.not_before - self.now)) for r, s in slots),
+            self.engines, self.batches, self.left, self.accepted, self.whole, self.paused,
+            self.checkpoint, self.is_planned,
+        )  # fmt: skip
+
+
+Move = tuple[str, World]
+
+
+@dataclass
+class Model:
+    """The moves of one world. `control`: `control_state`, or a mutation of it."""
+
+    bounds: Bounds
+    control: ModuleType = control_state
+    config: Config = field(init=False)
+
+    def __post_init__(self) -> None:
+        cluster = {"max_engines": self.bounds.max_engines, "drain_timeout_s": 30}
+        self.config = load(
+            {"model": {"path": "m"}, "parallel": {"data": self.bounds.data}, "cluster": cluster}
+        )
+
+    def first(self) -> World:
+        data = self.bounds.data
+        nothing = ClusterCheckpoint()
+        state = self._take_over(nothing, paused=False)
+        return World(state, (), (), self.bounds, data, data, False, self._checkpoint(state))
+
+    def _take_over(self, checkpoint: ClusterCheckpoint, paused: bool) -> Any:
+        state = self.control.initial(self.config)
+        limits = self.config.cluster
+        return self.control.take_over(state, checkpoint, is_paused=paused, limits=limits)
+
+    @staticmethod
+    def _checkpoint(state: Any) -> ClusterCheckpoint:
+        return ClusterCheckpoint(
+            "owner", "identity", state.change.target, state.pause_requested, state.has_served, 1
+        )
+
+    # ---------------------------------------------------------------- what must happen
+
+    def owed(self, world: World) -> Iterator[Move]:
+        """Moves that happen by themselves."""
+        if not world.is_planned:
+            yield self.plan(world)
+        elif world.wait_s is not None:
+            later = replace(world, now=world.now + world.wait_s, is_planned=False, wait_s=None)
+            yield "time passes", later
+        if self._checkpoint(world.state) != world.checkpoint:
+            yield "checkpoint", replace(world, checkpoint=self._checkpoint(world.state))
+        can_move = not world.fleet.is_committing
+        for number, batch in enumerate(world.batches):
+            if batch.is_joining or not self._alive(world, batch):
+                yield self._finish(world, number, ())
+            elif can_move:
+                yield self._join(world, number)
+        for engine in world.engines:
+            is_cancelled = engine.place is Place.STARTING and engine.intent is not Intent.STAY
+            if engine.place is Place.ENDING or is_cancelled:
+                yield f"end {engine.rank}", _without(world, engine.rank)
+            elif engine.intent is not Intent.STAY and engine.in_transition:
+                ending = replace(engine, place=Place.ENDING, in_transition=False)
+                yield f"detached {engine.rank}", _with(world, ending)
+            elif engine.intent is not Intent.STAY and can_move:
+                yield f"detach {engine.rank}", _with(world, replace(engine, in_transition=True))
+
+    def plan(self, world: World) -> Move:
+        fleet, change = world.fleet, world.state.change
+        whole = world.whole
+        if _is_whole(fleet, change.target):
+            whole = change.target
+        state, plan = self.control.plan(world.state, fleet, world.now)
+        changes = dict.fromkeys(plan.keep, Intent.STAY)
+        changes |= dict.fromkeys((*plan.cancel, *plan.leave), Intent.LEAVE)
+        engines = [
+            replace(engine, intent=changes.get(engine.rank, engine.intent))
+            for engine in world.engines
+        ]
+        engines += [EngineStatus(rank, Place.STARTING) for rank in plan.start]
+        batches = world.batches
+        if plan.start:
+            batches += (Batch(plan.start, plan.is_requested),)
+        after = replace(
+            world,
+            state=state,
+            engines=_ordered(engines),
+            batches=batches,
+            whole=whole,
+            is_planned=True,
+            wait_s=plan.wait_s,
+        )
+        _check_plan(world, plan, after)
+        return "plan", after
+
+    def _join(self, world: World, number: int) -> Move:
+        alive = self._alive(world, world.batches[number])
+        for engine in alive:
+            world = _with(world, replace(engine, in_transition=True))
+        batch = replace(world.batches[number], is_joining=True)
+        return f"join {batch.ranks}", _put_batch(world, number, batch)
+
+    def _finish(self, world: World, number: int, failing: tuple[int, ...]) -> Move:
+        """The batch is over; those that fail are not there any more."""
+        batch, started = world.batches[number], []
+        for engine in self._alive(world, batch):
+            if engine.rank in failing:
+                world = _without(world, engine.rank)
+            else:
+                started.append(engine.rank)
+                serving = replace(engine, place=Place.SERVING, in_transition=False)
+                world = _with(world, serving)
+        world = _put_batch(world, number, None)
+        failures = {rank: self.control.StartFailure("no room") for rank in failing}
+        state = self.control.on_starts_finished(
+            world.state, world.fleet, started, failures, world.now, is_requested=batch.is_requested
+        )
+        after = replace(world, state=state)
+        _check_failure(world, batch, failures, after)
+        return f"started {started}, failed {list(failing)}", after
+
+    @staticmethod
+    def _alive(world: World, batch: Batch) -> list[EngineStatus]:
+        return [
+            engine
+            for engine in world.engines
+            if engine.rank in batch.ranks
+            and engine.place is Place.STARTING
+            and engine.intent is Intent.STAY
+        ]
+
+    # ---------------------------------------------------------------- what may happen
+
+    def free(self, world: World) -> Iterator[Move]:
+        """Requests and accidents."""
+        left, limits = world.left, self.config.cluster
+        if left.scales:
+            for engines in range(1, left.max_engines + 1):
+                state = self.control.scale(world.state, world.fleet, engines, limits)
+                yield f"scale {engines}", self._accept(world, state, engines, "scales")
+        if left.drains and world.state.change.target > 1:
+            for rank in world.fleet.staying:
+                state = self.control.drain(world.state, world.fleet, rank, limits)
+                found = next(e for e in world.engines if e.rank == rank)
+                marked = _with(world, replace(found, intent=Intent.DRAIN))
+                target = world.state.change.target - 1
+                yield f"drain {rank}", self._accept(marked, state, target, "drains")
+        if left.pauses:
+            state = self.control.set_pause(world.state, not world.paused)
+            after = replace(world, state=state, paused=not world.paused)
+            after = replace(after, checkpoint=self._checkpoint(state))
+            yield "pause or resume", _spend(after, "pauses")
+        if left.deaths:
+            for engine in world.engines:
+                if engine.place is Place.SERVING:
+                    yield self._die(world, engine)
+        if left.failures:
+            for number, batch in enumerate(world.batches):
+                ranks = tuple(engine.rank for engine in self._alive(world, batch))
+                for failing in {ranks[:1], ranks} - {()}:
+                    name, after = self._finish(world, number, failing)
+                    if failing == ranks or not world.fleet.is_committing:
+                        yield name, _spend(after, "failures")
+        if left.take_overs:
+            yield "take-over", self._succeed(world)
+
+    def _accept(self, world: World, state: Any, target: int, kind: str) -> World:
+        whole = world.whole
+        if _is_whole(world.fleet, world.state.change.target) or world.state.change.error:
+            whole = world.state.change.target
+        if kind == "drains":  # it was whole before the engine was marked
+            whole = min(whole, target)
+        after = replace(
+            world,
+            state=state,
+            accepted=target,
+            whole=min(whole, target),
+            checkpoint=self._checkpoint(state),
+            is_planned=False,
+        )
+        return _spend(after, kind)
+
+    def _die(self, world: World, engine: EngineStatus) -> Move:
+        dead = replace(engine, place=Place.ENDING, in_transition=False)
+        after = _with(world, dead)
+        if engine.intent is Intent.STAY:
+            state = self.control.on_death(after.state, engine.rank, 1.0, world.now, "killed")
+            after = replace(after, state=state)
+        return f"die {engine.rank}", _spend(after, "deaths")
+
+    def _succeed(self, world: World) -> World:
+        """Another manager: it adopts what serves or starts, and ends everything else."""
+        state = self._take_over(world.checkpoint, world.paused)
+        engines = tuple(
+            replace(
+                engine,
+                in_transition=False,
+                intent=Intent.STAY if engine.intent is Intent.STAY else Intent.LEAVE,
+            )
+            for engine in world.engines
+            if engine.place is Place.SERVING
+            or (engine.place is Place.STARTING and engine.intent is Intent.STAY)
+        )
+        starting = tuple(e.rank for e in engines if e.place is Place.STARTING)
+        batches = (Batch(starting, False),) if starting else ()
+        target = state.change.target
+        after = replace(
+            world,
+            state=state,
+            engines=engines,
+            batches=batches,
+            accepted=target if world.state.change.error else world.accepted,
+            whole=target,
+            is_planned=False,
+            wait_s=None,
+        )
+        return _spend(after, "take_overs")
+
+    # ---------------------------------------------------------------- laws
+
+    def check(self, world: World) -> None:
+        """What holds in every world."""
+        change, fleet = world.state.change, world.fleet
+        stage = self.control.ChangeStage
+        _law((change.error is not None) == (change.stage is stage.FAILED), "error iff failed")
+        if change.stage is not stage.FAILED:
+            _law(change.target == world.accepted, "the newest target counts")
+        _law(world.state.pause_requested == world.paused, "a pause lasts until it is ended")
+        _law(1 <= change.target <= self.bounds.max_engines, "the target is within its limits")
+        phase = self.control.phase(world.state, fleet, world.now)
+        if phase == "idle":
+            _law(_is_whole(fleet, change.target), "idle means whole")
+
+    def rest(self, world: World) -> None:
+        """Without further accidents as many engines serve as are wanted."""
+        for _ in range(_REST_MOVES):
+            move = next(self.owed(world), None)
+            if move is None:
+                break
+            world = move[1]
+            self.check(world)
+        else:
+            raise Violation("it never comes to rest")
+        change = world.state.change
+        _law(_is_whole(world.fleet, change.target), "as many serve as are wanted")
+        _law(len(world.engines) == change.target, "nothing is left over")
+        _law(world.checkpoint == self._checkpoint(world.state), "what is wanted is written down")
+
+
+def _check_plan(before: World, plan: Any, after: World) -> None:
+    fleet, target = before.fleet, before.state.change.target
+    by_rank = {engine.rank: engine for engine in before.engines}
+    for rank in plan.keep:
+        engine = by_rank[rank]
+        _law(engine.intent is Intent.LEAVE and not engine.in_transition, "kept wrongly")
+    for rank in plan.cancel:
+        _law(rank in fleet.starting and not by_rank[rank].in_transition, "cancelled wrongly")
+    _law(set(plan.leave) <= set(fleet.staying), "only engines that serve leave")
+    _law(not plan.leave or not after.fleet.starting, "starts are cancelled before engines leave")
+    for rank in plan.start:
+        _law(rank not in by_rank, "a rank is free before it is started")
+        _law(not before.state.backoff.wait_s(rank, before.now), "nothing starts before its time")
+    _law(not plan.start or not (plan.cancel or plan.leave), "nothing both grows and shrinks")
+    present = after.fleet.num_present
+    _law(present <= max(target, fleet.num_present), "no more than are wanted are started")
+    _law(present >= target or plan.wait_s is not None, "what is missing has its next attempt")
+    staying = len(after.fleet.staying) + len(after.fleet.starting)
+    joining = any(e.in_transition and e.place is Place.STARTING for e in before.engines)
+    _law(staying <= target or joining, "what is not wanted leaves")
+    requested = before.state.change.stage.name == "REQUESTED"
+    _law(present >= target or not requested, "a request waits for no back-off")
+
+
+def _check_failure(before: World, batch: Batch, failures: Any, after: World) -> None:
+    change, target = after.state.change, before.state.change.target
+    expected = max(before.whole, before.fleet.num_present)
+    if failures and batch.is_requested and expected < target:
+        _law(change.stage.name == "FAILED", "a requested start that fails ends the change")
+        _law(change.target == expected, f"the old size is kept: {expected}, not {change.target}")
+    else:
+        _law(change == before.state.change, "nothing else ends a change")
+
+
+def _is_whole(fleet: FleetView, target: int) -> bool:
+    moving = fleet.is_committing or fleet.starting or fleet.any_leaving
+    return len(fleet.staying) == target and not moving
+
+
+def _law(holds: bool, text: str) -> None:
+    if not holds:
+        raise Violation(text)
+
+
+def _ordered(engines: list[EngineStatus]) -> tuple[EngineStatus, ...]:
+    return tuple(sorted(engines, key=lambda engine: engine.rank))
+
+
+def _without(world: World, rank: int) -> World:
+    engines = tuple(engine for engine in world.engines if engine.rank != rank)
+    return replace(world, engines=engines, is_planned=False)
+
+
+def _with(world: World, engine: EngineStatus) -> World:
+    engines = [e for e in world.engines if e.rank != engine.rank]
+    return replace(world, engines=_ordered([*engines, engine]), is_planned=False)
+
+
+def _put_batch(world: World, number: int, batch: Batch | None) -> World:
+    batches = list(world.batches)
+    batches[number : number + 1] = [] if batch is None else [batch]
+    return replace(world, batches=tuple(batches), is_planned=False)
+
+
+def _spend(world: World, kind: str) -> World:
+    left = replace(world.left, **{kind: getattr(world.left, kind) - 1})
+    return replace(world, left=left, is_planned=False)
+
+
+def explore(bounds: Bounds, control: ModuleType = control_state, limit: int = 200_000) -> int:
+    """Visit every world within the bounds. Raises Violation; returns how many there are."""
+    model = Model(bounds, control)
+    first = model.first()
+    parents: dict[object, tuple[object, str]] = {}
+    seen, todo = {first.key}, [first]
+    while todo:
+        world = todo.pop()
+        try:
+            model.check(world)
+            moves = [*model.owed(world), *model.free(world)]
+            model.rest(world)
+        except Violation as violation:
+            raise Violation(f"{violation}, after {_trace(parents, world.key)}") from None
+        for name, after in moves:
+            if after.key not in seen:
+                seen.add(after.key)
+                parents[after.key] = (world.key, name)
+                todo.append(after)
+        if len(seen) > limit:
+            raise Violation(f"more than {limit} worlds: it does not end")
+    return len(seen)
+
+
+def _trace(parents: dict[object, tuple[object, str]], key: object) -> str:
+    names = []
+    while key in parents:
+        key, name = parents[key]
+        names.append(name)
+    return ", ".join(reversed(names))

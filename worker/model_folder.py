@@ -1,0 +1,16 @@
+"""The local folder of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def model_folder(path: str, patterns: Sequence[str]) -> Path:
+    """`path` itself if it is a folder; else it is a hub id, and the folder of the hub's cache to
+    which the files that match `patterns` are downloaded. Raises what the hub's client raises."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, allow_patterns=list(patterns)))
