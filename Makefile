@@ -76,9 +76,9 @@ lint: setup
 # mypy cannot see that the repository's top is the package `swell`, so it reads an installed copy.
 typecheck: setup
 	rm -rf build/typecheck build/lib && $(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
-	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster -p swell.worker -p swell.kernels
 	ln -s ../../tests build/typecheck/tests
-	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p tests.benchmarks -p tests.faults -p tests.routing
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster \
+	  -p swell.worker -p swell.kernels -p tests.benchmarks -p tests.faults -p tests.routing
 
 clean:
 	rm -rf $(VENV) $(CONFORMANCE) build dist *.egg-info
