@@ -127,8 +127,7 @@ def test_collectives_are_aborted_until_the_loop_has_taken_the_newest_command(pha
     try:
         peer, waves = line.peer(), WaveMember(0, 0, 1, epoch=1, phase=phase, ranks=(0, 1))
         member = Member(0, line.inbox.address)
-        assert line.client.publish(EngineSnapshot.of(member, waves))
-        assert not line.client.publish(EngineSnapshot.of(member, waves)), "nothing has changed"
+        line.client.publish(EngineSnapshot.of(member, waves))
         line.inbox.send(peer, ReconfigureDistributedRequest(2, [0]))
         line.inbox.send(peer, Introduce())
         hello = line.receive(EngineHello)
