@@ -186,7 +186,7 @@ def test_the_worker_heartbeat_thread(deaths: Deaths) -> None:
         Outlet(inbox.address, WorkerCommand, keys) for _ in range(2)
     ]
     client = WorkerHeartbeatThread(WorkerLoop(0, Worker(), outlets[0]), outlets[1], 0.05)
-    check(deaths, "worker beacon")
+    check(deaths, "worker heartbeat")
     client.stop()
     for end in (*outlets, inbox):
         end.close()
