@@ -98,13 +98,10 @@ class CoordinatorClient:
 
     # ---------------------------------------------------------------- from the engine's loop
 
-    def publish(self, snapshot: EngineSnapshot) -> bool:
-        """Replace the snapshot; whether it differs. Call it before sending what follows from it,
-        and before forming the groups of a newer epoch."""
-        changed = snapshot != self._snapshot
-        if changed:
-            self._snapshot = snapshot
-        return changed
+    def publish(self, snapshot: EngineSnapshot) -> None:
+        """Replace the snapshot. Call it before sending what follows from it, and before forming
+        the groups of a newer epoch."""
+        self._snapshot = snapshot
 
     def send(self, messages: Iterable[CoordinatorMessage]) -> None:
         """Send in order."""

@@ -106,7 +106,11 @@ class EngineServer:
         self._check_interval_s = config.cluster.heartbeat_s
         self._checked_at = 0.0
         self._reconfiguration: ReconfigureDistributedRequest | None = None
+        self._repair_unreported = False
+        """Workers were replaced, and no `Repaired` was sent yet."""
         self._describe()
+        self._reported: EngineSnapshot | None = None
+        """The group's state in the last report."""
         self._coordinator_client = CoordinatorClient(
             config.cluster,
             coordinator,
@@ -320,11 +324,13 @@ class EngineServer:
         if lost:
             self.core.executor.repair()
             self.repairs += 1
+            self._repair_unreported = True
             self._describe()
         if not member.lockstep:
             self.core.regroup(GroupPlan(generation=0))
             self._send_to_coordinator(member.joined())
-        if lost:
+        if self._repair_unreported:  # perhaps of an earlier turn, whose groups did not form
+            self._repair_unreported = False
             self._log.info("workers replaced", repairs=self.repairs)
             self._send_to_coordinator([Repaired(self.rank, self.incarnation, self.member.store)])
 
@@ -335,7 +341,9 @@ class EngineServer:
         repeats it while this thread is inside a step."""
         now = time.monotonic()
         snapshot = EngineSnapshot.of(self.member, self.core.wave_member)
-        if self._coordinator_client.publish(snapshot) or self._reporter.wait_s(now) == 0.0:
+        self._coordinator_client.publish(snapshot)
+        if snapshot != self._reported or self._reporter.wait_s(now) == 0.0:
+            self._reported = snapshot
             self._reporter.reported(now)
             messages = [*messages, self._report()]
         if messages:

@@ -9,6 +9,7 @@ import pytest
 
 from swell.coordinator.channel import Inbox, make_keys
 from swell.coordinator.wave_interface import Phase
+from swell.coordinator.waves import WaveMember
 from swell.coordinator.wire import (
     Broken,
     CoordinatorMessage,
@@ -17,9 +18,11 @@ from swell.coordinator.wire import (
     Introduce,
     Pause,
     Paused,
+    ReconfigureDistributedRequest,
     Repaired,
     Resume,
 )
+from swell.engine import core
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
 from swell.engine.wire import FinishReason, KeepAlive
 from swell.worker.wire import (
@@ -119,6 +122,13 @@ def harness_with_short_timeouts() -> Iterator[Harness]:
     yield from make_harness(stall_timeout_s=1.0)
 
 
+@pytest.fixture
+def lockstep_harness(monkeypatch) -> Iterator[Harness]:
+    """An engine that is in a group, with heartbeats that no test waits for."""
+    monkeypatch.setattr(core, "NullMember", WaveMember)
+    yield from make_harness(heartbeat_s=60.0, stall_timeout_s=240.0)
+
+
 @pytest.mark.parametrize("error", [WorkerLost("worker 1 died"), GroupBroken("a peer has gone")])
 def test_requests_go_on_as_if_nothing_had_happened(harness, error) -> None:
     engine, ear = harness
@@ -187,6 +197,41 @@ def test_a_worker_that_dies_while_nothing_happens_is_replaced(harness) -> None:
     client.send(request("r", [1]))
     client.hear_until(lambda: bool(client.ended))
     assert client.tokens["r"] == expected(request("r", [1]))
+
+
+def test_a_repair_is_reported_when_the_groups_form_only_later(harness) -> None:
+    """Without `Repaired` the engine would be marked for good, and get no request."""
+    engine, ear = harness
+    ear.until(EngineReport)
+
+    def regroup(groups: GroupPlan) -> list[Regrouped]:
+        del engine.executor.regroup
+        raise GroupBroken("a peer did not join")
+
+    engine.executor.regroup = regroup
+    engine.executor.breaks_by = WorkerLost("worker 1 died")
+    engine.client().send(request("r", [1]))
+    assert ear.until(Broken).repairing and not ear.until(Broken).repairing
+    ear.until(Repaired)
+    assert engine.executor.calls == ("repair", "regroup")
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["leaves", "cannot form"])
+def test_the_state_of_a_group_is_reported_at_once(lockstep_harness, ranks) -> None:
+    """Not only with the next heartbeat: the one before names the group that was left."""
+    engine, ear = lockstep_harness
+    ear.until(EngineHello)
+    ear.inbox.send(ear.peer, ReconfigureDistributedRequest(1, [0], 1))
+    while ear.until(EngineReport).epoch != 1:
+        """From before the group."""
+
+    def regroup(groups: GroupPlan) -> list[Regrouped]:
+        raise GroupBroken("a peer did not join")
+
+    engine.executor.regroup = regroup
+    ear.inbox.send(ear.peer, ReconfigureDistributedRequest(2, ranks, 2))
+    report = ear.until(EngineReport)
+    assert (report.epoch, report.wave_phase) == (2, Phase.OUT)
 
 
 def test_what_a_silent_client_asked_for_is_dropped(harness_with_short_timeouts) -> None:
