@@ -1,4 +1,4 @@
-"""What peers' tests ask for and Swell does otherwise, with the reason. `docs/compatibility.md` has
+"""What peers' tests expect and Swell does otherwise, with the reason. `docs/compatibility.md` has
 the same table, and `test_differences.py` compares both."""
 
 from __future__ import annotations
