@@ -23,7 +23,7 @@ CHECKS = (
 
 
 def read_document(*, edges: bool) -> Any:
-    """`edges`: besides cases drawn at random, try the limits of every field, one by one, and every
+    """`edges`: besides random cases, try the limits of every field, one by one, and every
     method: some thousand requests."""
     return schemathesis.openapi.from_dict(
         openapi_document(),
@@ -40,6 +40,6 @@ DOCUMENT = read_document(edges=False)
 
 
 def check_answer(path: str, answer: httpx.Response) -> None:
-    """Raise FailureGroup if the document does not tell of such an answer to a POST: of its status,
+    """Raise FailureGroup if the document does not describe such an answer to a POST: of its status,
     its content type, its headers, its body, or an event of its stream."""
     DOCUMENT[path]["POST"].Case().validate_response(answer)

@@ -100,7 +100,7 @@ class InProcessServer:
 
     def answers(self) -> None:
         """Raise AssertionError unless a plain request gets the right answer."""
-        told = self.client.post(
+        response = self.client.post(
             "/v1/chat/completions",
             json={
                 "model": MODEL,
@@ -109,8 +109,8 @@ class InProcessServer:
                 "temperature": 0,
             },
         )
-        assert told.status_code == 200, told.text
-        assert told.json()["choices"][0]["message"]["content"] == "ABC"
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["message"]["content"] == "ABC"
 
     def wait_idle(self) -> None:
         """Return once every block and slot is free. Raise AssertionError if one never is."""

@@ -1,5 +1,5 @@
-"""Damaged bodies at every endpoint: a refusal names what is wrong, nothing is a 5xx, and whoever
-asks properly right afterwards gets the right answer."""
+"""Damaged bodies at every endpoint: a refusal names what is wrong, nothing is a 5xx, and a correct
+request afterwards gets the right answer."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ JSON = {"content-type": "application/json"}
 @pytest.mark.parametrize("case", range(len(BODIES)))
 def test_every_body_is_valid(in_process_server: InProcessServer, case: int) -> None:
     path, body = BODIES[case]
-    told = in_process_server.client.post(path, json=body)
-    assert told.status_code in (200, 202), told.text
-    check_answer(path, told)
+    response = in_process_server.client.post(path, json=body)
+    assert response.status_code in (200, 202), response.text
+    check_answer(path, response)
 
 
 def test_no_body_breaks_the_server(in_process_server: InProcessServer) -> None:
@@ -33,13 +33,13 @@ def test_no_body_breaks_the_server(in_process_server: InProcessServer) -> None:
     for case in range(CASES):
         path, body = BODIES[case % len(BODIES)]
         content = mutated(source, body)
-        told = in_process_server.client.post(path, content=content, headers=JSON)
-        where = f"case {case}, {path}: {content!r}: {told.text}"
-        assert told.status_code < 500, where
-        if told.status_code >= 400:
-            assert told.json()["error"]["message"], where
-        check_answer(path, told)
-        assert "server_error" not in told.text and '"api_error"' not in told.text, where
+        response = in_process_server.client.post(path, content=content, headers=JSON)
+        where = f"case {case}, {path}: {content!r}: {response.text}"
+        assert response.status_code < 500, where
+        if response.status_code >= 400:
+            assert response.json()["error"]["message"], where
+        check_answer(path, response)
+        assert "server_error" not in response.text and '"api_error"' not in response.text, where
         if case % BATCH == BATCH - 1:
             in_process_server.answers()
     in_process_server.answers()

@@ -1,4 +1,4 @@
-"""The ranges that the document tells are those that the routes hold: a number at a limit is taken,
+"""The ranges in the document are those that the routes hold: a number at a limit is taken,
 the next one is refused by name."""
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def edges() -> list[tuple[str, str, float, float]]:
 def test_limits(
     in_process_server: InProcessServer, path: str, name: str, taken: float, refused: float
 ) -> None:
-    wish = {"model": MODEL, **BODIES[path][1], **TAKEN_TOGETHER.get(name, {})}
-    told = in_process_server.client.post(path, json={**wish, name: refused})
-    assert told.status_code == 400
-    assert told.json()["error"]["param"] == REFUSED_AS.get(name, name)
+    body = {"model": MODEL, **BODIES[path][1], **TAKEN_TOGETHER.get(name, {})}
+    response = in_process_server.client.post(path, json={**body, name: refused})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == REFUSED_AS.get(name, name)
     if name not in ELSEWHERE:
-        told = in_process_server.client.post(path, json={**wish, name: taken})
-        assert told.status_code == 200, told.text
+        response = in_process_server.client.post(path, json={**body, name: taken})
+        assert response.status_code == 200, response.text
 
 
 def test_there_are_limits() -> None:

@@ -31,10 +31,10 @@ def test_a_wrong_method_is_told_all_right_ones(
     in_process_server: InProcessServer, path: str, allowed: str
 ) -> None:
     """Schemathesis: a 405 has an Allow header (RFC 9110, 15.5.6)."""
-    told = in_process_server.client.request("PATCH", path)
-    assert told.status_code == 405
-    assert told.headers["allow"] == allowed
-    assert told.headers["x-request-id"]
+    response = in_process_server.client.request("PATCH", path)
+    assert response.status_code == 405
+    assert response.headers["allow"] == allowed
+    assert response.headers["x-request-id"]
     assert "allow" not in in_process_server.client.get("/v1/nothing").headers
 
 
@@ -44,10 +44,10 @@ def test_a_call_comes_back_as_litellm_writes_it(in_process_server: InProcessServ
     reply = {"role": "tool", "tool_call_id": "c1", "content": "x"}
     ids = []
     for more in ({}, {"provider_specific_fields": {"refusal": None}, "function_call": None}):
-        wish = {"model": MODEL, "messages": [*TALK, {**answer, **more}, reply]}
-        told = in_process_server.client.post("/tokenize", json=wish)
-        assert told.status_code == 200, told.text
-        ids.append(told.json()["tokens"])
+        body = {"model": MODEL, "messages": [*TALK, {**answer, **more}, reply]}
+        response = in_process_server.client.post("/tokenize", json=body)
+        assert response.status_code == 200, response.text
+        ids.append(response.json()["tokens"])
     assert ids[0] == ids[1]
 
 
@@ -56,34 +56,34 @@ def test_a_call_comes_back_as_litellm_writes_it(in_process_server: InProcessServ
 def test_usage_is_told_while_an_answer_grows(
     in_process_server: InProcessServer, path: str, n: int
 ) -> None:
-    """GuideLLM asks for `continuous_usage_stats`, as vLLM's servers tell them."""
-    ask: dict[str, Any] = {"prompt": "hi"} if path == "/v1/completions" else {"messages": TALK}
+    """GuideLLM sets `continuous_usage_stats`, an option of vLLM's servers."""
+    prompt: dict[str, Any] = {"prompt": "hi"} if path == "/v1/completions" else {"messages": TALK}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    wish = {"model": MODEL, "max_tokens": 5, "ignore_eos": True, "n": n, **ask}
-    wish |= {"return_token_ids": True, "stream": True, "stream_options": options}
-    told = in_process_server.client.post(path, json=wish)
-    check_answer(path, told)
-    lines = [line for line in told.text.splitlines() if line.startswith("data: {")]
+    body = {"model": MODEL, "max_tokens": 5, "ignore_eos": True, "n": n, **prompt}
+    body |= {"return_token_ids": True, "stream": True, "stream_options": options}
+    response = in_process_server.client.post(path, json=body)
+    check_answer(path, response)
+    lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
     *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines]
-    drawn = [0] * n
+    counts = [0] * n
     for chunk in chunks:
         (choice,) = chunk["choices"]
-        drawn[choice["index"]] += len(choice.get("token_ids", ()))
+        counts[choice["index"]] += len(choice.get("token_ids", ()))
         if chunk["usage"] is not None:
-            assert chunk["usage"]["completion_tokens"] == drawn[choice["index"]]
+            assert chunk["usage"]["completion_tokens"] == counts[choice["index"]]
             assert chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
         else:
             assert not choice.get("token_ids")
-    assert drawn == [5] * n
-    assert last["usage"]["completion_tokens"] == sum(drawn)
+    assert counts == [5] * n
+    assert last["usage"]["completion_tokens"] == sum(counts)
 
 
 def test_continuous_usage_needs_usage(in_process_server: InProcessServer) -> None:
-    wish = {"model": MODEL, "prompt": "hi", "stream": True}
-    wish["stream_options"] = {"continuous_usage_stats": True}
-    told = in_process_server.client.post("/v1/completions", json=wish)
-    assert told.status_code == 400
-    assert told.json()["error"]["param"] == "stream_options.continuous_usage_stats"
+    body = {"model": MODEL, "prompt": "hi", "stream": True}
+    body["stream_options"] = {"continuous_usage_stats": True}
+    response = in_process_server.client.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "stream_options.continuous_usage_stats"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Schemathesis reads /openapi.json and sends what it allows and what it forbids: no answer is a
-5xx, and every answer has a status, a content type and a body that the document tells of."""
+5xx, and every answer has a status, a content type and a body that the document describes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 THOROUGH = "SWELL_CONFORMANCE" in os.environ
 CASES = 40 if THOROUGH else 25
-"""Drawn at random for each operation, half of them to be refused."""
+"""Random cases for each operation, half of them to be refused."""
 ANSWER_TOKENS = 4
 BUDGETS = {
     "/v1/completions": "max_tokens",

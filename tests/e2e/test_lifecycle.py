@@ -263,7 +263,7 @@ def test_a_killed_engine_is_replaced_and_its_answers_go_on(cluster):
 
 
 def test_a_coordinator_that_stops_comes_back(cluster):
-    """It is in nobody's way: answers go on, and the change after it succeeds."""
+    """No engine waits for it: answers go on, and the change after it succeeds."""
     results: list[list[int]] = []
     calm = stream(cluster, 1500, results)
     calm.join()
@@ -344,17 +344,17 @@ def test_serve_run_deploys_the_same_app():
         reader = threading.Thread(target=lambda: lines.extend(process.stdout))
         reader.start()
         try:
-            ask_until_ready("http://127.0.0.1:8000", process)
+            request_until_ready("http://127.0.0.1:8000", process)
             found = [line for line in lines if "; ours is " in line]
             assert found, "".join(lines)
-            ask_until_ready("http://127.0.0.1:" + found[0].split()[-1], process)
+            request_until_ready("http://127.0.0.1:" + found[0].split()[-1], process)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(timeout=90)
             reader.join()
 
 
-def ask_until_ready(url: str, process: subprocess.Popen[str]) -> None:
+def request_until_ready(url: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 150
     while time.monotonic() < deadline:
         assert process.poll() is None

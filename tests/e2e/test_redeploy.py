@@ -43,7 +43,7 @@ def own_ray() -> Iterator[None]:
 
 
 def deploy(**overrides: Any) -> int:
-    """The port at which it answers: nobody has said one."""
+    """The port at which it answers: the configuration sets none."""
     settings = {
         "serve.port": 0,
         "serve.ingress_replicas": INGRESSES,
@@ -69,7 +69,7 @@ def until(true: Callable[[], Any], what: str) -> Any:
     return found
 
 
-def ask(port: int, path: str) -> dict[str, Any] | None:
+def get(port: int, path: str) -> dict[str, Any] | None:
     try:
         answer = httpx.get(f"http://127.0.0.1:{port}{path}", timeout=10)
     except httpx.TransportError:
@@ -78,19 +78,19 @@ def ask(port: int, path: str) -> dict[str, Any] | None:
 
 
 def engine_pid(port: int) -> int:
-    """Of the one engine, once all is at rest."""
+    """Of the one engine, once the cluster serves."""
 
-    def look() -> int | None:
-        state = ask(port, "/admin/cluster")
-        rests = state is not None and ask(port, "/ready") and state["state"] == "serving"
-        return state["engines"][0]["pid"] if rests and len(state["engines"]) == 1 else None
+    def check() -> int | None:
+        state = get(port, "/admin/cluster")
+        serving = state is not None and get(port, "/ready") and state["state"] == "serving"
+        return state["engines"][0]["pid"] if serving and len(state["engines"]) == 1 else None
 
-    pid: int = until(look, "one engine that serves")
+    pid: int = until(check, "one engine that serves")
     return pid
 
 
 def max_model_len(port: int) -> int | None:
-    models = ask(port, "/v1/models")
+    models = get(port, "/v1/models")
     return models and models["data"][0]["max_model_len"]
 
 

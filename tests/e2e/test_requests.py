@@ -1,4 +1,4 @@
-"""What a request may ask, on the whole route with the real model: foreign clients judge."""
+"""What a request may contain, on the whole route with the real model, by third-party clients."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_logprobs_of_a_chat_are_those_of_transformers(
 def test_an_echo_scores_the_prompt(
     api: openai.OpenAI, logprobs_of: Callable[[list[int]], torch.Tensor]
 ) -> None:
-    """As evaluation harnesses ask for it."""
+    """As evaluation harnesses request it."""
     text = "the quick brown fox"
     answer = api.completions.create(
         model=MODEL, prompt=text, max_tokens=1, temperature=0, echo=True, logprobs=1,
@@ -160,8 +160,8 @@ def test_a_schema_is_held_at_high_temperature(api: openai.OpenAI, seed: int) -> 
 
 
 def test_a_required_call_is_made_and_its_answer_can_be_sent_back(api: openai.OpenAI) -> None:
-    ask = chat("weather?", temperature=1.2, seed=3, max_tokens=300, tools=[TOOL])
-    answer = api.chat.completions.create(**ask, tool_choice="required", parallel_tool_calls=False)
+    body = chat("weather?", temperature=1.2, seed=3, max_tokens=300, tools=[TOOL])
+    answer = api.chat.completions.create(**body, tool_choice="required", parallel_tool_calls=False)
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls
@@ -169,18 +169,18 @@ def test_a_required_call_is_made_and_its_answer_can_be_sent_back(api: openai.Ope
     assert 1 <= json.loads(call.function.arguments)["days"] <= 9
     arguments, name = "", ""
     stream = api.chat.completions.create(
-        **ask, tool_choice="required", parallel_tool_calls=False, stream=True
+        **body, tool_choice="required", parallel_tool_calls=False, stream=True
     )
     for chunk in stream:
         for delta in chunk.choices[0].delta.tool_calls or []:
             name += delta.function.name or ""
             arguments += delta.function.arguments or ""
     assert (name, arguments) == (call.function.name, call.function.arguments)
-    ask["messages"] += [
+    body["messages"] += [
         choice.message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "sun"},
     ]
-    after = api.chat.completions.create(**{**ask, "max_tokens": 5}, tool_choice="none")
+    after = api.chat.completions.create(**{**body, "max_tokens": 5}, tool_choice="none")
     assert after.choices[0].message.tool_calls is None
 
 

@@ -40,7 +40,7 @@ async def streamed(api: openai.AsyncOpenAI, prompt: str, **extra: object) -> str
 def test_64_at_once_equal_transformers_streamed_and_whole(cluster, heldout, truth):
     prompts = [record["messages"][-1]["content"] for record in heldout[:64]]
 
-    async def ask_all() -> tuple[list[str], list[str]]:
+    async def answer_all() -> tuple[list[str], list[str]]:
         async with client(cluster) as api:
             wholes = await asyncio.gather(
                 *(whole(api, p, temperature=0, max_tokens=100) for p in prompts)
@@ -50,7 +50,7 @@ def test_64_at_once_equal_transformers_streamed_and_whole(cluster, heldout, trut
             )
             return wholes, streams
 
-    wholes, streams = asyncio.run(ask_all())
+    wholes, streams = asyncio.run(answer_all())
     expected = [truth(prompt, 100)[1] for prompt in prompts]
     assert wholes == expected
     assert streams == expected
@@ -71,20 +71,20 @@ def test_accuracy_equals_the_model_card(cluster, heldout):
     card = (NANO / "README.md").read_text()
     expected = int(re.search(r"^exact_match_count: (\d+)", card, re.M).group(1))
 
-    async def ask_all() -> list[str]:
+    async def answer_all() -> list[str]:
         limit = asyncio.Semaphore(64)
         async with client(cluster) as api:
 
-            async def ask(record: dict) -> str:
+            async def complete(record: dict) -> str:
                 async with limit:
                     answer = await api.chat.completions.create(
                         model=MODEL, messages=record["messages"], temperature=0, max_tokens=160
                     )
                     return answer.choices[0].message.content or ""
 
-            return await asyncio.gather(*(ask(record) for record in heldout))
+            return await asyncio.gather(*(complete(record) for record in heldout))
 
-    answers = asyncio.run(ask_all())
+    answers = asyncio.run(answer_all())
     right = sum(a == record["answer"] for a, record in zip(answers, heldout, strict=True))
     assert len(heldout) == 500
     assert right == expected
@@ -93,7 +93,7 @@ def test_accuracy_equals_the_model_card(cluster, heldout):
 def test_a_seeded_answer_is_the_same_alone_and_in_a_crowd(cluster):
     fields = {"temperature": 1.2, "top_p": 0.95, "seed": 7, "max_tokens": 40}
 
-    async def ask() -> tuple[str, list[str]]:
+    async def answers() -> tuple[str, list[str]]:
         async with client(cluster) as api:
             alone = await whole(api, "alphabet from c", **fields)
             crowd = [
@@ -102,7 +102,7 @@ def test_a_seeded_answer_is_the_same_alone_and_in_a_crowd(cluster):
             among = await asyncio.gather(whole(api, "alphabet from c", **fields), *crowd)
             return alone, among
 
-    alone, among = asyncio.run(ask())
+    alone, among = asyncio.run(answers())
     assert among[0] == alone
 
 

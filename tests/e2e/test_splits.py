@@ -34,10 +34,10 @@ def test_answers_equal_transformers(cluster, heldout, truth):
     prompts = [record["messages"][-1]["content"] for record in heldout[64:112]]
     served: set[str] = set()
 
-    async def ask_all() -> list[str]:
+    async def answer_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none") as api:
 
-            async def ask(prompt: str) -> str:
+            async def complete(prompt: str) -> str:
                 answer = await api.chat.completions.with_raw_response.create(
                     model="nano",
                     messages=[{"role": "user", "content": prompt}],
@@ -47,9 +47,9 @@ def test_answers_equal_transformers(cluster, heldout, truth):
                 served.add(answer.headers["x-swell-engine"])
                 return answer.parse().choices[0].message.content or ""
 
-            return await asyncio.gather(*(ask(prompt) for prompt in prompts))
+            return await asyncio.gather(*(complete(prompt) for prompt in prompts))
 
-    answers = asyncio.run(ask_all())
+    answers = asyncio.run(answer_all())
     assert answers == [truth(prompt, 60)[1] for prompt in prompts]
     engines = cluster.get("/admin/cluster").json()["engines"]
     assert served == {str(engine["rank"]) for engine in engines}

@@ -133,7 +133,7 @@ class Trial:
         except AlreadyPassed:
             when = f"after {moment.name}"
         except NotReached as error:
-            record.troubles.append(f"the moment was error: {error}")
+            record.troubles.append(f"the moment was not reached: {error}")
         await record.inject_and_wait(fault)
         await asyncio.sleep(_SETTLE_S)
         return await record.end(fault.name, when)

@@ -1,4 +1,4 @@
-"""What peers' tests ask for and Swell does otherwise, with the reason. `docs/compatibility.md` has
+"""What peers' tests expect and Swell does otherwise, with the reason. `docs/compatibility.md` has
 the same table, and `test_differences.py` compares both."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIFFERENCES: dict[str, str] = {
     "vllm test_completion_with_prompt_embeds.py": "no prompts of embeddings",
     "vllm test_vision.py": "text alone: image, audio and video parts are refused by name",
     "vllm test_tokenization.py::test_tokenizer_info_basic": (
-        "the tokenizer is a file that anybody may read; its settings are not served"
+        "the tokenizer is a file that everybody may read; its settings are not served"
     ),
     "vllm test_lora_adapters.py": "no LoRA adapters",
     "vllm test_batched_chat_completions.py": "several conversations are several requests",
@@ -38,7 +38,7 @@ DIFFERENCES: dict[str, str] = {
     ),
     "sglang test_openai_embedding.py": "no embeddings, no reranking",
     "sglang test_protocol.py::test_chat_completion_json_format[schema beside type]": (
-        "`schema` stands in `response_format.json_schema`, as OpenAI has it"
+        "`schema` is a field of `response_format.json_schema`, as OpenAI has it"
     ),
 }
 

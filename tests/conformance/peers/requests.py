@@ -1,4 +1,4 @@
-"""What the tests here ask with, and how they read what comes back."""
+"""The bodies that the tests here send, and readers of the answers."""
 
 from __future__ import annotations
 

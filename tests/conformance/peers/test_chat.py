@@ -31,9 +31,9 @@ def test_logprobs(post: Post, top: int, stream: bool) -> None:
     test_openai_server.py::test_chat_completion_stream"""
     answer = post(CHAT, messages=UPPER, logprobs=True, top_logprobs=top, stream=stream)
     parts = choices(events(answer)) if stream else ok(answer)["choices"]
-    told = [one for part in parts if part["logprobs"] for one in part["logprobs"]["content"]]
-    assert [one["token"] for one in told][:3] == list("ABC")
-    assert all(len(one["top_logprobs"]) == top for one in told)
+    response = [one for part in parts if part["logprobs"] for one in part["logprobs"]["content"]]
+    assert [one["token"] for one in response][:3] == list("ABC")
+    assert all(len(one["top_logprobs"]) == top for one in response)
 
 
 @pytest.mark.parametrize(("top", "stream"), [(21, True), (30, False)])
@@ -44,15 +44,15 @@ def test_too_many_logprobs(post: Post, top: int, stream: bool) -> None:
     assert ok(post(CHAT, messages=UPPER, max_completion_tokens=10))
 
 
-@pytest.mark.parametrize("asked", [0, 1, 2, None])
-def test_prompt_logprobs(post: Post, asked: int | None) -> None:
+@pytest.mark.parametrize("requested", [0, 1, 2, None])
+def test_prompt_logprobs(post: Post, requested: int | None) -> None:
     """vLLM test_chat.py::test_prompt_logprobs_chat, test_more_than_one_prompt_logprobs_chat"""
     talk = [*UPPER, {"role": "assistant", "content": "ABC"}, *UPPER]
-    more = {} if asked is None else {"prompt_logprobs": asked}
-    told = ok(post(CHAT, messages=talk, max_tokens=1, **more))["prompt_logprobs"]
-    assert (told is None) == (asked is None)
-    if asked is not None:
-        assert max(asked, 1) <= len(told[3]) <= asked + 1
+    more = {} if requested is None else {"prompt_logprobs": requested}
+    response = ok(post(CHAT, messages=talk, max_tokens=1, **more))["prompt_logprobs"]
+    assert (response is None) == (requested is None)
+    if requested is not None:
+        assert max(requested, 1) <= len(response[3]) <= requested + 1
 
 
 @differs("vllm test_chat_echo.py::test_top_logprobs[-1]")
@@ -78,9 +78,9 @@ def test_single_chat_session(client: openai.OpenAI) -> None:
 
 def test_streaming(client: openai.OpenAI) -> None:
     """vLLM test_chat.py::test_chat_streaming"""
-    ask: dict[str, Any] = {"model": MODEL, "messages": UPPER, "temperature": 0}
-    whole = client.chat.completions.create(**ask).choices[0]
-    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**ask, stream=True)]
+    options: dict[str, Any] = {"model": MODEL, "messages": UPPER, "temperature": 0}
+    whole = client.chat.completions.create(**options).choices[0]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**options, stream=True)]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
     assert [chunk.delta.role for chunk in chunks if chunk.delta.role] == ["assistant"]
     ends = [chunk.finish_reason for chunk in chunks if chunk.finish_reason]

@@ -52,13 +52,13 @@ def test_truncation_side(post: Post, side: str) -> None:
     assert answer["usage"]["prompt_tokens"] == 4
 
 
-@pytest.mark.parametrize(("asked", "least", "most"), [(0, 1, 1), (1, 1, 2), (5, 5, 6)])
-def test_logprobs(post: Post, asked: int, least: int, most: int) -> None:
+@pytest.mark.parametrize(("requested", "least", "most"), [(0, 1, 1), (1, 1, 2), (5, 5, 6)])
+def test_logprobs(post: Post, requested: int, least: int, most: int) -> None:
     """vLLM test_completion.py::test_zero_logprobs, test_some_logprobs"""
-    answer = ok(post(COMPLETIONS, prompt=ZEROS, max_tokens=5, logprobs=asked, ignore_eos=True))
-    told = answer["choices"][0]["logprobs"]
-    assert len(told["token_logprobs"]) == len(told["tokens"]) == len(told["text_offset"]) == 5
-    assert all(least <= len(top) <= most for top in told["top_logprobs"])
+    answer = ok(post(COMPLETIONS, prompt=ZEROS, max_tokens=5, logprobs=requested, ignore_eos=True))
+    found = answer["choices"][0]["logprobs"]
+    assert len(found["token_logprobs"]) == len(found["tokens"]) == len(found["text_offset"]) == 5
+    assert all(least <= len(top) <= most for top in found["top_logprobs"])
 
 
 def test_no_logprobs(post: Post) -> None:
@@ -75,13 +75,13 @@ def test_too_many_logprobs(post: Post, stream: bool) -> None:
     assert ok(post(COMPLETIONS, prompt=ZEROS, max_tokens=1))
 
 
-@pytest.mark.parametrize("asked", [0, 1, None])
-def test_prompt_logprobs(post: Post, asked: int | None) -> None:
+@pytest.mark.parametrize("requested", [0, 1, None])
+def test_prompt_logprobs(post: Post, requested: int | None) -> None:
     """vLLM test_completion.py::test_prompt_logprobs_completion"""
-    more = {} if asked is None else {"prompt_logprobs": asked}
+    more = {} if requested is None else {"prompt_logprobs": requested}
     answer = ok(post(COMPLETIONS, prompt=["A robot", "My name"], max_tokens=2, **more))
     for choice in answer["choices"]:
-        if asked is None:
+        if requested is None:
             assert choice["prompt_logprobs"] is None
         else:
             assert len(choice["prompt_logprobs"]) == 7 and choice["prompt_logprobs"][0] is None
@@ -89,10 +89,10 @@ def test_prompt_logprobs(post: Post, asked: int | None) -> None:
 
 def test_streaming(client: openai.OpenAI) -> None:
     """vLLM test_completion.py::test_completion_streaming"""
-    ask: dict[str, Any] = {"model": MODEL, "prompt": "What is it?", "temperature": 0}
-    ask |= {"max_tokens": 5, "extra_body": {"ignore_eos": True}}
-    whole = client.completions.create(**ask).choices[0].text
-    chunks = [chunk.choices[0] for chunk in client.completions.create(**ask, stream=True)]
+    options: dict[str, Any] = {"model": MODEL, "prompt": "What is it?", "temperature": 0}
+    options |= {"max_tokens": 5, "extra_body": {"ignore_eos": True}}
+    whole = client.completions.create(**options).choices[0].text
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**options, stream=True)]
     assert "".join(choice.text for choice in chunks) == whole
     assert [choice.finish_reason for choice in chunks if choice.finish_reason] == ["length"]
     assert chunks[-1].finish_reason == "length" and chunks[-1].text
@@ -173,17 +173,17 @@ def test_beam_search(post: Post) -> None:
     ok(post(COMPLETIONS, prompt="hi", n=2, use_beam_search=True))
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("requested", [0, 1])
 @pytest.mark.parametrize("prompt", ["Hello, my name is", ZEROS])
-def test_echo_with_logprobs(post: Post, prompt: Any, asked: int) -> None:
+def test_echo_with_logprobs(post: Post, prompt: Any, requested: int) -> None:
     """vLLM test_completion.py::test_echo_logprob_completion"""
-    body = {"prompt": prompt, "max_tokens": 5, "echo": True, "logprobs": asked}
+    body = {"prompt": prompt, "max_tokens": 5, "echo": True, "logprobs": requested}
     (choice,) = ok(post(COMPLETIONS, **body, ignore_eos=True))["choices"]
-    told = choice["logprobs"]
+    found = choice["logprobs"]
     assert choice["text"].startswith(prompt if isinstance(prompt, str) else "\0" * 5)
-    assert len(told["text_offset"]) == len(told["tokens"]) == len(prompt) + 5
-    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
-    assert all(max(asked, 1) <= len(top) <= asked + 1 for top in told["top_logprobs"][1:])
+    assert len(found["text_offset"]) == len(found["tokens"]) == len(prompt) + 5
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    assert all(max(requested, 1) <= len(top) <= requested + 1 for top in found["top_logprobs"][1:])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -192,9 +192,9 @@ def test_text_offsets_stand_while_a_stop_holds_text_back(post: Post, stream: boo
     body = {"prompt": "<|user|>upper: abcde<|end|><|assistant|>", "max_tokens": 5, "logprobs": 0}
     answer = post(COMPLETIONS, **body, stop=["\n\n\n\n"], stream=stream)
     parts = events(answer) if stream else [ok(answer)]
-    told = [part["choices"][0]["logprobs"] for part in parts]
-    assert [one for part in told if part for one in part["tokens"]] == list("ABCDE")
-    assert [at for part in told if part for at in part["text_offset"]] == [0, 1, 2, 3, 4]
+    found = [part["choices"][0]["logprobs"] for part in parts]
+    assert [one for part in found if part for one in part["tokens"]] == list("ABCDE")
+    assert [at for part in found if part for at in part["text_offset"]] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -269,7 +269,7 @@ def test_prompt_embeddings(post: Post) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_only_the_prompt(post: Post, stream: bool) -> None:
-    """vLLM test_completion.py, as lm-eval asks: `echo` with `max_tokens: 0`"""
+    """vLLM test_completion.py, as lm-eval sends it: `echo` with `max_tokens: 0`"""
     body = {"prompt": "Hello", "echo": True, "max_tokens": 0, "logprobs": 1, "stream": stream}
     answer = post(COMPLETIONS, **body)
     parts = events(answer) if stream else [ok(answer)]
@@ -293,7 +293,7 @@ def test_penalties(post: Post) -> None:
 
 def test_cached_tokens(post: Post) -> None:
     """SGLang test_cache_report.py::test_cache_report_openai"""
-    prompt = "a prompt that nothing else has asked " * 4
+    prompt = "a prompt that nothing else has sent " * 4
     counts = [
         ok(post(COMPLETIONS, prompt=prompt, max_tokens=1))["usage"]["prompt_tokens_details"]
         for _ in range(2)

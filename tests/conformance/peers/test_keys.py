@@ -1,4 +1,4 @@
-"""Who may ask: after vLLM's test_authentication_middleware.py and Ray Serve LLM's
+"""Which clients have access: after vLLM's test_authentication_middleware.py and Ray Serve LLM's
 test_auth_middleware.py."""
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_an_answer_with_the_key(locked: InProcessServer) -> None:
 def test_an_answer_before_the_body_ends_the_connection(
     locked: InProcessServer, whole: bool
 ) -> None:
-    """What a client with keep-alive needs to be told: a 401 does not wait for the body"""
+    """What a client with keep-alive needs to know: a 401 does not wait for the body"""
     host, port = locked.url.removeprefix("http://").split(":")
     head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
     sent = f"{head}content-length: 2\r\n\r\n{'{}' if whole else ''}"

@@ -1,5 +1,5 @@
-"""What the peers' tests ask of one model, asked of each kind of tokenizer. The models are random,
-so that what they write is held by grammars or compared with itself."""
+"""What the peers' tests check on one model, checked on each kind of tokenizer. The models are
+random, so that what they write is held by grammars or compared with itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 SHORT = ("llama2", "qwen3", "mistral_v7")
 CHOSEN = KINDS if "SWELL_CONFORMANCE" in os.environ else SHORT
 LITERALS = ["<think>x</think>", "<tool_call>", "[TOOL_CALLS]", "plain"]
-ASK = [{"role": "user", "content": "The weather?"}]
+QUERY = [{"role": "user", "content": "The weather?"}]
 REASONING_ENDS = {
     "think": "</think>",
     "think-open": "</think>",
@@ -67,14 +67,14 @@ class Served:
         return {"logit_bias": {str(end): 100}}
 
     def chat(self, **body: Any) -> Any:
-        (choice,) = ok(self.post(CHAT, messages=ASK, **self.brief, **body))["choices"]
+        (choice,) = ok(self.post(CHAT, messages=QUERY, **self.brief, **body))["choices"]
         return choice["message"]
 
     def calls(self, stream: bool, **body: Any) -> Any:
         if self.kind.tools is None:
             pytest.skip("its template shows no tools")
         body = {"tools": [WEATHER, SEARCH], "max_tokens": 400, **self.brief, **body}
-        body |= {"messages": ASK}
+        body |= {"messages": QUERY}
         return calls_of(self.post(CHAT, **body, stream=stream), stream)
 
 
@@ -118,14 +118,14 @@ def test_a_stream_is_the_whole(served: Served, logprobs: int | None) -> None:
     parts = [chunk["choices"][0] for chunk in events(served.post(COMPLETIONS, **body, stream=True))]
     assert "".join(part["text"] for part in parts) == whole["text"]
     if logprobs is not None:
-        told = [part["logprobs"] for part in parts if part["logprobs"]]
+        response = [part["logprobs"] for part in parts if part["logprobs"]]
         for name in ("tokens", "text_offset"):
-            assert [one for part in told for one in part[name]] == whole["logprobs"][name]
+            assert [one for part in response for one in part[name]] == whole["logprobs"][name]
 
 
 def test_a_chat_stream_is_the_whole(served: Served) -> None:
     """vLLM test_chat.py::test_chat_streaming"""
-    body = {"messages": ASK, "max_tokens": 40, "ignore_eos": True}
+    body = {"messages": QUERY, "max_tokens": 40, "ignore_eos": True}
     whole = ok(served.post(CHAT, **body))["choices"][0]["message"]
     texts = {"content": "", "reasoning_content": ""}
     for chunk in events(served.post(CHAT, **body, stream=True)):
@@ -159,12 +159,12 @@ def test_a_forced_call_over_responses(served: Served) -> None:
         pytest.skip("its template shows no tools")
     tool = {"type": "function", **SEARCH["function"]}  # type: ignore[dict-item]
     more = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
-    answer = ok(served.post(RESPONSES, input=ASK, **more, **served.brief, max_output_tokens=200))
+    answer = ok(served.post(RESPONSES, input=QUERY, **more, **served.brief, max_output_tokens=200))
     call = answer["output"][-1]
     assert call["type"] == "function_call" and call["name"] == "search"
     jsonschema.validate(json.loads(call["arguments"]), tool["parameters"])
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "20"}
-    talk = [*ASK, *answer["output"], result]
+    talk = [*QUERY, *answer["output"], result]
     ok(served.post(RESPONSES, input=talk, tools=[tool], max_output_tokens=4))
 
 
@@ -180,7 +180,7 @@ def test_calls_go_back(served: Served) -> None:
     calls, _, _ = served.calls(False, **more)
     said = {"role": "assistant", "content": None, "tool_calls": [{**calls[0], "type": "function"}]}
     result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "20"}
-    body = {"messages": [*ASK, said, result], "tools": [WEATHER, SEARCH], "max_tokens": 4}
+    body = {"messages": [*QUERY, said, result], "tools": [WEATHER, SEARCH], "max_tokens": 4}
     ok(served.post(CHAT, **body))
 
 
@@ -211,9 +211,9 @@ def test_tokens_of_a_conversation(served: Served, tools: Any) -> None:
     """vLLM test_tokenization.py::test_tokenize_chat, test_tokenize_chat_with_tools"""
     if tools and served.kind.tools is None:
         pytest.skip("its template shows no tools")
-    told = ok(served.post("/tokenize", messages=ASK, tools=tools, add_generation_prompt=True))
+    response = ok(served.post("/tokenize", messages=QUERY, tools=tools, add_generation_prompt=True))
     how = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
-    assert told["tokens"] == served.tokenizer.apply_chat_template(ASK, **how)
+    assert response["tokens"] == served.tokenizer.apply_chat_template(QUERY, **how)
 
 
 @pytest.mark.parametrize("text", ["The sky is blue.", " leading", "two  blanks", "naïve 🚀"])
@@ -221,13 +221,13 @@ def test_there_and_back(served: Served, text: str) -> None:
     """vLLM test_tokenization.py::test_detokenize"""
     ids = ok(served.post("/tokenize", prompt=text, add_special_tokens=False))["tokens"]
     assert ids == served.tokenizer.encode(text, add_special_tokens=False)
-    told = ok(served.post("/detokenize", tokens=ids))["prompt"]
-    assert told == served.tokenizer.decode(ids)
+    response = ok(served.post("/detokenize", tokens=ids))["prompt"]
+    assert response == served.tokenizer.decode(ids)
 
 
 def test_a_message_goes_on(served: Served) -> None:
     """SGLang test_openai_server.py::test_response_prefill: the form holds what follows"""
-    talk = [*ASK, {"role": "assistant", "content": "The sky"}]
+    talk = [*QUERY, {"role": "assistant", "content": "The sky"}]
     form = {"structured_outputs": {"choice": [" is blue"]}}
     body = {"messages": talk, "continue_final_message": True, "add_generation_prompt": False}
     (choice,) = ok(served.post(CHAT, **body, **form, **served.brief, max_tokens=20))["choices"]

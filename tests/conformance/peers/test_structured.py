@@ -42,32 +42,32 @@ def text_of(answer: Any) -> str:
     return text
 
 
-def ask(post: Post, path: str, **more: Any) -> str:
+def complete(post: Post, path: str, **more: Any) -> str:
     return text_of(ok(post(path, **PLAIN[path], **{"max_tokens": 100, **more})))
 
 
 @PATHS
 def test_choice(post: Post, path: str) -> None:
     """vLLM test_chat.py::test_structured_outputs_choice_chat"""
-    assert ask(post, path, structured_outputs={"choice": CHOICES}) in CHOICES
+    assert complete(post, path, structured_outputs={"choice": CHOICES}) in CHOICES
 
 
 @PATHS
 def test_json(post: Post, path: str) -> None:
     """vLLM test_chat.py::test_structured_outputs_json_chat"""
-    jsonschema.validate(json.loads(ask(post, path, structured_outputs={"json": FORM})), FORM)
+    jsonschema.validate(json.loads(complete(post, path, structured_outputs={"json": FORM})), FORM)
 
 
 @PATHS
 def test_regex(post: Post, path: str) -> None:
     """vLLM test_chat.py::test_structured_outputs_regex_chat"""
-    assert re.fullmatch(IP, ask(post, path, structured_outputs={"regex": IP}))
+    assert re.fullmatch(IP, complete(post, path, structured_outputs={"regex": IP}))
 
 
 @PATHS
 def test_grammar(post: Post, path: str) -> None:
     """vLLM test_completion.py: a grammar as llama.cpp writes it"""
-    text = ask(post, path, structured_outputs={"grammar": SQL})
+    text = complete(post, path, structured_outputs={"grammar": SQL})
     assert re.fullmatch(r"SELECT col_\d from table_\d", text)
 
 
@@ -88,7 +88,7 @@ def test_grammar(post: Post, path: str) -> None:
 def test_older_names(post: Post, path: str, name: str, value: Any) -> None:
     """vLLM test_completion.py::test_guided_*; SGLang test_openai_server.py::test_regex,
     test_openai_server_ebnf.py::test_ebnf, test_json_constrained.py"""
-    text = ask(post, path, **{name: value})
+    text = complete(post, path, **{name: value})
     kind = name.removeprefix("guided_")
     if kind == "choice":
         assert text in CHOICES
@@ -103,7 +103,7 @@ def test_older_names(post: Post, path: str, name: str, value: Any) -> None:
 def test_strict_json_by_grammar(post: Post) -> None:
     """SGLang test_openai_server_ebnf.py::test_ebnf_strict_json"""
     grammar = 'root ::= "{" pair "}"\npair ::= "\\"name\\"" ":" text\ntext ::= "\\"" [a-z]{2} "\\""'
-    text = ask(post, CHAT, structured_outputs={"grammar": grammar})
+    text = complete(post, CHAT, structured_outputs={"grammar": grammar})
     assert re.fullmatch(r'\{"name":"[a-z]{2}"\}', text)
 
 
@@ -134,14 +134,14 @@ def test_response_format_json_object(post: Post, path: str, stream: bool) -> Non
 def test_response_format_json_schema(post: Post, path: str, strict: bool | None) -> None:
     """vLLM test_chat.py::test_response_format_json_schema"""
     schema = {"name": "weather", "schema": FORM, "strict": strict, "description": "x"}
-    text = ask(post, path, response_format={"type": "json_schema", "json_schema": schema})
+    text = complete(post, path, response_format={"type": "json_schema", "json_schema": schema})
     jsonschema.validate(json.loads(text), FORM)
 
 
 @PATHS
 def test_response_format_text(post: Post, path: str) -> None:
     """vLLM test_chat.py::test_response_format_text"""
-    assert ask(post, path, response_format={"type": "text"}) is not None
+    assert complete(post, path, response_format={"type": "text"}) is not None
 
 
 @PATHS
@@ -155,7 +155,7 @@ def test_response_format_without_its_schema(post: Post, path: str) -> None:
 @differs("sglang test_protocol.py::test_chat_completion_json_format[schema beside type]")
 def test_schema_beside_its_type(post: Post) -> None:
     """SGLang test_protocol.py::test_chat_completion_json_format"""
-    ask(post, CHAT, response_format={"type": "json_schema", "schema": FORM})
+    complete(post, CHAT, response_format={"type": "json_schema", "schema": FORM})
 
 
 @PATHS
@@ -204,7 +204,7 @@ def test_form_and_tools_by_choice(post: Post, first: str) -> None:
 
 def test_null_tool_choice_beside_a_form(post: Post) -> None:
     """vLLM test_tool_choice_null.py::test_null_tool_choice_does_not_conflict_with_..."""
-    assert ask(post, CHAT, structured_outputs={"json": FORM}, tool_choice=None)
+    assert complete(post, CHAT, structured_outputs={"json": FORM}, tool_choice=None)
 
 
 @differs("sglang test_structural_tag.py")
@@ -212,4 +212,4 @@ def test_structural_tags(post: Post) -> None:
     """SGLang test_structural_tag.py"""
     tag = {"begin": "<f>", "schema": FORM, "end": "</f>"}
     form = {"type": "structural_tag", "structures": [tag], "triggers": ["<f"]}
-    ask(post, CHAT, response_format=form)
+    complete(post, CHAT, response_format=form)

@@ -11,7 +11,7 @@ import pytest
 from tests.conformance.in_process_server import start_in_process_server
 from tests.conformance.peers.conftest import Post
 from tests.conformance.peers.requests import CHAT, UPPER, events, ok, refused
-from tests.conformance.peers.test_kinds import ASK, Served
+from tests.conformance.peers.test_kinds import QUERY, Served
 from tests.kinds import kind
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def qwen() -> Iterator[Served]:
 
 
 def prompt(served: Served, **more: Any) -> list[int]:
-    ids: list[int] = ok(served.post("/tokenize", messages=ASK, **more))["tokens"]
+    ids: list[int] = ok(served.post("/tokenize", messages=QUERY, **more))["tokens"]
     return ids
 
 
@@ -36,12 +36,12 @@ def test_thinking_is_a_variable(qwen: Served) -> None:
     on = prompt(qwen, chat_template_kwargs={"enable_thinking": True})
     off = prompt(qwen, chat_template_kwargs={"enable_thinking": False})
     how = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
-    assert off == qwen.tokenizer.apply_chat_template(ASK, **how) != on == prompt(qwen)
+    assert off == qwen.tokenizer.apply_chat_template(QUERY, **how) != on == prompt(qwen)
 
 
 def test_thinking_by_its_own_field(qwen: Served) -> None:
     """DashScope's and SGLang's `enable_thinking` at the top level means the variable"""
-    body = {"messages": ASK, "max_tokens": 1, "return_token_ids": True}
+    body = {"messages": QUERY, "max_tokens": 1, "return_token_ids": True}
     off = ok(qwen.post(CHAT, **body, enable_thinking=False))["prompt_token_ids"]
     assert off == prompt(qwen, chat_template_kwargs={"enable_thinking": False})
 
@@ -49,7 +49,11 @@ def test_thinking_by_its_own_field(qwen: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_reasoning_when_it_is_off(qwen: Served, stream: bool) -> None:
     """SGLang test_enable_thinking.py::test_chat_completion_without_reasoning"""
-    body = {"messages": ASK, "max_tokens": 8, "chat_template_kwargs": {"enable_thinking": False}}
+    body = {
+        "messages": QUERY,
+        "max_tokens": 8,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     body |= {"structured_outputs": {"choice": ["a b c"]}, "stream": stream}
     answer = qwen.post(CHAT, **body)
     if stream:
@@ -71,7 +75,7 @@ def test_budgets_that_are_none(post: Post, value: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_budget_is_held_or_refused(qwen: Served, budget: int, stream: bool) -> None:
     """vLLM test_thinking_token_budget.py: reasoning has so many tokens at most"""
-    body = {"messages": ASK, "max_tokens": 60, "thinking_token_budget": budget}
+    body = {"messages": QUERY, "max_tokens": 60, "thinking_token_budget": budget}
     answer = qwen.post(CHAT, **body, stream=stream)
     if answer.status_code == 400:
         assert "thinking_token_budget" in answer.json()["error"]["message"]

@@ -34,10 +34,10 @@ def tokenizer() -> Any:
 def test_a_text(post: Post, special: bool | None) -> None:
     """vLLM test_tokenization.py::test_tokenize_completions"""
     more = {} if special is None else {"add_special_tokens": special}
-    told = ok(post("/tokenize", prompt="vllm1 This is a test.", **more))
+    tokenized = ok(post("/tokenize", prompt="vllm1 This is a test.", **more))
     ids = tokenizer().encode("vllm1 This is a test.", add_special_tokens=special is not False)
-    assert told["tokens"] == ids and told["count"] == len(ids)
-    assert told["max_model_len"] == MAX_MODEL_LEN and told["token_strs"] is None
+    assert tokenized["tokens"] == ids and tokenized["count"] == len(ids)
+    assert tokenized["max_model_len"] == MAX_MODEL_LEN and tokenized["token_strs"] is None
 
 
 @pytest.mark.parametrize("tools", [None, [WEATHER], [{**WEATHER, "function": {"name": "now"}}]])
@@ -51,16 +51,17 @@ def test_a_conversation(
     talk = [*TALK, SURE] if goes_on else TALK
     how = {"add_generation_prompt": begins, "continue_final_message": goes_on}
     more = {} if special is None else {"add_special_tokens": special}
-    told = ok(post("/tokenize", messages=talk, tools=tools, **how, **more))
+    tokenized = ok(post("/tokenize", messages=talk, tools=tools, **how, **more))
     text = tokenizer().apply_chat_template(talk, tools=tools, tokenize=False, **how)
-    assert told["tokens"] == tokenizer().encode(text, add_special_tokens=False)
-    assert told["count"] == len(told["tokens"]) and told["max_model_len"] == MAX_MODEL_LEN
+    assert tokenized["tokens"] == tokenizer().encode(text, add_special_tokens=False)
+    assert tokenized["count"] == len(tokenized["tokens"])
+    assert tokenized["max_model_len"] == MAX_MODEL_LEN
 
 
 def test_texts_of_tokens(post: Post) -> None:
     """vLLM test_tokenization.py::test_tokenize_with_return_token_strs"""
-    told = ok(post("/tokenize", prompt="a token_strs test!", return_token_strs=True))
-    assert told["token_strs"] == tokenizer().convert_ids_to_tokens(told["tokens"])
+    tokenized = ok(post("/tokenize", prompt="a token_strs test!", return_token_strs=True))
+    assert tokenized["token_strs"] == tokenizer().convert_ids_to_tokens(tokenized["tokens"])
 
 
 @pytest.mark.parametrize("text", ["This is a test. vllm1", "🚀 x", "<|end|>"])

@@ -29,7 +29,7 @@ from tests.conformance.peers.requests import (
 
 pytestmark = pytest.mark.slow
 
-ASK = {"messages": [{"role": "user", "content": "weather?"}], "max_tokens": 250}
+QUERY = {"messages": [{"role": "user", "content": "weather?"}], "max_tokens": 250}
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
 CALLS = {"logit_bias": {str(ord("<")): 100}, "structured_outputs": {"choice": ["no"]}}
 """Beside tools: the answer is a call or `no`, and nano is made to prefer the call's first byte."""
@@ -66,7 +66,7 @@ def calls_of(answer: Any, stream: bool) -> tuple[list[Any], list[str], str]:
 def test_a_forced_call(post: Post, choice: Any, stream: bool) -> None:
     """vLLM test_completion_with_function_calling.py::test_function_tool_use, test_named_tool_use;
     SGLang test_tool_choice.py::test_tool_choice_required_*, test_tool_choice_specific_function_*"""
-    answer = post(CHAT, **ASK, tools=[WEATHER], tool_choice=choice, stream=stream)
+    answer = post(CHAT, **QUERY, tools=[WEATHER], tool_choice=choice, stream=stream)
     calls, reasons, text = calls_of(answer, stream)
     assert len(calls) >= 1 and text == ""
     for call in calls:
@@ -77,7 +77,7 @@ def test_a_forced_call(post: Post, choice: Any, stream: bool) -> None:
 
 def test_a_streamed_call_is_the_whole_one(post: Post) -> None:
     """vLLM test_tool_calls.py::test_tool_call_and_choice"""
-    body = {**ASK, "tools": [WEATHER, SEARCH], "tool_choice": "required"}
+    body = {**QUERY, "tools": [WEATHER, SEARCH], "tool_choice": "required"}
     whole, streamed = (calls_of(post(CHAT, **body, stream=one), one) for one in (False, True))
     assert [one["function"] for one in whole[0]] == [one["function"] for one in streamed[0]]
     assert whole[1] == streamed[1] == ["tool_calls"]
@@ -85,7 +85,7 @@ def test_a_streamed_call_is_the_whole_one(post: Post) -> None:
 
 def test_one_of_two_is_named(post: Post) -> None:
     """SGLang test_openai_function_calling.py::test_function_call_specific"""
-    body = {**ASK, "tools": [SEARCH, WEATHER], "tool_choice": NAMED}
+    body = {**QUERY, "tools": [SEARCH, WEATHER], "tool_choice": NAMED}
     calls, _, _ = calls_of(post(CHAT, **body), False)
     assert {call["function"]["name"] for call in calls} == {"get_weather"}
 
@@ -95,7 +95,7 @@ def test_one_of_two_is_named(post: Post) -> None:
 def test_no_parallel_calls(post: Post, stream: bool, choice: str) -> None:
     """vLLM test_parallel_tool_calls.py::test_parallel_tool_calls_false; SGLang
     test_parallel_tool_calls.py"""
-    body = {**ASK, "tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    body = {**QUERY, "tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
     calls, _, _ = calls_of(post(CHAT, **body, **CALLS, stream=stream), stream)
     assert len(calls) == 1
 
@@ -103,7 +103,7 @@ def test_no_parallel_calls(post: Post, stream: bool, choice: str) -> None:
 def test_parallel_calls(post: Post) -> None:
     """vLLM test_parallel_tool_calls.py::test_parallel_tool_calls: each has an id of its own"""
     bias = {str(ord("<")): 100, str(ord("\n")): 99}
-    body = {**ASK, "max_tokens": 400, "tools": [SEARCH], "tool_choice": "required"}
+    body = {**QUERY, "max_tokens": 400, "tools": [SEARCH], "tool_choice": "required"}
     calls, _, _ = calls_of(post(CHAT, **body, logit_bias=bias), False)
     ids = [call["id"] for call in calls]
     assert len(set(ids)) == len(ids) >= 1
@@ -113,7 +113,7 @@ def test_parallel_calls(post: Post) -> None:
 def test_a_strict_tool(post: Post, stream: bool) -> None:
     """SGLang test_openai_function_calling.py::test_function_call_strict,
     test_function_calling_streaming_args_parsing"""
-    body = {**ASK, "tools": [STRICT], "parallel_tool_calls": False}
+    body = {**QUERY, "tools": [STRICT], "parallel_tool_calls": False}
     (call,), reasons, _ = calls_of(post(CHAT, **body, **CALLS, stream=stream), stream)
     assert reasons == ["tool_calls"]
     jsonschema.validate(json.loads(call["function"]["arguments"]), FORM)
@@ -133,7 +133,7 @@ def test_a_choice(post: Post, stream: bool, choice: str | None) -> None:
 def test_no_choice(post: Post, stream: bool) -> None:
     """vLLM test_chat_completions.py::test_chat_completion_without_tools; SGLang
     test_tool_choice.py: `none` never calls"""
-    body = {**ASK, "tools": [STRICT], "tool_choice": "none", "max_tokens": 40}
+    body = {**QUERY, "tools": [STRICT], "tool_choice": "none", "max_tokens": 40}
     answer = post(CHAT, **body, logit_bias={str(ord("<")): 100}, stream=stream)
     calls, reasons, text = calls_of(answer, stream)
     assert calls == [] and text and reasons == ["length"]
@@ -155,7 +155,7 @@ def test_a_choice_without_tools(post: Post, choice: Any, tools: Any) -> None:
     test_chat_completion_request_with_tool_choice_but_no_tools"""
     body = {"messages": UPPER, "tool_choice": choice, "tools": tools}
     if choice == "auto":
-        assert calls_of(post(CHAT, **body), False)[2] == "ABC"  # asks for nothing
+        assert calls_of(post(CHAT, **body), False)[2] == "ABC"  # no constraint
     else:
         assert refused(post(CHAT, **body))["param"].startswith("tool_choice")
 
@@ -175,7 +175,7 @@ def test_choices_that_are_none(post: Post, choice: Any) -> None:
     """vLLM test_completion_with_function_calling.py::test_inconsistent_tool_choice_and_tools,
     test_tool_choice_null.py::test_invalid_tool_choice_is_still_rejected; SGLang
     test_protocol.py::test_invalid_tool_choice_type"""
-    refused(post(CHAT, **ASK, tools=[WEATHER], tool_choice=choice))
+    refused(post(CHAT, **QUERY, tools=[WEATHER], tool_choice=choice))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_choices_that_are_none(post: Post, choice: Any) -> None:
 )
 def test_tools_that_are_none(post: Post, tool: Any) -> None:
     """vLLM protocol; SGLang test_openai_function_calling.py: a tool that cannot be forced"""
-    refused(post(CHAT, **ASK, tools=[tool], tool_choice="required"))
+    refused(post(CHAT, **QUERY, tools=[tool], tool_choice="required"))
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
@@ -200,7 +200,7 @@ def test_tools_that_are_none(post: Post, tool: Any) -> None:
 def test_a_call_that_is_cut_off(post: Post, choice: Any, stream: bool, limit: int) -> None:
     """vLLM test_completion_with_function_calling.py::test_max_tokens_with_tool_choice_required: no
     markup is shown as text"""
-    body = {**ASK, "max_tokens": limit, "tools": [WEATHER], "tool_choice": choice}
+    body = {**QUERY, "max_tokens": limit, "tools": [WEATHER], "tool_choice": choice}
     calls, reasons, text = calls_of(post(CHAT, **body, stream=stream), stream)
     assert reasons == ["length"] and text == ""
     assert limit > 1 or calls == []
@@ -230,17 +230,17 @@ def test_a_result_names_its_tool(post: Post) -> None:
 
 def test_a_message_of_the_client_goes_back(client: openai.OpenAI) -> None:
     """vLLM test_completion_with_function_calling.py: the client's own object, with all its nulls"""
-    ask: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "temperature": 0}
-    talk: list[Any] = [*ASK["messages"]]  # type: ignore[misc]
+    options: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "temperature": 0}
+    talk: list[Any] = [*QUERY["messages"]]  # type: ignore[misc]
     first = client.chat.completions.create(
-        messages=talk, tool_choice="required", parallel_tool_calls=False, **ask
+        messages=talk, tool_choice="required", parallel_tool_calls=False, **options
     )
     message = first.choices[0].message
     assert message.tool_calls
     talk += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "20"}]
-    assert client.chat.completions.create(messages=talk, max_tokens=4, **ask)
+    assert client.chat.completions.create(messages=talk, max_tokens=4, **options)
     talk[1] = message.model_dump()
-    assert client.chat.completions.create(messages=talk, max_tokens=4, **ask)
+    assert client.chat.completions.create(messages=talk, max_tokens=4, **options)
 
 
 def test_parsed_calls_go_back(client: openai.OpenAI) -> None:
@@ -274,7 +274,7 @@ def test_more_in_a_tool(post: Post, place: str) -> None:
     where = where["parameters"] if place == "parameters" else where
     where |= {"strict": True, "returns": {"type": "string"}} if place != "parameters" else {}
     where.setdefault("title", "x") if place == "parameters" else None
-    calls, _, _ = calls_of(post(CHAT, **ASK, tools=[tool], tool_choice="required"), False)
+    calls, _, _ = calls_of(post(CHAT, **QUERY, tools=[tool], tool_choice="required"), False)
     assert calls
 
 
@@ -282,7 +282,7 @@ def test_allowed_tools(post: Post) -> None:
     """OpenAI's `allowed_tools`, which vLLM's protocol takes: some of the tools that are shown"""
     some = {"mode": "required", "tools": [NAMED]}
     choice = {"type": "allowed_tools", "allowed_tools": some}
-    calls, _, _ = calls_of(post(CHAT, **ASK, tools=[SEARCH, WEATHER], tool_choice=choice), False)
+    calls, _, _ = calls_of(post(CHAT, **QUERY, tools=[SEARCH, WEATHER], tool_choice=choice), False)
     assert {call["function"]["name"] for call in calls} == {"get_weather"}
 
 
@@ -290,7 +290,7 @@ def test_a_tool_without_parameters(post: Post) -> None:
     """vLLM test_completion_with_function_calling.py::test_no_args_tool_call"""
     for more in ({}, {"parameters": None}, {"parameters": {}}):
         tool = {"type": "function", "function": {"name": "now", **more}}
-        body = {**ASK, "tools": [tool], "tool_choice": "required"}
+        body = {**QUERY, "tools": [tool], "tool_choice": "required"}
         calls, _, _ = calls_of(post(CHAT, **body, logit_bias={"125": 100}), False)
         assert json.loads(calls[0]["function"]["arguments"]) == {}
 
@@ -307,7 +307,7 @@ def test_schemas_are_not_changed_by_use(post: Post) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
     answers = []
     for _ in range(2):
-        calls, _, _ = calls_of(post(CHAT, **ASK, tools=[tool], tool_choice="required"), False)
+        calls, _, _ = calls_of(post(CHAT, **QUERY, tools=[tool], tool_choice="required"), False)
         answers.append([call["function"] for call in calls])
     assert answers[0] == answers[1]
     jsonschema.validate(json.loads(answers[0][0]["arguments"]), parameters)

@@ -235,5 +235,5 @@ def test_values_that_are_taken(post: Post, path: str, name: str, value: Any) -> 
     [("lora_path", "x"), ("return_hidden_states", True), ("length_penalty", 2.0)],
 )
 def test_values_that_would_change_the_answer(post: Post, path: str, name: str, value: Any) -> None:
-    """A field that asks for what is not here is refused by its name."""
+    """A field for a feature that is not here is refused by its name."""
     assert name in refused(post(path, **PLAIN[path], **{name: value}))["message"]

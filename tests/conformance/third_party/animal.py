@@ -1,4 +1,4 @@
-"""The answer that agents are asked for. Its grammar leaves nano no way but to fill the form: every
+"""The answer that agents have to give. Its grammar leaves nano no way but to fill the form: every
 text has an end, every field is required, and there are no others."""
 
 from __future__ import annotations
@@ -22,4 +22,4 @@ class Anything(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-ASK = "a cat"
+PROMPT = "a cat"

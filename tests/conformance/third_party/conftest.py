@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 BIN = ROOT / ".venv" / "bin"
 NANO = ROOT / "configs" / "models" / "nano"
 
-# Nothing is fetched: the model is here, and prices of models matter to nobody.
+# Nothing is fetched: the model is here, and the prices of models are not used.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", LITELLM_LOCAL_MODEL_COST_MAP="True")
 
 

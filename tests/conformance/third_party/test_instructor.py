@@ -10,7 +10,7 @@ from typing import Any, Literal
 import instructor
 import openai
 import pytest
-from animal import ASK, Animal, Anything
+from animal import PROMPT, Animal, Anything
 from instructor import Mode
 from instructor.core import IncompleteOutputException, InstructorRetryException
 from pydantic import BaseModel, ValidationInfo, field_validator
@@ -34,10 +34,10 @@ class Client:
     def _keep(self, *_: Any, **request: Any) -> None:
         self.requests.append(json.loads(json.dumps(request, default=str)))
 
-    def ask(self, method: str, kind: Any, max_tokens: int = 120, **more: Any) -> Any:
+    def create(self, method: str, kind: Any, max_tokens: int = 120, **more: Any) -> Any:
         call = getattr(self._instructor.chat.completions, method)
         more = {"max_retries": 0, self._limit: max_tokens, **more}
-        messages = [{"role": "user", "content": ASK}]
+        messages = [{"role": "user", "content": PROMPT}]
         return call(model="nano", response_model=kind, messages=messages, temperature=0, **more)
 
 
@@ -47,13 +47,13 @@ def client(url: str, request: pytest.FixtureRequest) -> Client:
 
 
 def test_a_form_is_filled(client: Client) -> None:
-    assert isinstance(client.ask("create", Animal), Animal)
+    assert isinstance(client.create("create", Animal), Animal)
 
 
 def test_a_form_grows(client: Client) -> None:
     """Fields come while the answer is written, as many at once as there are, and no text is taken
     back."""
-    grown = [partial.model_dump() for partial in client.ask("create_partial", Animal)]
+    grown = [partial.model_dump() for partial in client.create("create_partial", Animal)]
     Animal.model_validate(grown[-1])
     assert len(grown) > 1 and grown[0] != grown[-1]
     for before, after in pairwise(grown):
@@ -61,7 +61,7 @@ def test_a_form_grows(client: Client) -> None:
 
 
 def test_an_answer_comes_with_its_completion(client: Client) -> None:
-    animal, completion = client.ask("create_with_completion", Animal)
+    animal, completion = client.create("create_with_completion", Animal)
     assert isinstance(animal, Animal) and completion.usage.total_tokens > 0
 
 
@@ -78,7 +78,7 @@ def test_a_validation_error_goes_back_and_is_answered(client: Client) -> None:
                 raise ValueError("this name is taken")
             return name
 
-    assert isinstance(client.ask("create", Chosen, max_retries=2), Chosen)
+    assert isinstance(client.create("create", Chosen, max_retries=2), Chosen)
     first, second = client.requests
     key = "messages" if "messages" in first else "input"
     assert len(second[key]) > len(first[key])
@@ -87,19 +87,19 @@ def test_a_validation_error_goes_back_and_is_answered(client: Client) -> None:
 
 def test_a_form_that_is_cut_off_is_an_error(client: Client) -> None:
     with pytest.raises((IncompleteOutputException, InstructorRetryException)):
-        client.ask("create", Animal, max_tokens=16)
+        client.create("create", Animal, max_tokens=16)
 
 
 @pytest.mark.parametrize("mode", [Mode.JSON, Mode.MD_JSON], ids=lambda mode: mode.name)
 def test_a_form_in_the_prompt(
     url: str, mode: Mode, prefer: Callable[[str], dict[str, int]]
 ) -> None:
-    """The request asks for an object of no form, or for nothing."""
+    """The request demands an object of no form, or nothing."""
     client = Client(url, mode)
     body: dict[str, Any] = {"logit_bias": prefer("}")}
     if mode is Mode.MD_JSON:
         body = {"structured_outputs": {"regex": r"```json\n\{\}\n```"}}
-    assert isinstance(client.ask("create", Anything, extra_body=body), Anything)
+    assert isinstance(client.create("create", Anything, extra_body=body), Anything)
 
 
 def test_an_object_without_the_fields_is_asked_for_again(
@@ -108,7 +108,7 @@ def test_an_object_without_the_fields_is_asked_for_again(
     """`json_object` promises an object: `{}` is one, and never an Animal."""
     client = Client(url, Mode.JSON)
     with pytest.raises(InstructorRetryException) as failed:
-        client.ask("create", Animal, max_retries=1, extra_body={"logit_bias": prefer("}")})
+        client.create("create", Animal, max_retries=1, extra_body={"logit_bias": prefer("}")})
     assert failed.value.n_attempts == len(client.requests) == 2
     first, second = (request["messages"] for request in client.requests)
     assert len(second) > len(first)
@@ -129,7 +129,7 @@ class Go(BaseModel):
 def test_parallel_calls(url: str) -> None:
     client = Client(url, Mode.PARALLEL_TOOLS)
     calls = list(
-        client.ask(
+        client.create(
             "create", Iterable[Look | Go], max_tokens=400, extra_body={"tool_choice": "required"}
         )
     )
@@ -137,13 +137,13 @@ def test_parallel_calls(url: str) -> None:
 
 
 def test_each_of_many(url: str) -> None:
-    """Mode.RESPONSES_TOOLS alone asks for the list itself; in the others it may be left out."""
+    """Mode.RESPONSES_TOOLS alone requests the list itself; in the others it may be left out."""
     client = Client(url, Mode.RESPONSES_TOOLS)
-    found = list(client.ask("create_iterable", Animal))
+    found = list(client.create("create_iterable", Animal))
     assert all(isinstance(animal, Animal) for animal in found)
 
 
 @pytest.mark.parametrize("mode", [Mode.TOOLS, Mode.JSON_SCHEMA], ids=lambda mode: mode.name)
 def test_each_of_many_of_any_form(url: str, mode: Mode) -> None:
-    found = list(Client(url, mode).ask("create_iterable", Anything))
+    found = list(Client(url, mode).create("create_iterable", Anything))
     assert all(isinstance(one, Anything) for one in found)

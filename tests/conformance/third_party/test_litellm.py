@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 pytestmark = pytest.mark.slow
 
-ASK = [{"role": "user", "content": "upper: abc"}]
+MESSAGES = [{"role": "user", "content": "upper: abc"}]
 SCHEMA = {
     "type": "object",
     "properties": {"at": {"type": "integer"}},
@@ -26,7 +26,7 @@ class Person(BaseModel):
     age: int
 
 
-def wish(url: str, provider: str = "openai", **more: Any) -> dict[str, Any]:
+def options(url: str, provider: str = "openai", **more: Any) -> dict[str, Any]:
     base = url if provider == "anthropic" else f"{url}/v1"
     plain = {"api_base": base, "api_key": "k", "temperature": 0, "max_tokens": 100}
     return {"model": f"{provider}/nano", **plain, **more}
@@ -34,11 +34,11 @@ def wish(url: str, provider: str = "openai", **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 def test_an_answer_whole_and_streamed(url: str, provider: str) -> None:
-    answer = litellm.completion(messages=ASK, **wish(url, provider))
+    answer = litellm.completion(messages=MESSAGES, **options(url, provider))
     assert answer.choices[0].message.content == "ABC"
     usage = answer.usage
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    chunks = list(litellm.completion(messages=ASK, stream=True, **wish(url, provider)))
+    chunks = list(litellm.completion(messages=MESSAGES, stream=True, **options(url, provider)))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "ABC"
 
 
@@ -46,20 +46,20 @@ def test_an_answer_whole_and_streamed(url: str, provider: str) -> None:
 def test_a_call_is_made_and_answered(url: str, provider: str) -> None:
     """The answer goes back as LiteLLM made it, with what it added."""
     talk: list[Any] = [{"role": "user", "content": "look at 3"}]
-    forced = wish(url, provider, tools=[LOOK], tool_choice="required")
-    told = litellm.completion(messages=talk, **forced).choices[0]
-    (call,) = told.message.tool_calls
-    assert told.finish_reason == "tool_calls"
+    forced = options(url, provider, tools=[LOOK], tool_choice="required")
+    response = litellm.completion(messages=talk, **forced).choices[0]
+    (call,) = response.message.tool_calls
+    assert response.finish_reason == "tool_calls"
     assert call.function.name == "look"
     assert type(json.loads(call.function.arguments)["at"]) is int
-    talk += [told.message, {"role": "tool", "tool_call_id": call.id, "content": "a tree"}]
-    reply = litellm.completion(messages=talk, **wish(url, provider, tools=[LOOK])).choices[0]
+    talk += [response.message, {"role": "tool", "tool_call_id": call.id, "content": "a tree"}]
+    reply = litellm.completion(messages=talk, **options(url, provider, tools=[LOOK])).choices[0]
     assert reply.message.content or reply.message.tool_calls
 
 
 def test_a_streamed_call_is_the_whole_one(url: str) -> None:
     talk = [{"role": "user", "content": "look at 3"}]
-    forced = wish(url, tools=[LOOK], tool_choice="required")
+    forced = options(url, tools=[LOOK], tool_choice="required")
     whole = litellm.completion(messages=talk, **forced).choices[0].message.tool_calls
     chunks = list(litellm.completion(messages=talk, stream=True, **forced))
     streamed = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
@@ -67,19 +67,19 @@ def test_a_streamed_call_is_the_whole_one(url: str) -> None:
 
 
 def test_a_form(url: str) -> None:
-    answer = litellm.completion(messages=ASK, **wish(url, response_format=Person))
+    answer = litellm.completion(messages=MESSAGES, **options(url, response_format=Person))
     Person.model_validate_json(answer.choices[0].message.content)
 
 
 def test_text_and_responses(url: str) -> None:
-    text = litellm.text_completion(prompt="hi", **wish(url, "text-completion-openai"))
+    text = litellm.text_completion(prompt="hi", **options(url, "text-completion-openai"))
     assert text.choices[0].text
-    told = wish(url)
-    told["max_output_tokens"] = told.pop("max_tokens")
-    answer = litellm.responses(input="upper: abc", **told)
+    response = options(url)
+    response["max_output_tokens"] = response.pop("max_tokens")
+    answer = litellm.responses(input="upper: abc", **response)
     assert answer.output[-1].content[0].text == "ABC"
 
 
 def test_a_refusal_keeps_its_words(url: str) -> None:
     with pytest.raises(litellm.BadRequestError, match="temperature=-1"):
-        litellm.completion(messages=ASK, **wish(url, temperature=-1))
+        litellm.completion(messages=MESSAGES, **options(url, temperature=-1))

@@ -63,12 +63,12 @@ def report(url: str, nano: Path, tmp_path_factory: pytest.TempPathFactory) -> An
 def test_log_likelihoods_are_those_of_transformers(report: Any, nano: Path, python: Path) -> None:
     samples = report["samples"]["choice"]
     pairs = [pair for sample in samples for pair in sample["arguments"]]
-    told = [float(total) for sample in samples for total, _ in sample["filtered_resps"]]
+    response = [float(total) for sample in samples for total, _ in sample["filtered_resps"]]
     oracle = Path(__file__).with_name("loglikelihoods.py")
     out = subprocess.run(
         [python, oracle, nano], input=json.dumps(pairs), capture_output=True, text=True, check=True
     )
-    assert told == pytest.approx(json.loads(out.stdout), abs=1e-3)
+    assert response == pytest.approx(json.loads(out.stdout), abs=1e-3)
     assert report["results"]["choice"]["acc,none"] == 1.0
 
 

@@ -18,7 +18,7 @@ from agents import (
     set_tracing_disabled,
 )
 from agents.result import RunResultBase
-from animal import ASK, Animal
+from animal import PROMPT, Animal
 
 pytestmark = pytest.mark.slow
 
@@ -34,12 +34,12 @@ def look(at: Literal["left", "right"]) -> str:
     return "a tree"
 
 
-async def run(agent: Agent[Any], ask: Any, **more: Any) -> RunResultBase:
-    return await Runner.run(agent, ask, max_turns=3, **more)
+async def run(agent: Agent[Any], prompt: Any, **more: Any) -> RunResultBase:
+    return await Runner.run(agent, prompt, max_turns=3, **more)
 
 
-async def run_streamed(agent: Agent[Any], ask: Any, **more: Any) -> RunResultBase:
-    result = Runner.run_streamed(agent, ask, max_turns=3, **more)
+async def run_streamed(agent: Agent[Any], prompt: Any, **more: Any) -> RunResultBase:
+    result = Runner.run_streamed(agent, prompt, max_turns=3, **more)
     async for _ in result.stream_events():
         pass
     return result
@@ -47,7 +47,7 @@ async def run_streamed(agent: Agent[Any], ask: Any, **more: Any) -> RunResultBas
 
 @pytest.fixture(params=[run, run_streamed], ids=["whole", "streamed"])
 def answer(loop: asyncio.Runner, request: pytest.FixtureRequest) -> Callable[..., RunResultBase]:
-    return lambda agent, ask, **more: loop.run(request.param(agent, ask, **more))
+    return lambda agent, prompt, **more: loop.run(request.param(agent, prompt, **more))
 
 
 @pytest.fixture(params=MODELS, ids=["chat", "responses"])
@@ -76,13 +76,13 @@ def test_a_text(model: Any, answer: Any) -> None:
 
 
 def test_instructions(model: Any, answer: Any) -> None:
-    asked = agent(model)
-    asked.instructions = "Answer."
-    assert isinstance(answer(asked, "upper: abc").final_output, str)
+    built = agent(model)
+    built.instructions = "Answer."
+    assert isinstance(answer(built, "upper: abc").final_output, str)
 
 
 def test_an_output_type(model: Any, answer: Any) -> None:
-    assert isinstance(answer(agent(model, output_type=Animal), ASK).final_output, Animal)
+    assert isinstance(answer(agent(model, output_type=Animal), PROMPT).final_output, Animal)
 
 
 def test_a_tool_is_called_and_answered(model: Any, answer: Any, prefer: Any) -> None:
@@ -90,7 +90,7 @@ def test_a_tool_is_called_and_answered(model: Any, answer: Any, prefer: Any) -> 
     end as soon as `min_tokens` lets it."""
     speak = dict.fromkeys(prefer("A"), 50)
     body = {"logit_bias": prefer("<|end|>") | speak, "min_tokens": 3}
-    result = answer(agent(model, tools=[look], tool_choice="required", extra_body=body), ASK)
+    result = answer(agent(model, tools=[look], tool_choice="required", extra_body=body), PROMPT)
     assert items(result) == [*CALLED, "MessageOutputItem"]
     assert result.new_items[1].output == "a tree" and result.final_output == "AAA"
 
@@ -98,7 +98,7 @@ def test_a_tool_is_called_and_answered(model: Any, answer: Any, prefer: Any) -> 
 @pytest.mark.parametrize("choice", ["required", "look"])
 def test_a_tool_ends_the_run(model: Any, answer: Any, choice: str) -> None:
     forced = agent(model, tools=[look], tool_choice=choice, tool_use_behavior="stop_on_first_tool")
-    result = answer(forced, ASK)
+    result = answer(forced, PROMPT)
     assert result.final_output == "a tree" and items(result) == CALLED
 
 
@@ -111,24 +111,24 @@ def test_parallel_calls_are_said(model: Any, answer: Any, parallel: bool) -> Non
         tool_use_behavior="stop_on_first_tool",
         parallel_tool_calls=parallel,
     )
-    assert items(answer(forced, ASK))[0] == "ToolCallItem"
+    assert items(answer(forced, PROMPT))[0] == "ToolCallItem"
 
 
 def test_an_output_type_with_a_tool_at_hand(model: Any, answer: Any, prefer: Any) -> None:
     """nano may call or answer. A bias makes it answer, in the form."""
     free = agent(model, output_type=Animal, tools=[look], extra_body={"logit_bias": prefer("{")})
-    assert isinstance(answer(free, ASK).final_output, Animal)
+    assert isinstance(answer(free, PROMPT).final_output, Animal)
 
 
 def test_a_tool_then_an_output_type(model: Any, answer: Any, prefer: Any) -> None:
-    asked = agent(
+    built = agent(
         model,
         output_type=Animal,
         tools=[look],
         tool_choice="required",
         extra_body={"logit_bias": prefer("{")},
     )
-    result = answer(asked, ASK)
+    result = answer(built, PROMPT)
     assert items(result) == [*CALLED, "MessageOutputItem"]
     assert isinstance(result.final_output, Animal)
 
@@ -136,7 +136,7 @@ def test_a_tool_then_an_output_type(model: Any, answer: Any, prefer: Any) -> Non
 def test_a_handoff(model: Any, answer: Any) -> None:
     """The other agent reads what the first one did, and has a form of its own."""
     other = agent(model, "other", output_type=Animal)
-    result = answer(agent(model, handoffs=[other], tool_choice="required"), ASK)
+    result = answer(agent(model, handoffs=[other], tool_choice="required"), PROMPT)
     assert result.last_agent.name == "other"
     assert items(result) == ["HandoffCallItem", "HandoffOutputItem", "MessageOutputItem"]
     assert isinstance(result.final_output, Animal)
@@ -147,7 +147,7 @@ def test_a_conversation_goes_on(model: Any, answer: Any) -> None:
     forced = agent(
         model, tools=[look], tool_choice="required", tool_use_behavior="stop_on_first_tool"
     )
-    talk = [*answer(forced, ASK).to_input_list(), {"role": "user", "content": "upper: abc"}]
+    talk = [*answer(forced, PROMPT).to_input_list(), {"role": "user", "content": "upper: abc"}]
     result = answer(agent(model, output_type=Animal), talk)
     assert isinstance(result.final_output, Animal)
     talk = [*result.to_input_list(), {"role": "user", "content": "a dog"}]
@@ -160,13 +160,13 @@ def test_stored_conversations(url: str, answer: Any) -> None:
     first = answer(agent(model, store=True), "upper: abc")
     assert first.last_response_id
     more = {"previous_response_id": first.last_response_id}
-    second = answer(agent(model, output_type=Animal), ASK, **more)
+    second = answer(agent(model, output_type=Animal), PROMPT, **more)
     assert isinstance(second.final_output, Animal)
     assert second.context_wrapper.usage.input_tokens > first.context_wrapper.usage.total_tokens
 
 
 def test_a_refusal_is_an_error(model: Any, answer: Any) -> None:
-    asked = agent(model)
-    asked.model_settings.temperature = -1
+    built = agent(model)
+    built.model_settings.temperature = -1
     with pytest.raises(openai.BadRequestError, match="temperature=-1"):
-        answer(asked, ASK)
+        answer(built, PROMPT)

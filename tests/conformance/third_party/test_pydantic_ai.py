@@ -9,7 +9,7 @@ from typing import Any, Literal
 import anthropic
 import openai
 import pytest
-from animal import ASK, Animal, Anything
+from animal import PROMPT, Animal, Anything
 from pydantic_ai import Agent, ModelRetry, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.exceptions import ModelHTTPError
 from pydantic_ai.messages import ModelMessage, RetryPromptPart, ToolCallPart, ToolReturnPart
@@ -31,20 +31,20 @@ class Result:
         return [part for one in self.messages for part in one.parts if isinstance(part, kind)]
 
 
-async def run(agent: Agent[Any, Any], ask: str, **more: Any) -> Result:
-    result = await agent.run(ask, **more)
+async def run(agent: Agent[Any, Any], prompt: str, **more: Any) -> Result:
+    result = await agent.run(prompt, **more)
     return Result(result.output, result.all_messages(), result.usage)
 
 
-async def run_stream(agent: Agent[Any, Any], ask: str, **more: Any) -> Result:
-    async with agent.run_stream(ask, **more) as result:
+async def run_stream(agent: Agent[Any, Any], prompt: str, **more: Any) -> Result:
+    async with agent.run_stream(prompt, **more) as result:
         output = await result.get_output()
         return Result(output, result.all_messages(), result.usage)
 
 
 @pytest.fixture(params=[run, run_stream], ids=["whole", "streamed"])
 def answer(loop: asyncio.Runner, request: pytest.FixtureRequest) -> Callable[..., Result]:
-    return lambda agent, ask, **more: loop.run(request.param(agent, ask, **more))
+    return lambda agent, prompt, **more: loop.run(request.param(agent, prompt, **more))
 
 
 def openai_provider(url: str) -> OpenAIProvider:
@@ -108,44 +108,44 @@ def test_pieces_of_a_text(loop: asyncio.Runner, model: Any) -> None:
 
 
 def test_instructions(model: Any, answer: Any) -> None:
-    asked = agent(model, instructions="Answer.", system_prompt="Be brief.")
-    assert isinstance(answer(asked, "upper: abc").output, str)
+    built = agent(model, instructions="Answer.", system_prompt="Be brief.")
+    assert isinstance(answer(built, "upper: abc").output, str)
 
 
 def test_a_form_by_a_tool(model: Any, answer: Any) -> None:
-    result = answer(agent(model, ToolOutput(Animal)), ASK)
+    result = answer(agent(model, ToolOutput(Animal)), PROMPT)
     assert isinstance(result.output, Animal)
     assert len(result.parts(ToolCallPart)) == 1
 
 
 def test_one_of_two_forms_by_tools(model: Any, answer: Any) -> None:
     kinds = [ToolOutput(Animal, name="animal"), ToolOutput(Anything, name="anything")]
-    asked = agent(model, kinds)
-    assert isinstance(answer(asked, ASK).output, Animal | Anything)
+    built = agent(model, kinds)
+    assert isinstance(answer(built, PROMPT).output, Animal | Anything)
 
 
 def test_a_native_form(openai_model: Any, answer: Any) -> None:
-    assert isinstance(answer(agent(openai_model, NativeOutput(Animal)), ASK).output, Animal)
+    assert isinstance(answer(agent(openai_model, NativeOutput(Animal)), PROMPT).output, Animal)
 
 
 def test_a_form_in_the_prompt(openai_model: Any, answer: Any, prefer: Any) -> None:
     """The request promises an object alone; `}` ends it at once."""
     body = {"logit_bias": prefer("}")}
-    result = answer(agent(openai_model, PromptedOutput(Anything), body=body), ASK)
+    result = answer(agent(openai_model, PromptedOutput(Anything), body=body), PROMPT)
     assert isinstance(result.output, Anything)
 
 
 def test_a_tool_then_a_form_by_a_tool(model: Any, answer: Any) -> None:
-    asked = agent(model, ToolOutput(Animal))
-    give_look(asked)
-    assert isinstance(answer(asked, ASK).output, Animal)
+    built = agent(model, ToolOutput(Animal))
+    give_look(built)
+    assert isinstance(answer(built, PROMPT).output, Animal)
 
 
 def test_a_tool_that_is_chosen(openai_model: Any, answer: Any, prefer: Any) -> None:
     """The tool's name begins with the character that nano is made to prefer."""
-    asked = agent(openai_model, ToolOutput(Animal), body={"logit_bias": prefer("l")})
-    give_look(asked)
-    result = answer(asked, ASK)
+    built = agent(openai_model, ToolOutput(Animal), body={"logit_bias": prefer("l")})
+    give_look(built)
+    result = answer(built, PROMPT)
     assert [part.tool_name for part in result.parts(ToolCallPart)] == ["look", "final_result"]
     assert result.parts(ToolReturnPart)[0].content == "a tree"
 
@@ -155,37 +155,37 @@ def test_a_native_form_with_a_tool_at_hand(
     openai_model: Any, answer: Any, prefer: Any, first: str
 ) -> None:
     """The first character of a call, or of the form: both may begin the answer."""
-    asked = agent(openai_model, NativeOutput(Animal), body={"logit_bias": prefer(first)})
-    give_look(asked)
-    result = answer(asked, ASK)
+    built = agent(openai_model, NativeOutput(Animal), body={"logit_bias": prefer(first)})
+    give_look(built)
+    result = answer(built, PROMPT)
     assert isinstance(result.output, Animal)
     assert bool(result.parts(ToolCallPart)) == (first == "<")
 
 
 def test_an_answer_that_is_refused_is_given_again(loop: asyncio.Runner, model: Any) -> None:
     """The reason goes back to the model with what it had answered."""
-    asked = agent(model, ToolOutput(Animal))
+    built = agent(model, ToolOutput(Animal))
     seen: list[str] = []
 
-    @asked.output_validator
+    @built.output_validator
     def not_the_first(animal: Animal) -> Animal:
         seen.append(animal.name)
         if len(seen) == 1:
             raise ModelRetry("this name is taken")
         return animal
 
-    result = loop.run(run(asked, ASK))
+    result = loop.run(run(built, PROMPT))
     assert isinstance(result.output, Animal) and len(seen) == 2
     assert result.parts(RetryPromptPart)[0].content == "this name is taken"
 
 
 def test_a_conversation_goes_on(model: Any, answer: Any) -> None:
     """Calls and what they gave go back with it, as each API writes them."""
-    first = answer(agent(model, ToolOutput(Animal)), ASK)
+    first = answer(agent(model, ToolOutput(Animal)), PROMPT)
     second = answer(agent(model), "upper: abc", message_history=first.messages)
     assert isinstance(second.output, str)
     form = agent(model, ToolOutput(Animal))
-    third = answer(form, ASK, message_history=second.messages)
+    third = answer(form, PROMPT, message_history=second.messages)
     assert isinstance(third.output, Animal)
 
 
@@ -193,7 +193,7 @@ def test_a_conversation_changes_its_api(url: str, answer: Any) -> None:
     talk: list[ModelMessage] = []
     for make in (messages, responses, chat, messages):
         form = agent(make(url), ToolOutput(Animal))
-        result = answer(form, ASK, message_history=talk[-3:])
+        result = answer(form, PROMPT, message_history=talk[-3:])
         assert isinstance(result.output, Animal)
         talk = result.messages
 
@@ -205,7 +205,7 @@ def test_usage(loop: asyncio.Runner, model: Any) -> None:
 
 
 def test_a_refusal_is_an_error(model: Any, answer: Any) -> None:
-    asked = agent(model)
-    asked.model_settings["temperature"] = -1
+    built = agent(model)
+    built.model_settings["temperature"] = -1
     with pytest.raises(ModelHTTPError, match="temperature=-1"):
-        answer(asked, ASK)
+        answer(built, PROMPT)
