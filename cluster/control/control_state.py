@@ -25,6 +25,9 @@ from swell.cluster.control.fleet_view import FleetView
 from swell.configs.schema import ClusterConfig, Config
 
 
+TAKEN_OVER = "another manager has taken over meanwhile: send the request again"
+
+
 class ScaleRefused(ValueError):
     """A change that cannot be made, and why."""
 
@@ -130,6 +133,8 @@ def scale(
     drain_timeout_s: float | None = None,
 ) -> ControlState:
     """Set how many engines are wanted. Raises ScaleRefused."""
+    if state.leadership is Leadership.DEPOSED:
+        raise ScaleRefused(TAKEN_OVER)
     if engines != _within(engines, limits):
         raise ScaleRefused(
             f"engines={engines} lies outside of cluster.min_engines={limits.min_engines} .. "

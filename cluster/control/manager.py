@@ -175,7 +175,7 @@ class ClusterManager:
         """Returns when the newest request outlives this manager. Raises ScaleRefused if another one
         has taken over: it will not happen."""
         if not await self._checkpoints.save(self._checkpoint()):
-            raise ScaleRefused("another manager has taken over meanwhile: send the request again")
+            raise ScaleRefused(control_state.TAKEN_OVER)
 
     def _checkpoint(self) -> ClusterCheckpoint:
         return self._checkpoints.make(self.target, self.pause_requested, self._state.has_served)
