@@ -24,7 +24,6 @@ from swell.cluster.control.checkpoint_store import ClusterCheckpoint
 from swell.cluster.control.fleet_view import FleetView
 from swell.configs.schema import ClusterConfig, Config
 
-
 TAKEN_OVER = "another manager has taken over meanwhile: send the request again"
 
 
@@ -119,10 +118,6 @@ def adopt(state: ControlState, fleet: FleetView, limits: ClusterConfig) -> Contr
     """Keep every engine that was found serving: no checkpoint says how many are wanted."""
     target = _within(max(state.change.target, len(fleet.staying)), limits)
     return replace(state, change=replace(state.change, target=target, fallback=target))
-
-
-def step_down(state: ControlState) -> ControlState:
-    return replace(state, leadership=Leadership.DEPOSED)
 
 
 def scale(

@@ -100,7 +100,8 @@ def test_a_manager_that_comes_back_leaves_all_to_the_leader(stopped) -> None:
         await harness.start()
         harness.placement.events.clear()
         if not stopped:
-            first.scale(5)
+            with pytest.raises(ScaleRefused, match="taken over"):
+                first.scale(5)
             await harness.settle()
         await first.stop()
         assert harness.active == [0, 1] and harness.placement.events == []
