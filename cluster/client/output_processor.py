@@ -14,7 +14,7 @@ from swell.cluster.client.logprobs_processor import LogprobsProcessor
 from swell.cluster.client.output_text import OutputText
 from swell.cluster.client.outputs import RequestOutput, RequestOutputCollector, RequestOutputKind
 from swell.cluster.client.request_state import RequestState
-from swell.cluster.client.stats import IterationStats, NoStats, StatsSink
+from swell.cluster.client.stats import IterationStats, StatsSink
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.cluster.text.token_texts import TokenTexts
@@ -50,7 +50,7 @@ class OutputProcessor:
         self._detokenizer = detokenizer
         self._texts = TokenTexts(detokenizer)
         self._stream_interval = stream_interval
-        self._stats: StatsSink = stats or NoStats()
+        self._stats = stats or StatsSink()
         self._clock = clock
 
     def add_request(
