@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from functools import partial
 
 import msgspec
 
@@ -54,18 +55,14 @@ def drain(args: argparse.Namespace) -> int:
     return asyncio.run(_change(Client(args.url, args.api_key), "/admin/drain", request))
 
 
-def pause(args: argparse.Namespace) -> int:
-    return _switch(args, "/admin/pause")
-
-
-def resume(args: argparse.Namespace) -> int:
-    return _switch(args, "/admin/resume")
-
-
 def _switch(args: argparse.Namespace, path: str) -> int:
     """Request it and show the state after it."""
     asyncio.run(Client(args.url, args.api_key).post(path, RequestBody(), Accepted))
     return status(args)
+
+
+pause = partial(_switch, path="/admin/pause")
+resume = partial(_switch, path="/admin/resume")
 
 
 async def _change(client: Client, path: str, request: RequestBody) -> int:

@@ -1,4 +1,4 @@
-"""An ingress's channels: one to the coordinator, one to each engine."""
+"""An ingress's channels: one to the coordinator, one to each engine; and calls through them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from swell.configs.log import StructuredLogger
 from swell.configs.process import exit_on_error_async
-from swell.coordinator.channel import AsyncOutlet, ChannelAddress, ChannelKeys
+from swell.coordinator.channel import (
+    AsyncOutlet,
+    CallTable,
+    ChannelAddress,
+    ChannelKeys,
+    ChannelTimeout,
+)
 from swell.coordinator.roster import Member
 from swell.coordinator.wire import ClusterView, Counts, IngressMessage, Subscribe
-from swell.engine.wire import EngineCoreOutputs, KeepAlive
+from swell.engine.wire import EngineCoreOutputs, KeepAlive, UtilityCall, UtilityOutput
 
 _MAX_FAILED_VIEWS = 3
 """Views in a row that could not be applied before the ingress ends itself."""
@@ -204,3 +212,36 @@ class AsyncEngineCoreClient:
                 )
         self._on_view(view, list(self._lost))
         self._lost.clear()
+
+
+class EngineCallFailed(RuntimeError):
+    """An engine's service raised; the message is the engine's."""
+
+
+class EngineCalls:
+    """Calls of engines' services that wait for their answers, each with a deadline."""
+
+    def __init__(self, client: EngineCoreClient) -> None:
+        self._client = client
+        self._table: CallTable[UtilityOutput] = CallTable()
+
+    async def call(self, engine: EngineId, method: str, args: list[Any], timeout_s: float) -> Any:
+        """Raises EngineCallFailed with the engine's message, and TimeoutError without an answer in
+        time."""
+        future: asyncio.Future[UtilityOutput] = asyncio.get_running_loop().create_future()
+        call_id = self._table.open(future, timeout_s)
+        self._client.send(engine, UtilityCall(call_id, method, args))
+        try:
+            # An answer that is there counts, also if the loop was late and its time is over.
+            if not (await asyncio.wait({future}, timeout=timeout_s))[0]:
+                late = f"engine {engine.rank} did not answer {method!r} within {timeout_s:g} s"
+                self._table.fail(call_id, ChannelTimeout(late))
+        finally:
+            self._table.expire()
+        answer = await future
+        if answer.failure_message is not None:
+            raise EngineCallFailed(answer.failure_message)
+        return msgspec.msgpack.decode(answer.result)
+
+    def on_answer(self, answer: UtilityOutput) -> None:
+        self._table.answer(answer.call_id, answer)

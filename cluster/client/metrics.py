@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from swell.cluster.client.stats import IterationStats
+from swell.cluster.client.stats import IterationStats, StatsSink
 from swell.cluster.text.schema.known_fields import IGNORED_FIELDS
 from swell.coordinator.metrics_aggregator import add
 from swell.coordinator.wire import Counts
@@ -76,7 +76,7 @@ class Counter:
         return family
 
 
-class PrometheusStats(Collector):
+class PrometheusStats(StatsSink, Collector):
     """A `StatsSink` with a registry of its own, so that several may be in one process.
 
     It exports the sum of its own counters and those of all other ingresses, as last received.

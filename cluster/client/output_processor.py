@@ -14,7 +14,7 @@ from swell.cluster.client.logprobs_processor import LogprobsProcessor
 from swell.cluster.client.output_text import OutputText
 from swell.cluster.client.outputs import RequestOutput, RequestOutputCollector, RequestOutputKind
 from swell.cluster.client.request_state import RequestState
-from swell.cluster.client.stats import IterationStats, NoStats, StatsSink
+from swell.cluster.client.stats import IterationStats, StatsSink
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.cluster.text.token_texts import TokenTexts
@@ -50,7 +50,7 @@ class OutputProcessor:
         self._detokenizer = detokenizer
         self._texts = TokenTexts(detokenizer)
         self._stream_interval = stream_interval
-        self._stats: StatsSink = stats or NoStats()
+        self._stats = stats or StatsSink()
         self._clock = clock
 
     def add_request(
@@ -127,19 +127,15 @@ class OutputProcessor:
     def abort_requests(self, request_ids: Iterable[str]) -> list[RequestState]:
         """End requests for their client, which gets what there is with finish reason `abort`.
         Returns those that ended, to be aborted in their engines; unknown ids are ignored."""
-        stats, now_s, ended = IterationStats(), self._clock(), []
-        for request_id in request_ids:
-            state = self.request_states.get(request_id)
-            if state is None:
-                continue
-            state.finish(FinishReason.ABORT)
-            request_output = state.make_output()
-            if state.queue is not None and request_output is not None:
-                state.queue.put(request_output)
-            self._remove(state, now_s, stats)
-            ended.append(state)
-        self._stats.record(stats)
-        return ended
+
+        def abort(state: RequestState) -> RequestOutput | None:
+            try:
+                state.finish(FinishReason.ABORT)
+                return state.make_output()
+            except Exception as error:  # a tokenizer's decoder may raise: its request alone fails
+                return state.fail(error)
+
+        return self._end(request_ids, abort)
 
     def propagate_error(
         self,
@@ -149,14 +145,27 @@ class OutputProcessor:
     ) -> list[RequestState]:
         """End the given requests (None: all) with an exception, so that their clients do not wait
         without end. Returns those that ended; `reason` is for statistics."""
+
+        def fail(state: RequestState) -> Exception:
+            state.finish_reason = reason
+            return error
+
+        return self._end(list(self.request_states) if request_ids is None else request_ids, fail)
+
+    def _end(
+        self,
+        request_ids: Iterable[str],
+        end: Callable[[RequestState], RequestOutput | Exception | None],
+    ) -> list[RequestState]:
+        """`end` returns what the client gets."""
         stats, now_s, ended = IterationStats(), self._clock(), []
-        for request_id in list(self.request_states if request_ids is None else request_ids):
+        for request_id in request_ids:
             state = self.request_states.get(request_id)
             if state is None:
                 continue
-            state.finish_reason = reason
-            if state.queue is not None:
-                state.queue.put(error)
+            output = end(state)
+            if state.queue is not None and output is not None:
+                state.queue.put(output)
             self._remove(state, now_s, stats)
             ended.append(state)
         self._stats.record(stats)

@@ -155,22 +155,16 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     them."""
 
     def add(self, newer: RequestOutput, *, aggregate: bool) -> None:
-        """Merge a later output into this one: deltas are joined, other kinds replaced."""
+        """Merge a later output of the same answer into this one: deltas are joined, other kinds
+        replaced."""
         self.finished = self.finished or newer.finished
         self.num_cached_tokens = newer.num_cached_tokens
         if newer.prompt_logprobs is not None:
             self.prompt_logprobs = newer.prompt_logprobs
-        for completion in newer.outputs:
-            for position, older in enumerate(self.outputs):
-                if older.index != completion.index:
-                    continue
-                if aggregate:
-                    older.add(completion)
-                else:
-                    self.outputs[position] = completion
-                break
-            else:
-                self.outputs.append(completion)
+        if aggregate:
+            self.outputs[0].add(newer.outputs[0])
+        else:
+            self.outputs = newer.outputs
 
 
 class Event:

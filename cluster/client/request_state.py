@@ -179,8 +179,10 @@ class RequestState:
         """Apply tokens and the end; a stop string may end the request earlier."""
         token_ids = output.new_token_ids
         logprobs = self._logprobs.split_extras(output.extras, len(token_ids))
-        if token_ids:
-            self._on_tokens(output)
+        if token_ids and isinstance(self._placement, Route):
+            self._placement.on_first_token()
+        if token_ids and not self._answered:
+            self._answered, self.num_cached_tokens = True, output.num_cached_tokens
         num_visible = len(token_ids)
         if (
             output.finish_reason == FinishReason.STOP
@@ -249,13 +251,6 @@ class RequestState:
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=self._logprobs.pop_prompt_logprobs(delta_only=is_delta),
         )
-
-    def _on_tokens(self, output: EngineCoreOutput) -> None:
-        if isinstance(self._placement, Route):
-            self._placement.on_first_token()
-        if not self._answered:
-            self._answered = True
-            self.num_cached_tokens = output.num_cached_tokens
 
     def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason

@@ -13,8 +13,6 @@ was on an engine.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import msgspec
 
 from swell.engine.wire import EngineCoreOutput
@@ -45,16 +43,11 @@ class IterationStats(msgspec.Struct, kw_only=True):
     finished: list[FinishedRequestStats] = []
 
 
-class StatsSink(Protocol):
+class StatsSink:
+    """Takes the statistics of each iteration. This one drops them: statistics are off."""
+
     def record(self, stats: IterationStats) -> None:
         """Take the statistics of one iteration."""
-
-
-class NoStats:
-    """Statistics are off."""
-
-    def record(self, stats: IterationStats) -> None:
-        pass
 
 
 class RequestTimes:

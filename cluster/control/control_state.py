@@ -24,6 +24,8 @@ from swell.cluster.control.checkpoint_store import ClusterCheckpoint
 from swell.cluster.control.fleet_view import FleetView
 from swell.configs.schema import ClusterConfig, Config
 
+TAKEN_OVER = "another manager has taken over meanwhile: send the request again"
+
 
 class ScaleRefused(ValueError):
     """A change that cannot be made, and why."""
@@ -118,10 +120,6 @@ def adopt(state: ControlState, fleet: FleetView, limits: ClusterConfig) -> Contr
     return replace(state, change=replace(state.change, target=target, fallback=target))
 
 
-def step_down(state: ControlState) -> ControlState:
-    return replace(state, leadership=Leadership.DEPOSED)
-
-
 def scale(
     state: ControlState,
     fleet: FleetView,
@@ -130,6 +128,8 @@ def scale(
     drain_timeout_s: float | None = None,
 ) -> ControlState:
     """Set how many engines are wanted. Raises ScaleRefused."""
+    if state.leadership is Leadership.DEPOSED:
+        raise ScaleRefused(TAKEN_OVER)
     if engines != _within(engines, limits):
         raise ScaleRefused(
             f"engines={engines} lies outside of cluster.min_engines={limits.min_engines} .. "

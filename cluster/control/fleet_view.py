@@ -72,28 +72,20 @@ class FleetView:
     @property
     def can_be_kept(self) -> list[int]:
         """Ranks of engines that leave, and need not."""
-        return [
-            engine.rank
-            for engine in self.engines
-            if engine.place is Place.SERVING
-            and engine.intent is Intent.LEAVE
-            and not engine.in_transition
-        ]
+        return self._ranks(Place.SERVING, Intent.LEAVE, may_be_moving=False)
 
     @property
     def can_be_cancelled(self) -> list[int]:
         """Ranks of engines that start, and do not join yet."""
-        moving = {engine.rank for engine in self.engines if engine.in_transition}
-        return [rank for rank in self.starting if rank not in moving]
+        return self._ranks(Place.STARTING, may_be_moving=False)
 
     def free_ranks(self, count: int) -> list[int]:
         """The lowest ones."""
         taken = {engine.rank for engine in self.engines}
         return [rank for rank in range(count + len(taken)) if rank not in taken][:count]
 
-    def _ranks(self, place: Place) -> list[int]:
-        return [
-            engine.rank
-            for engine in self.engines
-            if engine.place is place and engine.intent is Intent.STAY
-        ]
+    def _ranks(
+        self, place: Place, intent: Intent = Intent.STAY, *, may_be_moving: bool = True
+    ) -> list[int]:
+        found = (e for e in self.engines if e.place is place and e.intent is intent)
+        return [engine.rank for engine in found if may_be_moving or not engine.in_transition]

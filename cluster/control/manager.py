@@ -20,12 +20,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 from swell.cluster.control import control_state
 from swell.cluster.control.backoff import Trouble
-from swell.cluster.control.checkpoint_store import CheckpointStore, ClusterCheckpoint
-from swell.cluster.control.checkpoint_writer import CheckpointWriter
+from swell.cluster.control.checkpoint_store import (
+    CheckpointStore,
+    CheckpointWriter,
+    ClusterCheckpoint,
+)
 from swell.cluster.control.cluster_status import describe
 from swell.cluster.control.control_state import (
     ControlState,
@@ -175,7 +179,7 @@ class ClusterManager:
         """Returns when the newest request outlives this manager. Raises ScaleRefused if another one
         has taken over: it will not happen."""
         if not await self._checkpoints.save(self._checkpoint()):
-            raise ScaleRefused("another manager has taken over meanwhile: send the request again")
+            raise ScaleRefused(control_state.TAKEN_OVER)
 
     def _checkpoint(self) -> ClusterCheckpoint:
         return self._checkpoints.make(self.target, self.pause_requested, self._state.has_served)
@@ -328,7 +332,7 @@ class ClusterManager:
 
     async def _step_down(self) -> None:
         self._log.warning("another manager leads: this one does nothing more")
-        self._state = control_state.step_down(self._state)
+        self._state = replace(self._state, leadership=Leadership.DEPOSED)
         await self._fleet.cancel_tasks()
 
     async def _on_membership(self, now: Membership) -> None:

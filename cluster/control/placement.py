@@ -198,10 +198,7 @@ class Placement:
         groups = {name: ids for name, ids in self._groups().items() if name not in known}
         for name in (actors | set(groups)) - ended:
             self._log.warning("stray ended", name=name, actor=name in actors, group=name in groups)
-            if name in actors:
-                strays.destroy(strays.find_actor(name, self._namespace), None)
-            for group_id in groups.get(name, []):
-                strays.destroy(None, strays.group(group_id))
+            strays.end(name, self._namespace, groups.get(name, ()))
             ended.add(name)
         return bool(actors or groups)
 

@@ -8,7 +8,7 @@ engine too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
@@ -55,12 +55,16 @@ def destroy(actor: Any, group: Any) -> None:
         remove_placement_group(group)
 
 
+def end(name: str, namespace: str, group_ids: Iterable[str] = ()) -> None:
+    """End the actor of this name, if there is one, and these placement groups."""
+    destroy(find_actor(name, namespace), None)
+    for group_id in group_ids:
+        destroy(None, group(group_id))
+
+
 def end_all(namespace: str, name_filter: Callable[[str], bool]) -> set[str]:
     """End every actor of the namespace and every such placement group. Returns their names."""
     actors, groups = actor_names(namespace), group_ids(name_filter)
-    for name in actors:
-        destroy(find_actor(name, namespace), None)
-    for ids in groups.values():
-        for group_id in ids:
-            destroy(None, group(group_id))
+    for name in actors | set(groups):
+        end(name, namespace, groups.get(name, ()))
     return actors | set(groups)

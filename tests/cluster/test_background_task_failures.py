@@ -161,7 +161,7 @@ def test_an_engine_that_cannot_even_be_ended_is_replaced(way: str) -> None:
 
         setattr(world.placement, way, fail)
         if way == "end":
-            world.placement.die(0)
+            world.placement.kill_engine(0)
         else:
             world.coordinator.report_stalled(0)
         await asyncio.sleep(60)

@@ -221,10 +221,10 @@ class EngineHarness:
         (prompt,) = params.prompts
         for child in params.children(str(number), prompt):
             request = child.core
-            place = (at + child.index) % len(self._engines)
+            place = (at + child.child_index) % len(self._engines)
             collector = RequestOutputCollector(kind, request.request_id)
             self._processor.add_request(
-                request, child.params, kind=kind, queue=collector, index=child.index
+                request, child.params, kind=kind, queue=collector, index=child.child_index
             )
             self._children[request.request_id] = _Child(number, place, collector, sorted(cuts))
             assert self._engines[place]._core.add_request(request, CLIENT) is None

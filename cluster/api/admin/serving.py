@@ -24,7 +24,7 @@ from swell.cluster.api.routing import Handler, json_response, route
 from swell.cluster.api.server.access import AccessRules
 from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.client.engine_calls import EngineCallFailed
+from swell.cluster.client.engine_core_client import EngineCallFailed
 from swell.cluster.text.schema.decode import decode
 from swell.configs.schema import ServeConfig
 

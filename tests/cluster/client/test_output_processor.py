@@ -230,6 +230,19 @@ def test_abort_gives_what_there_is() -> None:
     asyncio.run(run())
 
 
+def test_an_abort_whose_text_cannot_be_decoded_fails_that_request_alone() -> None:
+    out, params = processor(), SamplingParams()
+    states = []
+    for name in ("broken", "whole"):
+        collector = RequestOutputCollector(CUMULATIVE)
+        states.append(out.add_request(core(params, name), params, kind=CUMULATIVE, queue=collector))
+    states[0]._text.finish = lambda _num_tokens: 1 / 0
+    assert out.abort_requests([state.request_id for state in states]) == states
+    assert not out.request_states
+    reasons = [state.queue.get_nowait().outputs[0].finish_reason for state in states]
+    assert reasons == ["error", "abort"]
+
+
 def test_an_error_reaches_everyone_after_what_came_before() -> None:
     async def run() -> None:
         out, params = processor(), SamplingParams()

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from swell.cluster.control.control_state import ScaleRefused
 from swell.coordinator import roster
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, Roster
@@ -99,7 +100,8 @@ def test_a_manager_that_comes_back_leaves_all_to_the_leader(stopped) -> None:
         await harness.start()
         harness.placement.events.clear()
         if not stopped:
-            first.scale(5)
+            with pytest.raises(ScaleRefused, match="taken over"):
+                first.scale(5)
             await harness.settle()
         await first.stop()
         assert harness.active == [0, 1] and harness.placement.events == []
@@ -284,3 +286,18 @@ def test_a_member_that_was_not_placed_is_taken_out() -> None:
         assert harness.coordinator.roster.ranks == [0]
 
     run(scenario)
+
+
+@pytest.mark.parametrize("request_change", [lambda m: m.scale(1), lambda m: m.drain(1)])
+def test_a_manager_that_has_stepped_down_refuses_changes(request_change) -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        first, harness.manager = harness.manager, harness.another()
+        await harness.start()
+        harness.placement.events.clear()
+        with pytest.raises(ScaleRefused, match="taken over"):
+            request_change(first)
+        await harness.settle()
+        assert harness.active == [0, 1] and harness.placement.events == []
+
+    run(scenario, data=2)
