@@ -34,23 +34,20 @@ _SCALARS = ("number", "integer", "boolean", "null")
 
 def python_calls(tools: Sequence[Tool]) -> list[str]:
     """Rules of `call`: `f(a=1, b="x")`."""
-    return _rules([_PythonArguments(tool, index) for index, tool in enumerate(tools)], PYTHON)
+    return _rules(_PythonArguments, tools, PYTHON, ", ")
 
 
 def gemma_calls(tools: Sequence[Tool], notation: Notation, special: Mapping[str, int]) -> list[str]:
     """Rules of `call`: `call:f{a:1,b:QUOTExQUOTE}`."""
-    made = [_GemmaArguments(tool, index) for index, tool in enumerate(tools)]
-    return _rules(made, notation) + _gemma_values(notation.mark, special)
+    rules = _rules(_GemmaArguments, tools, notation, ",")
+    return rules + _gemma_values(notation.mark, special)
 
 
 class _Arguments:
     """Rules for the arguments of one tool."""
 
-    assign: str
-    separator: str
-
-    def __init__(self, tool: Tool, index: int) -> None:
-        self.tool = tool
+    def __init__(self, tool: Tool, index: int, notation: Notation, separator: str) -> None:
+        self._assign, self._separator = notation.assign, separator
         self.rules: list[str] = []
         self._prefix = f"args_{index}"
         self._root = parameters_of(tool)
@@ -58,9 +55,6 @@ class _Arguments:
 
     def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
         """The name of a rule, or an expression in brackets."""
-        raise NotImplementedError
-
-    def any_value(self) -> str:
         raise NotImplementedError
 
     def members(self, schema: Mapping[str, Any], where: str, depth: int) -> str:
@@ -77,10 +71,10 @@ class _Arguments:
                     f"quotes: use letters, digits and _"
                 )
             value = self._value(one, f"{name!r} in the {where}", depth + 1)
-            made.append(f"{literal(name + self.assign)} {value}")
+            made.append(f"{literal(name + self._assign)} {value}")
         after, alternatives = "", [""]
         for name, member in reversed([*zip(properties, made, strict=True)]):
-            first, rest = f"{member} {after}", f"{literal(self.separator)} {member}"
+            first, rest = f"{member} {after}", f"{literal(self._separator)} {member}"
             if name in required:
                 alternatives = [first]
             else:
@@ -94,8 +88,7 @@ class _Arguments:
     def _value(self, schema: Any, where: str, depth: int) -> str:
         if depth > MAX_DEPTH:
             raise ValueError(f"{where} are more than {MAX_DEPTH} values inside each other")
-        if schema is True or schema == {}:
-            return self.any_value()
+        schema = {} if schema is True else schema
         if not isinstance(schema, dict):
             raise ValueError(f"{where} have the schema {schema!r}, which is none of an argument")
         return self.value(schema, where, depth)
@@ -115,9 +108,6 @@ class _Arguments:
 
 
 class _PythonArguments(_Arguments):
-    assign = "="
-    separator = ", "
-
     def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
         """A JSON value, with the definitions that it may refer to."""
         try:
@@ -125,23 +115,16 @@ class _PythonArguments(_Arguments):
         except ValueError as error:
             raise ValueError(f"{where} {error}") from None
 
-    def any_value(self) -> str:
-        return self._rule(inline_json({}))
-
 
 class _GemmaArguments(_Arguments):
-    assign = ":"
-    separator = ","
-
-    def __init__(self, tool: Tool, index: int) -> None:
+    def __init__(self, tool: Tool, index: int, notation: Notation, separator: str) -> None:
         self._references: dict[str, str] = {}
         """Reference -> the rule of what it means, which may refer to itself."""
-        super().__init__(tool, index)
-
-    def any_value(self) -> str:
-        return "any_value"
+        super().__init__(tool, index, notation, separator)
 
     def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
+        if not schema:
+            return "any_value"
         if "$ref" in schema:
             self._check(schema, frozenset(("$ref",)), where)
             return self._referred(schema["$ref"], where, depth)
@@ -218,11 +201,13 @@ def _gemma_values(quote: str, special: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _rules(made: Sequence[_Arguments], notation: Notation) -> list[str]:
-    calls = [
-        f"call_{index}: {literal(notation.prefix + one.tool.name + notation.open)} {one.all} "
-        f"{literal(notation.close)}"
-        for index, one in enumerate(made)
-    ]
-    choice = any_call([one.tool for one in made])
-    return [f"call: {choice}", *calls, *(rule for one in made for rule in one.rules)]
+def _rules(
+    kind: type[_Arguments], tools: Sequence[Tool], notation: Notation, separator: str
+) -> list[str]:
+    calls, rules = [], []
+    for index, tool in enumerate(tools):
+        arguments = kind(tool, index, notation, separator)
+        head = literal(notation.prefix + tool.name + notation.open)
+        calls.append(f"call_{index}: {head} {arguments.all} {literal(notation.close)}")
+        rules += arguments.rules
+    return [f"call: {any_call(tools)}", *calls, *rules]
