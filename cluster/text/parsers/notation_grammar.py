@@ -15,7 +15,12 @@ from typing import Any
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import any_call, literal, marker_expression, parameters_of
 from swell.cluster.text.parsers.notation import PYTHON, Notation
-from swell.cluster.text.parsers.text_grammar import ANNOTATIONS, DEFINITIONS, with_definitions
+from swell.cluster.text.parsers.text_grammar import (
+    ANNOTATIONS,
+    DEFINITIONS,
+    OBJECT_KEYWORDS,
+    with_definitions,
+)
 from swell.cluster.text.parsers.values import resolve
 from swell.cluster.text.structured_output import inline_json
 
@@ -23,9 +28,8 @@ MAX_DEPTH = 32
 """Of the values in a schema, one inside the other."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_OBJECT_KEYS = frozenset(("type", "properties", "required", "additionalProperties"))
 _KNOWN_KEYS = {
-    "object": _OBJECT_KEYS,
+    "object": OBJECT_KEYWORDS,
     "array": frozenset(("type", "items")),
     "string": frozenset(("type",)),
 }
@@ -50,6 +54,8 @@ class _Arguments:
         self._assign, self._separator = notation.assign, separator
         self.rules: list[str] = []
         self._prefix = f"args_{index}"
+        self._references: dict[str, str] = {}
+        """Reference -> the rule of what it means, which may refer to itself."""
         self._root = parameters_of(tool)
         self.all = self.members(self._root, f"parameters of tool {tool.name!r}", 0)
 
@@ -60,7 +66,7 @@ class _Arguments:
     def members(self, schema: Mapping[str, Any], where: str, depth: int) -> str:
         """The properties in their order: those that are required, and any of the others. Behind a
         member a rule goes on with those after it."""
-        self._check(schema, _OBJECT_KEYS, where)
+        self._check(schema, OBJECT_KEYWORDS, where)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         properties = {**properties, **{name: {} for name in required if name not in properties}}
         made = []
@@ -117,11 +123,6 @@ class _PythonArguments(_Arguments):
 
 
 class _GemmaArguments(_Arguments):
-    def __init__(self, tool: Tool, index: int, notation: Notation, separator: str) -> None:
-        self._references: dict[str, str] = {}
-        """Reference -> the rule of what it means, which may refer to itself."""
-        super().__init__(tool, index, notation, separator)
-
     def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
         if not schema:
             return "any_value"
