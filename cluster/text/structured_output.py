@@ -54,7 +54,7 @@ class SchemaTooLong(ValueError):
 
 
 def compile_grammar(structured_outputs: StructuredOutputs, param: str | None = None) -> Grammar:
-    """The grammar of the form that a request asks for. Raises `BadRequest` for one that no grammar
+    """The grammar of the form of a request's answer. Raises `BadRequest` for one that no grammar
     can hold.
 
     `param`: the path of the field that gave it, if it is not `structured_outputs.<kind>`.

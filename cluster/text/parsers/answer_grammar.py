@@ -4,7 +4,7 @@
     reasoning  = start token, text, end token     without the start, where the prompt has written it
     rest       = calls | form | form or calls | text, calls, or text and then calls | anything
 
-A *form* is the structured output that a request asks for.
+A *form* is the structured output of a request.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class Parser(ABC):
     - The deltas, merged, are the same for every cut.
     - What is out is exactly what any continuation of the text would bring out: nothing is taken
       back, nothing is held that is already certain.
-    - Text that is not marked comes out as content, character by character. So does what looks
-      like a call and is none, unless its arguments were already on their way.
+    - Text that is not marked comes out as content, character by character. So does what
+      resembles a call and is none, unless its arguments were already on their way.
     - The work is linear in the length of the text, whatever the text.
     """
 
@@ -44,7 +44,7 @@ class Parser(ABC):
 
     def stop_at(self, marker: str) -> None:
         """The text that follows ends with `marker`, unless a call begins first. It is reasoning: a
-        call in it begins with a marker of its own, not with what only looks like one."""
+        call in it begins with a marker of its own, not with what only resembles one."""
         raise NotImplementedError
 
 

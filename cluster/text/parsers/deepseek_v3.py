@@ -11,8 +11,8 @@ the one that the model was trained on.
 
 from __future__ import annotations
 
-from swell.cluster.text.parsers.delimited import NAME, DelimitedCall
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder, literal
+from swell.cluster.text.parsers.json_call import DELIMITED_NAME, DelimitedCall
 from swell.cluster.text.parsers.sections import SectionParser
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -38,7 +38,7 @@ class DeepSeekCall(DelimitedCall):
         if text[at] == "{":
             self._begin_arguments("")
         else:
-            self._read_run(NAME, self._end_name)
+            self._read_run(DELIMITED_NAME, self._end_name)
         return at
 
     def _end_name(self, name: str) -> None:

@@ -67,12 +67,11 @@ def merge(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
     # Between the arguments of two calls the second call begins.
     for _, group in groupby(deltas, key=type):
         first, *rest = group
-        if isinstance(first, ToolCall):
+        if rest and not isinstance(first, ToolCall):
+            text = "".join(one.text for one in (first, *rest) if not isinstance(one, ToolCall))
+            first = msgspec.structs.replace(first, text=text)
+        if isinstance(first, ToolCall) or first.text:
             merged.append(first)
-            continue
-        text = "".join([first.text, *(one.text for one in rest if not isinstance(one, ToolCall))])
-        if text:
-            merged.append(msgspec.structs.replace(first, text=text))
     return merged
 
 

@@ -157,7 +157,7 @@ class HarmonyParser(ToolParser):
         self._deltas.append(self._make_delta(text[at:]))
         return len(text)
 
-    # ---------------------------------------------------------------------------------- moves
+    # ---------------------------------------------------------------------------- transitions
 
     def _on_marker(self, marker: str) -> None:
         """A marker outside of a header; `MESSAGE` ends the header that is held."""

@@ -5,14 +5,15 @@
 
 The object around a call is read strictly. The value of its arguments is forwarded as the model
 wrote it, so only its end is searched for: brackets are counted outside strings, and nothing else is
-checked. Such a text is read character for character in one pass; no state looks back.
+checked. Such a text is read character for character in one pass; no state reads it again.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container
 
-from swell.cluster.text.parsers.calls import Call
+from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, Call, MarkedCall
 from swell.cluster.text.parsers.json_values import (
     RawValue,
     ScalarValue,
@@ -21,6 +22,8 @@ from swell.cluster.text.parsers.json_values import (
     Value,
 )
 from swell.cluster.text.parsers.structure import StructureReader
+
+DELIMITED_NAME = re.compile(rf"[^\s<>]{{0,{MAX_NAME_CHARS + 1}}}")
 
 
 class CallReader(StructureReader, Call):
@@ -161,3 +164,46 @@ class BareArguments(CallReader):
 
     def _end_other(self, _: str) -> None:
         self.ended = True
+
+
+class DelimitedCall(MarkedCall):
+    """A call whose arguments are JSON between the markers of its format, which reads the head, up
+    to `_begin_arguments`."""
+
+    ends: tuple[str, ...]
+    """What follows the arguments."""
+    fence = ""
+    """First characters of those, at which arguments that a model forgot to close end."""
+
+    def __init__(self) -> None:
+        self._arguments: BareArguments | None = None
+        self._read_run(DELIMITED_NAME, self._end_word)
+
+    def _end_word(self, word: str) -> None:
+        """The first word of the head is `word`."""
+        raise NotImplementedError
+
+    def _begin_arguments(self, _: str) -> None:
+        self._arguments = BareArguments(self.name, self.fence)
+        self._state = self._in_arguments
+
+    def _in_arguments(self, text: str, at: int) -> int:
+        arguments = self._arguments
+        assert arguments is not None
+        at = arguments.push(text, at)
+        self.known = arguments.known
+        if arguments.ended and not self.known:
+            self._break("")
+        elif arguments.ended:
+            self._expect(dict.fromkeys(self.ends, self._end))
+        return at
+
+    def _end(self, _: str) -> None:
+        self.ended = True
+
+    def take(self) -> str:
+        return "" if self._arguments is None else self._arguments.take()
+
+    def flush(self) -> None:
+        if self._arguments is not None:
+            self._arguments.flush()

@@ -12,7 +12,6 @@ REPLACEMENT = "\ufffd"
 HEX = frozenset("0123456789abcdefABCDEF")
 
 _IN_STRING = re.compile(r'[^"\\]*')
-_SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
@@ -41,12 +40,14 @@ class Value:
 class ScalarValue(Value):
     """A number, true, false or null. It ends at the first character that is of none of them."""
 
-    @staticmethod
-    def may_begin_with(char: str) -> bool:
-        return end_of(_SCALAR, char, 0) == 1
+    _chars = re.compile(r"[-+.0-9A-Za-z]*")
+
+    @classmethod
+    def may_begin_with(cls, char: str) -> bool:
+        return end_of(cls._chars, char, 0) == 1
 
     def push(self, text: str, at: int) -> int:
-        end = end_of(_SCALAR, text, at)
+        end = end_of(self._chars, text, at)
         self._pieces.append(text[at:end])
         self.done = end < len(text)
         return end

@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from swell.cluster.text.parsers.delimited import DelimitedCall
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder, literal
+from swell.cluster.text.parsers.json_call import DelimitedCall
 from swell.cluster.text.parsers.sections import SectionParser
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"

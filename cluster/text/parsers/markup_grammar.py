@@ -29,6 +29,7 @@ from swell.cluster.text.parsers.grammar import (
 from swell.cluster.text.parsers.text_grammar import (
     ANNOTATIONS,
     DEFINITIONS,
+    OBJECT_KEYWORDS,
     TextGrammar,
     field,
     split_schema,
@@ -44,8 +45,7 @@ NAME = re.compile(r'[^\s<>"]{1,256}')
 KEY = re.compile(r'[^\s<>"]([^\r\n<>"]{0,254}[^\s<>"])?')
 _EXTRA_KEY = "[A-Za-z_][-.A-Za-z0-9_]{0,63}"
 
-_OBJECT_KEYWORDS = frozenset(("type", "properties", "required", "additionalProperties"))
-_KEYWORDS = _OBJECT_KEYWORDS | DEFINITIONS | ANNOTATIONS
+_KEYWORDS = OBJECT_KEYWORDS | DEFINITIONS | ANNOTATIONS
 
 
 def markup_calls(kind: type[MarkupParser], builder: GrammarBuilder) -> CallGrammar:
@@ -106,20 +106,14 @@ class _ToolRules:
             )
         return schema
 
-    def _properties(self) -> dict[str, Any]:
-        return field(self._schema, "properties", dict) if "properties" in self._schema else {}
-
-    def _required(self) -> list[Any]:
-        names = field(self._schema, "required", list) if "required" in self._schema else []
-        for name in names:
-            if not isinstance(name, str) or not KEY.fullmatch(name):
-                raise self._refused(name, "has a name that no call can hold")
-        return names
-
     def _arguments(self) -> Iterator[tuple[str, bool, Any]]:
         """Key, whether it must be there, schema. What may be left out and has a name that no call
         can hold is left out."""
-        properties, required = self._properties(), self._required()
+        properties = field(self._schema, "properties", dict, {})
+        required = field(self._schema, "required", list, [])
+        for name in required:
+            if not isinstance(name, str) or not KEY.fullmatch(name):
+                raise self._refused(name, "has a name that no call can hold")
         others = self._schema.get("additionalProperties")
         for key in properties:
             if key in required or KEY.fullmatch(key):
@@ -132,7 +126,7 @@ class _ToolRules:
 
     def _element(self, number: str, key: str, required: bool, schema: Any) -> str:
         """`key` is empty for those that the schema does not name."""
-        rule, names = f"{self._index}_{number}", set(self._properties())
+        rule, names = f"{self._index}_{number}", self._schema.get("properties", ())
         begin = marker_expression(self._markup.key_begin + key, self._special)
         if not key:
             but = f" & ~/{any_of(sorted(names))}/" if names else ""

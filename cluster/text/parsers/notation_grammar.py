@@ -15,7 +15,12 @@ from typing import Any
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import any_call, literal, marker_expression, parameters_of
 from swell.cluster.text.parsers.notation import PYTHON, Notation
-from swell.cluster.text.parsers.text_grammar import ANNOTATIONS, DEFINITIONS, with_definitions
+from swell.cluster.text.parsers.text_grammar import (
+    ANNOTATIONS,
+    DEFINITIONS,
+    OBJECT_KEYWORDS,
+    with_definitions,
+)
 from swell.cluster.text.parsers.values import resolve
 from swell.cluster.text.structured_output import inline_json
 
@@ -23,9 +28,8 @@ MAX_DEPTH = 32
 """Of the values in a schema, one inside the other."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_OBJECT_KEYS = frozenset(("type", "properties", "required", "additionalProperties"))
 _KNOWN_KEYS = {
-    "object": _OBJECT_KEYS,
+    "object": OBJECT_KEYWORDS,
     "array": frozenset(("type", "items")),
     "string": frozenset(("type",)),
 }
@@ -34,25 +38,24 @@ _SCALARS = ("number", "integer", "boolean", "null")
 
 def python_calls(tools: Sequence[Tool]) -> list[str]:
     """Rules of `call`: `f(a=1, b="x")`."""
-    return _rules([_PythonArguments(tool, index) for index, tool in enumerate(tools)], PYTHON)
+    return _rules(_PythonArguments, tools, PYTHON, ", ")
 
 
 def gemma_calls(tools: Sequence[Tool], notation: Notation, special: Mapping[str, int]) -> list[str]:
     """Rules of `call`: `call:f{a:1,b:QUOTExQUOTE}`."""
-    made = [_GemmaArguments(tool, index) for index, tool in enumerate(tools)]
-    return _rules(made, notation) + _gemma_values(notation.mark, special)
+    rules = _rules(_GemmaArguments, tools, notation, ",")
+    return rules + _gemma_values(notation.mark, special)
 
 
 class _Arguments:
     """Rules for the arguments of one tool."""
 
-    assign: str
-    separator: str
-
-    def __init__(self, tool: Tool, index: int) -> None:
-        self.tool = tool
+    def __init__(self, tool: Tool, index: int, notation: Notation, separator: str) -> None:
+        self._assign, self._separator = notation.assign, separator
         self.rules: list[str] = []
         self._prefix = f"args_{index}"
+        self._references: dict[str, str] = {}
+        """Reference -> the rule of what it means, which may refer to itself."""
         self._root = parameters_of(tool)
         self.all = self.members(self._root, f"parameters of tool {tool.name!r}", 0)
 
@@ -60,13 +63,10 @@ class _Arguments:
         """The name of a rule, or an expression in brackets."""
         raise NotImplementedError
 
-    def any_value(self) -> str:
-        raise NotImplementedError
-
     def members(self, schema: Mapping[str, Any], where: str, depth: int) -> str:
         """The properties in their order: those that are required, and any of the others. Behind a
         member a rule goes on with those after it."""
-        self._check(schema, _OBJECT_KEYS, where)
+        self._check(schema, OBJECT_KEYWORDS, where)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         properties = {**properties, **{name: {} for name in required if name not in properties}}
         made = []
@@ -77,10 +77,10 @@ class _Arguments:
                     f"quotes: use letters, digits and _"
                 )
             value = self._value(one, f"{name!r} in the {where}", depth + 1)
-            made.append(f"{literal(name + self.assign)} {value}")
+            made.append(f"{literal(name + self._assign)} {value}")
         after, alternatives = "", [""]
         for name, member in reversed([*zip(properties, made, strict=True)]):
-            first, rest = f"{member} {after}", f"{literal(self.separator)} {member}"
+            first, rest = f"{member} {after}", f"{literal(self._separator)} {member}"
             if name in required:
                 alternatives = [first]
             else:
@@ -94,8 +94,7 @@ class _Arguments:
     def _value(self, schema: Any, where: str, depth: int) -> str:
         if depth > MAX_DEPTH:
             raise ValueError(f"{where} are more than {MAX_DEPTH} values inside each other")
-        if schema is True or schema == {}:
-            return self.any_value()
+        schema = {} if schema is True else schema
         if not isinstance(schema, dict):
             raise ValueError(f"{where} have the schema {schema!r}, which is none of an argument")
         return self.value(schema, where, depth)
@@ -115,9 +114,6 @@ class _Arguments:
 
 
 class _PythonArguments(_Arguments):
-    assign = "="
-    separator = ", "
-
     def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
         """A JSON value, with the definitions that it may refer to."""
         try:
@@ -125,23 +121,11 @@ class _PythonArguments(_Arguments):
         except ValueError as error:
             raise ValueError(f"{where} {error}") from None
 
-    def any_value(self) -> str:
-        return self._rule(inline_json({}))
-
 
 class _GemmaArguments(_Arguments):
-    assign = ":"
-    separator = ","
-
-    def __init__(self, tool: Tool, index: int) -> None:
-        self._references: dict[str, str] = {}
-        """Reference -> the rule of what it means, which may refer to itself."""
-        super().__init__(tool, index)
-
-    def any_value(self) -> str:
-        return "any_value"
-
     def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
+        if not schema:
+            return "any_value"
         if "$ref" in schema:
             self._check(schema, frozenset(("$ref",)), where)
             return self._referred(schema["$ref"], where, depth)
@@ -218,11 +202,13 @@ def _gemma_values(quote: str, special: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _rules(made: Sequence[_Arguments], notation: Notation) -> list[str]:
-    calls = [
-        f"call_{index}: {literal(notation.prefix + one.tool.name + notation.open)} {one.all} "
-        f"{literal(notation.close)}"
-        for index, one in enumerate(made)
-    ]
-    choice = any_call([one.tool for one in made])
-    return [f"call: {choice}", *calls, *(rule for one in made for rule in one.rules)]
+def _rules(
+    kind: type[_Arguments], tools: Sequence[Tool], notation: Notation, separator: str
+) -> list[str]:
+    calls, rules = [], []
+    for index, tool in enumerate(tools):
+        arguments = kind(tool, index, notation, separator)
+        head = literal(notation.prefix + tool.name + notation.open)
+        calls.append(f"call_{index}: {head} {arguments.all} {literal(notation.close)}")
+        rules += arguments.rules
+    return [f"call: {any_call(tools)}", *calls, *rules]

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 
 from swell.cluster.text.parsers.base import Matcher
 from swell.cluster.text.parsers.calls import end_of
-from swell.cluster.text.parsers.json_values import EscapedString, Value
+from swell.cluster.text.parsers.json_values import EscapedString, ScalarValue, Value
 from swell.cluster.text.parsers.values import json_escaped
 
-_SCALAR = re.compile(r"[-+.$\w]*")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _NUMBER_PARTS = {
     "begin": {"+": "sign", "-": "sign", "0": "zero", "9": "digits", ".": "point"},
@@ -112,13 +111,11 @@ class DelimitedString(Value):
         self._pieces.append(json_escaped(self._matcher.flush()))
 
 
-class BareScalar(Value):
+class BareScalar(ScalarValue):
     """A number, a word of the notation, or another word, which is a string: from the character on
     that makes it one. The others are known when they end, at a character that is of no word."""
 
-    @staticmethod
-    def may_begin_with(char: str) -> bool:
-        return end_of(_SCALAR, char, 0) == 1
+    _chars = re.compile(r"[-+.$\w]*")
 
     def __init__(self, words: Mapping[str, str]) -> None:
         super().__init__()
@@ -131,7 +128,7 @@ class BareScalar(Value):
         self._is_string = False
 
     def push(self, text: str, at: int) -> int:
-        end = end_of(_SCALAR, text, at)
+        end = end_of(self._chars, text, at)
         while at < end and not self._is_string:
             self._push_char(text[at])
             at += 1

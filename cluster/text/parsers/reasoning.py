@@ -13,7 +13,7 @@ may mention the tags. A `</think>` without `<think>` is text: what precedes it w
 already. It ends reasoning where the prompt has opened it, or where the format says that the answer
 begins inside; there the tag may be written once more.
 
-A tool call ends reasoning that is not closed, from its marker on. What only looks like a call, and
+A tool call ends reasoning that is not closed, from its marker on. What only resembles a call, and
 a call without a marker, stay reasoning: a model may think about calls. Newlines directly before the
 call belong to it. A `</think>` after the call is text.
 """

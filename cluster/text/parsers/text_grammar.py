@@ -22,6 +22,8 @@ ANNOTATIONS = frozenset(
 )
 """Keywords that constrain nothing."""
 DEFINITIONS = frozenset(("$defs", "definitions"))
+OBJECT_KEYWORDS = frozenset(("type", "properties", "required", "additionalProperties"))
+"""Those that the grammars of arguments follow themselves."""
 MAX_LENGTH = 100_000
 """Of a string that has a `maxLength`; a longer one is not enforced."""
 
@@ -100,9 +102,11 @@ class _Splitter:
         return [one for texts, _ in parts for one in texts], {keyword: others} if others else None
 
 
-def field(schema: dict[str, Any], keyword: str, kind: type[_Kind]) -> _Kind:
+def field(
+    schema: dict[str, Any], keyword: str, kind: type[_Kind], default: _Kind | None = None
+) -> _Kind:
     """The value of a keyword. ValueError for one of another kind than JSON schema's."""
-    value = schema[keyword]
+    value = schema.get(keyword, default)
     if not isinstance(value, kind):
         raise ValueError(f"has {keyword!r}, which is no {kind.__name__}")
     return value
@@ -147,14 +151,14 @@ class TextGrammar:
         self._bare = f"~/(?s:.*){grammar.any_of(forbidden)}(?s:.*)/"
 
     def rules(self, name: str, schema: dict[str, Any], others: frozenset[str]) -> list[str]:
-        """Of the string and its end. `others`: the types that the parser looks for in the text.
+        """Of the string and its end. `others`: the types that the parser reads in the text.
         ValueError for what no rule can enforce."""
         if "enum" in schema:
             return self._choice(name, schema["enum"], others)
         bodies, nullable = _bodies(schema)
         if others:
-            looks = "|".join(_LOOKALIKES[kind] for kind in sorted(others))
-            bodies.append(f"~/[ \\t\\r\\n]*({looks})[ \\t\\r\\n]*/")
+            similar = "|".join(_LOOKALIKES[kind] for kind in sorted(others))
+            bodies.append(f"~/[ \\t\\r\\n]*({similar})[ \\t\\r\\n]*/")
         text = " & ".join([*bodies, self._bare])
         terminal = name.upper()
         if not self._rest:
@@ -192,12 +196,11 @@ def _bodies(schema: dict[str, Any]) -> tuple[list[str], bool]:
     known = {"type", "enum"} | _TEXT_KEYWORDS | _OTHER_KEYWORDS | ANNOTATIONS
     for keyword in sorted(set(schema) - known):
         raise ValueError(f"has {keyword!r}")
-    least = field(schema, "minLength", int) if "minLength" in schema else 0
-    most = field(schema, "maxLength", int) if "maxLength" in schema else None
-    most = None if most is not None and most > MAX_LENGTH else most
+    least = field(schema, "minLength", int, 0)
+    most = field(schema, "maxLength", int, MAX_LENGTH + 1)
     bodies, nullable = [], least == 0
-    if least or most is not None:
-        bodies.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
+    if least or most <= MAX_LENGTH:
+        bodies.append(f"/(?s:.{{{least},{most if most <= MAX_LENGTH else ''}}})/")
     if "pattern" in schema:
         pattern = field(schema, "pattern", str)
         bodies.append(f"/{search_expression(pattern)}/")

@@ -22,13 +22,14 @@ MAX_SCHEMA_NODES = 256
 
 _TYPES = {kind: frozenset((kind,)) for kind in JSON_TYPES}
 _TYPES["integer"] = _TYPES["float"] = _TYPES["number"]
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 _PYTHON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number"}
 _PYTHON_TYPES |= {list: "array", dict: "object", type(None): "null"}
 
 
 def json_escaped(text: str) -> str:
     """As a JSON string has it, character by character."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return _encode(text)[1:-1]
 
 
 class TypedText:
@@ -84,15 +85,10 @@ class TypedText:
 
 def parameter_types(parameters: dict[str, Any], key: str) -> frozenset[str]:
     """The types that a tool's schema allows for one of its arguments."""
-    return _SchemaTypes(parameters).of(parameter_schema(parameters, key))
-
-
-def parameter_schema(parameters: dict[str, Any], key: str) -> Any:
-    """The schema of one argument; True where nothing is known of it."""
-    properties = parameters.get("properties")
+    properties, schema = parameters.get("properties"), parameters.get("additionalProperties", True)
     if isinstance(properties, dict) and key in properties:
-        return properties[key]
-    return parameters.get("additionalProperties", True)
+        schema = properties[key]
+    return schema_types(schema, parameters)
 
 
 def schema_types(schema: Any, root: dict[str, Any]) -> frozenset[str]:
