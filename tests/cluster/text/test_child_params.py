@@ -5,8 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text.child_params import child_sampling_params
-from swell.cluster.text.sampling_params import SEED_BITS, SamplingParams, to_core_request
+from swell.cluster.text.sampling_params import (
+    SEED_BITS,
+    SamplingParams,
+    child_sampling_params,
+    to_core_request,
+)
 
 seeds = st.none() | st.integers(-(2**63), 2**63 - 1)
 
