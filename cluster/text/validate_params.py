@@ -182,6 +182,8 @@ def check_total_chars(name: str, texts: list[str], limit: int) -> None:
 
 def _check_strings(name: str, value: object, limit: int, limit_chars: int) -> None:
     """A string or a list of strings."""
+    if value == []:
+        return
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list):
         raise BadRequest(f"{name}={shown(value)} must be a string or a list of strings", name)
