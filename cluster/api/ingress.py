@@ -51,9 +51,8 @@ from swell.cluster.client.deadline import deadline_of
 from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.router import NoEngine
-from swell.cluster.text.async_input_processor import AsyncInputProcessor
 from swell.cluster.text.generation_request import GenerationRequest
-from swell.cluster.text.input_processor import RequestParams
+from swell.cluster.text.input_processor import AsyncInputProcessor, RequestParams
 from swell.cluster.text.offload import OffloadPools
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.request_body import RequestBody

@@ -13,9 +13,9 @@ from starlette.routing import Route
 from swell.cluster.api.body_reader import body_bytes
 from swell.cluster.api.protocol_base import Body
 from swell.cluster.api.routing import json_response, route
-from swell.cluster.text.async_input_processor import AsyncInputProcessor
 from swell.cluster.text.chat_template import TemplateOptions
 from swell.cluster.text.generation_request import Conversation, Prompt
+from swell.cluster.text.input_processor import AsyncInputProcessor
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import BadRequest

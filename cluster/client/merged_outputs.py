@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from swell.cluster.client.outputs import Event, RequestOutput, RequestOutputKind
 from swell.cluster.client.parallel_sampling import ParentRequest
 from swell.cluster.client.request_state import RequestFailed, RequestState
-from swell.cluster.text.child_params import num_children
 from swell.cluster.text.sampling_params import SamplingParams
 
 OutputBatch = list[tuple[int, RequestOutput]]
@@ -24,7 +23,7 @@ class MergedOutputs:
         self, states: Sequence[RequestState], params: SamplingParams, kind: RequestOutputKind
     ) -> None:
         self._states = states
-        self._children = num_children(params)
+        self._children = params.num_children
         """Of each prompt."""
         self._parents = [ParentRequest(params, kind) for _ in range(len(states) // self._children)]
         self._ready = Event()

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import msgspec
 
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput, RequestOutputKind
-from swell.cluster.text.child_params import num_children
 from swell.cluster.text.sampling_params import SamplingParams
 
 
@@ -57,8 +56,8 @@ class ParentRequest:
     def __init__(self, params: SamplingParams, kind: RequestOutputKind) -> None:
         self._params = params
         self._kind = kind
-        self._is_best_of = num_children(params) > params.n
-        self._unfinished = num_children(params)
+        self._is_best_of = params.num_children > params.n
+        self._unfinished = params.num_children
         self._outputs: dict[int, RequestOutput] = {}
         """All that each child gave; of deltas that were passed on, the last."""
 

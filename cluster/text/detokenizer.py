@@ -35,10 +35,17 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from swell.cluster.text.byte_level_detokenizer import ByteLevelDetokenizer, ByteTable
-from swell.cluster.text.decoder_shape import DecoderShape, byte_of_token
-from swell.cluster.text.incremental_detokenizer import Decode, IncrementalDetokenizer
-from swell.cluster.text.piece_detokenizer import PieceDetokenizer, PieceTable
-from swell.cluster.text.window_detokenizer import WindowDetokenizer
+from swell.cluster.text.incremental_detokenizer import (
+    Decode,
+    IncrementalDetokenizer,
+    WindowDetokenizer,
+)
+from swell.cluster.text.piece_detokenizer import (
+    DecoderShape,
+    PieceDetokenizer,
+    PieceTable,
+    byte_of_token,
+)
 
 
 class TextStart(enum.Enum):

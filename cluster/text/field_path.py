@@ -14,7 +14,7 @@ _KEY = re.compile(r"\[(\d+)\]|(\[[^\[\]]*\]|[^.\[\]]+)")
 
 
 def split_path(path: str) -> list[Key]:
-    """What stands in brackets and is no number stays one key with its brackets."""
+    """A name in brackets that is no number is one key, with its brackets."""
     return [int(index) if index else name for index, name in _KEY.findall(path)]
 
 

@@ -1,8 +1,8 @@
 """The defaults that a model brings in `generation_config.json` for requests that do not say.
 
 As in vLLM: temperature, top_p, top_k, min_p and repetition_penalty, and `max_new_tokens` for
-answers that have no limit, neither of the request nor of the endpoint. `do_sample` is not looked
-at: a model that wants greedy answers says `temperature: 0`.
+answers that have no limit, neither of the request nor of the endpoint. `do_sample` is not read:
+a model that wants greedy answers says `temperature: 0`.
 """
 
 from __future__ import annotations

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from swell.cluster.text.bad_words import bad_words_token_ids
-from swell.cluster.text.child_params import check_num_children, child_sampling_params
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.generation_request import Conversation, GenerationRequest, Prompt
 from swell.cluster.text.model_formats import ModelFormats
+from swell.cluster.text.offload import OffloadPools
 from swell.cluster.text.parsers.base import ContentParser, Parser
 from swell.cluster.text.prompts import PromptProcessor
-from swell.cluster.text.sampling_params import BadRequest, SamplingParams, shown, to_core_request
+from swell.cluster.text.sampling_params import (
+    BadRequest,
+    SamplingParams,
+    child_sampling_params,
+    shown,
+    to_core_request,
+)
 from swell.cluster.text.structured_output import compile_grammar
-from swell.cluster.text.truncation import TokenizeOptions
-from swell.cluster.text.validate_params import resolve_prompt_logprobs, validate
+from swell.cluster.text.truncation import TEMPLATE_TEXT, TokenizeOptions
+from swell.cluster.text.validate_params import (
+    check_num_children,
+    resolve_prompt_logprobs,
+    validate,
+)
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import Grammar
 
@@ -56,13 +66,16 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     eos_token_ids: list[int]
     bad_words: list[list[int]]
-    grammar: Grammar | None
     make_parser: Callable[[], Parser]
     """Makes the parser of one answer."""
     stream: bool
     priority: int
     cache_salt: str | None
     data_parallel_rank: int | None
+    grammar: Grammar | None = None
+
+    def with_grammar(self, grammar: Grammar) -> RequestParams:
+        return msgspec.structs.replace(self, grammar=grammar)
 
     def children(
         self,
@@ -70,23 +83,29 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
         prompt: ProcessedPrompt,
         *,
         trace_headers: dict[str, str] | None = None,
-    ) -> Iterator[ChildRequest]:
+    ) -> list[ChildRequest]:
         """The request of each answer to `prompt`, which is one of `prompts`."""
-        for index, params in enumerate(child_sampling_params(self.params)):
-            core = to_core_request(
+        return [
+            ChildRequest(
+                to_core_request(
+                    params,
+                    external_req_id=external_req_id,
+                    prompt_token_ids=prompt.token_ids,
+                    max_tokens=prompt.max_tokens,
+                    eos_token_ids=self.eos_token_ids,
+                    bad_words=self.bad_words,
+                    grammar=self.grammar,
+                    priority=self.priority,
+                    cache_salt=self.cache_salt,
+                    data_parallel_rank=self.data_parallel_rank,
+                    trace_headers=trace_headers,
+                ),
                 params,
-                external_req_id=external_req_id,
-                prompt_token_ids=prompt.token_ids,
-                max_tokens=prompt.max_tokens,
-                eos_token_ids=self.eos_token_ids,
-                bad_words=self.bad_words,
-                grammar=self.grammar,
-                priority=self.priority,
-                cache_salt=self.cache_salt,
-                data_parallel_rank=self.data_parallel_rank,
-                trace_headers=trace_headers,
+                index,
+                prompt.text,
             )
-            yield ChildRequest(core, params, index, prompt.text)
+            for index, params in enumerate(child_sampling_params(self.params))
+        ]
 
 
 class InputProcessor:
@@ -121,38 +140,30 @@ class InputProcessor:
 
     def process(self, request: GenerationRequest) -> RequestParams:
         """May take long: the grammar is compiled too. Raises `BadRequest`."""
-        build, compile_grammar = self.prepare(request)
-        return build(grammar=None if compile_grammar is None else compile_grammar())
+        processed, compiles = self.prepare(request)
+        return processed if compiles is None else processed.with_grammar(compiles())
 
-    def prepare(
-        self, request: GenerationRequest
-    ) -> tuple[Callable[..., RequestParams], CompileGrammar | None]:
-        """All but the grammar: what builds the result from the keyword `grammar`, and what compiles
-        this, or None."""
+    def prepare(self, request: GenerationRequest) -> tuple[RequestParams, CompileGrammar | None]:
+        """All but the grammar, and what compiles it."""
         self._check_priority(request.priority)
-        if isinstance(request.prompt, Conversation) and self._formats is not None:
-            return self._prepare_chat(request, request.prompt, self._formats)
-        params, compiles = request.params, None
-        if params.structured_outputs is not None:
-            compiles = partial(
-                compile_grammar, params.structured_outputs, request.structured_outputs_field
-            )
+        params = request.params
+        if not isinstance(request.prompt, Conversation) or self._formats is None:
+            compiles = None
+            if params.structured_outputs is not None:
+                compiles = partial(
+                    compile_grammar, params.structured_outputs, request.structured_outputs_field
+                )
+            return self._build(request, params, self._tokenize(request), ContentParser), compiles
+        request_format = self._formats.of(request, request.prompt)
         prompts = self._tokenize(request)
-        return self._build(request, params, prompts, ContentParser), compiles
-
-    def _prepare_chat(
-        self, request: GenerationRequest, conversation: Conversation, formats: ModelFormats
-    ) -> tuple[Callable[..., RequestParams], CompileGrammar | None]:
-        request_format = formats.of(request, conversation)
-        params, prompts = request.params, self._tokenize(request)
         if request_format.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         answer = request_format.of(self._prompts.text(prompts[0][-TAIL_TOKENS:]))
         return self._build(request, params, prompts, answer.make_parser), answer.grammar
 
     def _tokenize(self, request: GenerationRequest) -> list[list[int]]:
-        count = 1 if isinstance(request.prompt, Conversation) else len(request.prompt)
         if self._max_children is not None:
+            count = 1 if isinstance(request.prompt, Conversation) else len(request.prompt)
             check_num_children(count, request.params, self._max_children)
         return self.tokenize(request.prompt, request.tokenize_options, request.prompt_field)
 
@@ -178,15 +189,12 @@ class InputProcessor:
         params: SamplingParams,
         prompts: list[list[int]],
         make_parser: Callable[[], Parser],
-    ) -> Callable[..., RequestParams]:
+    ) -> RequestParams:
         vocab_size = self._prompts.vocab_size
         validate(params, vocab_size=vocab_size)
         params = resolve_prompt_logprobs(params, sum(map(len, prompts)), vocab_size)
-        limits = [self._max_tokens(request, len(prompt)) for prompt in prompts]
-        texts = self._texts(request, params, prompts)
-        return partial(
-            RequestParams,
-            prompts=list(map(ProcessedPrompt, prompts, texts, limits)),
+        return RequestParams(
+            prompts=self._processed_prompts(request, params, prompts),
             text_start=_text_start(request),
             params=params,
             eos_token_ids=self._eos_token_ids,
@@ -200,33 +208,33 @@ class InputProcessor:
             data_parallel_rank=request.data_parallel_rank,
         )
 
+    def _processed_prompts(
+        self, request: GenerationRequest, params: SamplingParams, prompts: list[list[int]]
+    ) -> list[ProcessedPrompt]:
+        """Texts as they were sent; with `echo` else the texts of the tokens that are read."""
+        is_chat = isinstance(request.prompt, Conversation)
+        sent_prompts = [None] if is_chat else request.prompt
+        is_whole, found = request.tokenize_options.truncation is None, []
+        for sent, token_ids in zip(sent_prompts, prompts, strict=True):
+            max_tokens = self._max_tokens(request, len(token_ids))
+            text = None
+            if isinstance(sent, str) and is_whole:
+                text = sent
+            elif request.echo and not is_chat:
+                text = self._detokenizer.prompt_text(token_ids, params.skip_special_tokens)
+            found.append(ProcessedPrompt(token_ids, text, max_tokens))
+        return found
+
     def _max_tokens(self, request: GenerationRequest, num_prompt_tokens: int) -> int:
-        params = request.params
         max_tokens = self._prompts.resolve_max_tokens(
             num_prompt_tokens,
-            params.max_tokens,
-            default=self._default_max_tokens if params.max_tokens is None else None,
-            min_tokens=params.min_tokens,
+            request.params.max_tokens,
+            default=self._default_max_tokens,
+            min_tokens=request.params.min_tokens,
             field=request.prompt_field,
         )
         cap = request.max_tokens_in_context
         return max_tokens if cap is None else min(max_tokens, cap)
-
-    def _texts(
-        self, request: GenerationRequest, params: SamplingParams, prompts: list[list[int]]
-    ) -> list[str | None]:
-        """Texts as they were sent; with `echo` else the texts of the tokens that are read."""
-        if isinstance(request.prompt, Conversation):
-            return [None]
-        whole, texts = request.tokenize_options.truncation is None, list[str | None]()
-        for sent, token_ids in zip(request.prompt, prompts, strict=True):
-            if isinstance(sent, str) and whole:
-                texts.append(sent)
-            elif request.echo:
-                texts.append(self._detokenizer.prompt_text(token_ids, params.skip_special_tokens))
-            else:
-                texts.append(None)
-        return texts
 
     def _check_priority(self, priority: int) -> None:
         if priority and self._policy != "priority":
@@ -246,3 +254,43 @@ def _text_start(request: GenerationRequest) -> TextStart:
         continues = request.prompt.template.continue_final_message
         return TextStart.CONTINUATION if continues else TextStart.NEW_TEXT
     return TextStart.CONTINUATION
+
+
+class AsyncInputProcessor:
+    """`InputProcessor` for an event loop.
+
+    Work that takes long runs in a thread, so that it does not delay the tokens of other requests.
+    `size_bytes` is the size of the body as JSON, and of what the body refers to: the work grows
+    with it.
+    """
+
+    def __init__(self, processor: InputProcessor, offloads: OffloadPools) -> None:
+        self._processor = processor
+        self._offloads = offloads
+
+    async def process(
+        self, convert: Callable[[], GenerationRequest], size_bytes: int = 0
+    ) -> RequestParams:
+        """Of what `convert` makes, which may take long too. Raises `BadRequest`."""
+        processed, compiles = await self._offloads.bodies.run_sized(
+            size_bytes, lambda: self._processor.prepare(convert())
+        )
+        if compiles is None:
+            return processed
+        return processed.with_grammar(await self._offloads.grammars.run(compiles))
+
+    async def tokenize(
+        self,
+        convert: Callable[[], tuple[list[Prompt] | Conversation, TokenizeOptions]],
+        size_bytes: int = 0,
+    ) -> list[int]:
+        """The token ids of one prompt, or of a conversation."""
+        (token_ids,) = await self._offloads.bodies.run_sized(
+            size_bytes, lambda: self._processor.tokenize(*convert())
+        )
+        return token_ids
+
+    async def count_tokens(self, text: str) -> int:
+        """Of a text alone, without special tokens. Raises `BadRequest` if the context is too short
+        for it."""
+        return len(await self.tokenize(lambda: ([text], TEMPLATE_TEXT), len(text)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from swell.cluster.text.byte_level_detokenizer import Utf8
-from swell.cluster.text.decoder_shape import DecoderShape, byte_of_token
 from swell.cluster.text.incremental_detokenizer import (
     MAX_CHARACTER_BYTES,
     REPLACEMENT,
@@ -19,6 +19,46 @@ from swell.cluster.text.incremental_detokenizer import (
 MAX_RUN_TOKENS = 64
 _INNER_BYTES = range(0x80, 0xC0)
 """Of a character, all but the first."""
+
+
+class DecoderShape(NamedTuple):
+    """What `PieceDetokenizer` must know of a decoder's stages; `parse` gives None for other
+    decoders."""
+
+    first_differs: bool = False
+    byte_fallback: bool = False
+    strip_char: str = ""
+    strip_chars: int = 0
+
+    @staticmethod
+    def parse(stages: list[dict[str, Any]]) -> DecoderShape | None:
+        """Stages that read one token at a time, then at most ByteFallback, then at most
+        Fuse, then at most a Strip of the beginning."""
+        kinds = [stage["type"] for stage in stages]
+        if not kinds or kinds in (["Metaspace"], ["WordPiece"]):
+            return DecoderShape(first_differs=True)
+        local = 0
+        while local < len(kinds) and kinds[local] in ("Replace", "Strip"):
+            local += 1
+        tail, last = kinds[local:], stages[-1]
+        byte_fallback = tail[:1] == ["ByteFallback"]
+        tail = tail[1:] if byte_fallback else tail
+        if tail in ([], ["Fuse"]):
+            return DecoderShape(byte_fallback=byte_fallback)
+        if tail == ["Fuse", "Strip"] and last["stop"] == 0:
+            return DecoderShape(
+                byte_fallback=byte_fallback, strip_char=last["content"], strip_chars=last["start"]
+            )
+        return None
+
+
+def byte_of_token(token: str) -> int | None:
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return None
+    try:
+        return int(token[3:5], 16)
+    except ValueError:
+        return None
 
 
 class PieceTable:

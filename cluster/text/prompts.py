@@ -71,7 +71,7 @@ class PromptProcessor:
             self._backend.no_padding()
         decode = getattr(type(tokenizer), "_decode", None)
         self._backend_decodes = getattr(decode, "__module__", "").startswith("transformers.")
-        """Its texts are the backend's own: no model's code stands between."""
+        """Its texts are the backend's own: no code of a model is between."""
         self._max_token_bytes = self._find_max_token_bytes()
 
     @property

@@ -125,6 +125,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     first token and the end come at once."""
 
     @property
+    def num_children(self) -> int:
+        """Answers that are sampled, each by a child: a request of its own to the engines."""
+        return self.best_of or self.n
+
+    @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
@@ -149,6 +154,25 @@ def _short_container_repr(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -
         return f"an {kind} of {len(value)}"
     text = repr(value)
     return text if len(text) <= SHOWN_CHARS else f"an {kind} of {len(value)}"
+
+
+def child_sampling_params(params: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each child: child i samples with `seed + i`, within 63 bits, or, without a
+    seed, with a random one of its own that is chosen later. Children that will be ranked return log
+    probabilities."""
+    if params.n == 1 and params.best_of is None:
+        return [params]
+    is_ranked = params.num_children > params.n and params.logprobs is None
+    return [
+        msgspec.structs.replace(
+            params,
+            n=1,
+            best_of=None,
+            seed=None if params.seed is None else (params.seed + i) % 2**SEED_BITS,
+            logprobs=0 if is_ranked else params.logprobs,
+        )
+        for i in range(params.num_children)
+    ]
 
 
 def internal_request_id(external_req_id: str) -> str:

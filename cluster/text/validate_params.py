@@ -52,6 +52,18 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
             raise BadRequest(f"{name}={shown(getattr(params, name))} must be true or false", name)
 
 
+def check_num_children(prompts: int, params: SamplingParams, limit: int) -> None:
+    """Refuse a request for too many answers: each is a request of its own to the engines, and all
+    begin at once. Raises `BadRequest`."""
+    each, field = (params.n, "n") if params.best_of is None else (params.best_of, "best_of")
+    if isinstance(each, int) and prompts * each > limit:
+        raise BadRequest(
+            f"{prompts} prompts with {field}={shown(each)} are {shown(prompts * each)} answers to "
+            f"draw; at most serve.max_children={limit} are allowed in one request",
+            field if each > 1 else "prompt",
+        )
+
+
 def resolve_prompt_logprobs(
     params: SamplingParams, num_prompt_tokens: int, vocab_size: int
 ) -> SamplingParams:
@@ -59,11 +71,11 @@ def resolve_prompt_logprobs(
     Raises `BadRequest` where that is too much."""
     if params.prompt_logprobs != WHOLE_VOCABULARY:
         return params
-    count = num_prompt_tokens * (params.best_of or params.n) * vocab_size
+    count = num_prompt_tokens * params.num_children * vocab_size
     if count > MAX_VOCABULARY_LOGPROBS:
         raise BadRequest(
             f"prompt_logprobs=-1 of {num_prompt_tokens} prompt tokens and a vocabulary of "
-            f"{vocab_size} are {count} log probabilities for {params.best_of or params.n} "
+            f"{vocab_size} are {count} log probabilities for {params.num_children} "
             f"answers; at most {MAX_VOCABULARY_LOGPROBS} are told. Send a shorter prompt, or "
             f"prompt_logprobs of at most {MAX_LOGPROBS}",
             "prompt_logprobs",
@@ -170,6 +182,8 @@ def check_total_chars(name: str, texts: list[str], limit: int) -> None:
 
 def _check_strings(name: str, value: object, limit: int, limit_chars: int) -> None:
     """A string or a list of strings."""
+    if value == []:
+        return
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list):
         raise BadRequest(f"{name}={shown(value)} must be a string or a list of strings", name)

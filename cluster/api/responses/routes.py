@@ -49,8 +49,7 @@ from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.api.serving_handler import ServingHandler
 from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.text.async_input_processor import AsyncInputProcessor
-from swell.cluster.text.input_processor import RequestParams
+from swell.cluster.text.input_processor import AsyncInputProcessor, RequestParams
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, shown
 from swell.configs.schema import ServeConfig

@@ -144,6 +144,10 @@ def check_named(value: str, path: str) -> None:
         raise BadRequest(f"{path}='' is empty; at least one character is needed", path)
 
 
+def _missing_field(path: str) -> BadRequest:
+    return BadRequest(["the required field '", Field(path), "' is missing"], path, "missing_field")
+
+
 def _check_part(part: ContentPart, path: str) -> None:
     if part.type not in TEXT_PARTS:
         raise BadRequest(
@@ -153,11 +157,7 @@ def _check_part(part: ContentPart, path: str) -> None:
         )
     name = "refusal" if part.type == "refusal" else "text"
     if getattr(part, name) is None:
-        raise BadRequest(
-            ["the required field '", Field(f"{path}.{name}"), "' is missing"],
-            f"{path}.{name}",
-            "missing_field",
-        )
+        raise _missing_field(f"{path}.{name}")
     part.refuse_unsupported(path + ".")
 
 
@@ -347,11 +347,7 @@ def _check_tool(tool: ToolDefinition, path: str, before: list[str]) -> str:
         )
     tool.refuse_unsupported(path + ".")
     if tool.function is None:
-        raise BadRequest(
-            ["the required field '", Field(f"{path}.function"), "' is missing"],
-            f"{path}.function",
-            "missing_field",
-        )
+        raise _missing_field(f"{path}.function")
     name = tool.function.name
     if not _NAME.match(name):
         raise BadRequest(

@@ -3,7 +3,7 @@
 Of the bodies of OpenAI, vLLM, SGLang, llama.cpp and TGI these are the names that no body of ours
 has. What is not in a table is a name that no server knows (`serve.unknown_fields`).
 
-    neutral   taken where its value asks for nothing (null always does), else refused by name
+    neutral   taken where its value changes nothing (null always does), else refused by name
     taken     taken whatever its value: it changes no answer
     means     another name of a field of ours
 """
@@ -52,7 +52,7 @@ _SAMPLING: Mapping[str, Values] = {
     "guided_whitespace_pattern": _NULL,
     "structural_tag": _NULL,
     "stop_regex": _NULL,
-    # What an answer tells.
+    # What an answer reports.
     "spaces_between_special_tokens": _ON,
     "logprob_token_ids": _NULL,
     "return_token_offsets": _OFF,

@@ -17,9 +17,12 @@ from swell.cluster.client.engine_core_client import EngineId
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.client.request_state import RequestState
-from swell.cluster.text.child_params import child_sampling_params
 from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.sampling_params import SamplingParams, to_core_request
+from swell.cluster.text.sampling_params import (
+    SamplingParams,
+    child_sampling_params,
+    to_core_request,
+)
 from swell.configs.schema import load
 from swell.coordinator import roster as rosters
 from swell.coordinator.channel import ChannelAddress

@@ -18,9 +18,12 @@ from swell.cluster.client.outputs import (
     RequestOutputKind,
 )
 from swell.cluster.client.parallel_sampling import ParentRequest, merge_outputs, select_best_of
-from swell.cluster.text.child_params import child_sampling_params
 from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.sampling_params import SamplingParams, to_core_request
+from swell.cluster.text.sampling_params import (
+    SamplingParams,
+    child_sampling_params,
+    to_core_request,
+)
 from swell.cluster.text.token_texts import TokenTexts
 from swell.engine.wire import EngineCoreOutput
 from tests.cluster.text.tokenizers_for_tests import byte_level

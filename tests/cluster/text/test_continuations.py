@@ -130,13 +130,15 @@ def test_an_echo_is_the_prompt_as_it_was_sent(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("echo", [False, True])
 def test_offsets_point_at_the_tokens(name: str, echo: bool) -> None:
-    """A token that is a part of a character stands where that character does; a special token that
+    """A token that is a part of a character is where that character is; a special token that
     is skipped has a place and no text."""
 
-    def check(talk: Talk, text: str, told: dict[str, Any], ids: list[int]) -> None:
-        assert len(told["tokens"]) == len(told["text_offset"]) == len(ids)
+    def check(talk: Talk, text: str, reported: dict[str, Any], ids: list[int]) -> None:
+        assert len(reported["tokens"]) == len(reported["text_offset"]) == len(ids)
         chars = 0
-        for token, offset, token_id in zip(told["tokens"], told["text_offset"], ids, strict=True):
+        for token, offset, token_id in zip(
+            reported["tokens"], reported["text_offset"], ids, strict=True
+        ):
             assert offset >= chars
             chars = offset
             before, part, _ = token.partition("\ufffd")
@@ -156,11 +158,11 @@ def test_offsets_point_at_the_tokens(name: str, echo: bool) -> None:
                     all_ids = ids + script if echo else script
                     check(talk, choice["text"], choice["logprobs"], all_ids)
                     parts = await talk.stream(script, **fields)
-                    told: dict[str, list[Any]] = {"tokens": [], "text_offset": []}
+                    reported: dict[str, list[Any]] = {"tokens": [], "text_offset": []}
                     for part in parts:
-                        for column, values in told.items():
+                        for column, values in reported.items():
                             values += (part["logprobs"] or {}).get(column, [])
-                    assert told == {column: choice["logprobs"][column] for column in told}
+                    assert reported == {column: choice["logprobs"][column] for column in reported}
 
     asyncio.run(run())
 
@@ -174,8 +176,8 @@ def test_a_fresh_chat_answer_is_a_beginning(name: str) -> None:
             whole = await talk.post("/v1/chat/completions", script, messages=said, logprobs=True)
             (choice,) = whole["choices"]
             assert choice["message"]["content"] == "The sky is 你好 😀"
-            told = [bytes(one["bytes"]) for one in choice["logprobs"]["content"]]
-            assert b"".join(told).decode() == "The sky is 你好 😀"
+            reported = [bytes(one["bytes"]) for one in choice["logprobs"]["content"]]
+            assert b"".join(reported).decode() == "The sky is 你好 😀"
             parts = await talk.stream(script, messages=said)
             text = "".join(part["delta"].get("content") or "" for part in parts)
             assert text == "The sky is 你好 😀"

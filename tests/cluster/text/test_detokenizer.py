@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from swell.cluster.text import byte_level_detokenizer, piece_detokenizer
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
-from swell.cluster.text.incremental_detokenizer import REPLACEMENT
-from swell.cluster.text.window_detokenizer import WindowDetokenizer
+from swell.cluster.text.incremental_detokenizer import REPLACEMENT, WindowDetokenizer
 from tests.cluster.text import tokenizers_for_tests as made
 from tests.kinds import kind
 

@@ -74,8 +74,8 @@ def test_a_request_that_does_not_say_gets_the_models_defaults(folder):
     assert [filters(request) for request, _ in got] == [DEFAULTS] * 4
     # Chat and responses have no limit of their own; completions and messages have.
     assert [request.max_tokens for request, _ in got] == [16, 9, 9, 5]
-    told = got[2][1]
-    assert (told["temperature"], told["top_p"]) == (0.25, 0.5)
+    received = got[2][1]
+    assert (received["temperature"], received["top_p"]) == (0.25, 0.5)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What may be asked, what is refused and how, and what an engine is told."""
+"""Which sampling parameters are allowed, what is refused and how, and what an engine receives."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from swell.cluster.text import input_processor as asks
-from swell.cluster.text.child_params import check_num_children
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams, internal_request_id
+from swell.cluster.text.validate_params import check_num_children
 from tests.cluster.fake_cluster import FakeCluster, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 
