@@ -37,7 +37,7 @@ def served() -> set[tuple[str, str]]:
     detokenizer = Detokenizer(tokenizers_for_tests.chat_tokenizer())
     text = TextServices(prompts, detokenizer, None, {})  # type: ignore[arg-type]
     client = SimpleNamespace(start=lambda: None)
-    ingress = Ingress(load({"model": {"path": "."}}), lambda *_, **__: client, None, text)  # type: ignore[arg-type]
+    ingress = Ingress(load({"model": {"path": "."}}), lambda *_, **__: client, None, None, text)  # type: ignore[arg-type]
     routes = [route for route in ingress.app.routes if isinstance(route, Route)]
     return {
         (method.lower(), route.path.replace(":path}", "}"))
