@@ -52,7 +52,7 @@ class TextFormat(RequestBody, kw_only=True):
     strict: bool | None = None
 
 
-class TokenizeOptions(RequestBody, kw_only=True):
+class TextOptions(RequestBody, kw_only=True):
     format: TextFormat | None = None
     verbosity: Any = None
     """Accepted; no chat template knows it."""
@@ -98,7 +98,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
-    text: TokenizeOptions | None = None
+    text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
