@@ -13,7 +13,7 @@ from typing import Any, Literal
 from msgspec import UNSET, UnsetType
 
 from swell.cluster.api.generation_body import GenerationBody
-from swell.cluster.api.logprobs_protocol import ChatLogprobs, PromptLogprobs
+from swell.cluster.api.logprobs import ChatLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
 from swell.cluster.text.sampling_params import BadRequest, Field, shown
 from swell.cluster.text.schema.chat_messages import (

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from swell.cluster.api.generation_body import GenerationBody
-from swell.cluster.api.logprobs_protocol import CompletionLogprobs, PromptLogprobs
+from swell.cluster.api.logprobs import CompletionLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
 from swell.cluster.text.schema.known_fields import COMPLETIONS
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 
 from swell.cluster.api.http_errors import ErrorInfo
 from swell.cluster.api.output_parts import make_part_reader
-from swell.cluster.api.protocol_base import Usage
+from swell.cluster.api.protocol_base import Usage, named_event
 from swell.cluster.api.response_writer import Batches, ResponseWriter
 from swell.cluster.api.responses import events
-from swell.cluster.api.responses.events import Event, sse
+from swell.cluster.api.responses.events import Event
 from swell.cluster.api.responses.output_items import OutputItemWriter
 from swell.cluster.api.responses.response import (
     IncompleteDetails,
@@ -131,4 +131,4 @@ class ResponsesWriter(ResponseWriter):
     def _event(self, event: Event) -> bytes:
         event.sequence_number = self._sequence
         self._sequence += 1
-        return sse(event)
+        return named_event(event)

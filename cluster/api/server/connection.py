@@ -24,9 +24,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from swell.cluster.api.protocol_base import error_body
 from swell.cluster.api.server.connection_limits import ConnectionLimits
-from swell.cluster.api.server.early_response import close_after_early_response
 from swell.cluster.api.server.half_close import HalfCloseWatcher
-from swell.cluster.api.server.http10 import is_http10, without_chunks
+from swell.cluster.api.server.response_framing import with_framing
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers together; also what may come between two parts of a chunked body, or
@@ -136,8 +135,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        app = without_chunks(cycle, app) if is_http10(cycle) else app
-        super()._start_asgi_task(cycle, close_after_early_response(cycle, app))
+        super()._start_asgi_task(cycle, with_framing(cycle, app))
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
