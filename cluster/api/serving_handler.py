@@ -23,7 +23,7 @@ from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import BadRequest
 
-TRACE_HEADERS = ("traceparent", "tracestate")
+_TRACE_HEADERS = ("traceparent", "tracestate")
 _SUBMIT_BATCH_TOKENS = 20_000
 """Prompt tokens that are submitted at once: some milliseconds."""
 _BYTES_PER_TOKEN = 1
@@ -101,13 +101,11 @@ class ServingHandler:
         """All children of all prompts, appended to `states`: the caller ends those that are there
         if this fails before its end. Other tasks run in between."""
         self._check_rank(request_params.data_parallel_rank)
-        headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
+        headers = trace_headers(request) or None
         work = 0
         for prompt in request_params.prompts:
             for child in request_params.children(
-                request_id(request),
-                prompt,
-                trace_headers=headers or None,
+                request_id(request), prompt, trace_headers=headers
             ):
                 states.append(
                     self._llm.submit(
@@ -148,6 +146,10 @@ class ServingHandler:
                 f"data_parallel_rank={rank} takes no requests; the engines are {active}",
                 "data_parallel_rank",
             )
+
+
+def trace_headers(request: Request) -> dict[str, str]:
+    return {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
 
 
 def _tokens(output: RequestOutput) -> int:

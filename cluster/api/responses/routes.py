@@ -18,8 +18,8 @@ from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.disconnect import with_deadline
 from swell.cluster.api.http_errors import HTTPError, error_info
 from swell.cluster.api.response_writer import ENGINES
-from swell.cluster.api.responses.background import BackgroundRunner
-from swell.cluster.api.responses.background_job import (
+from swell.cluster.api.responses.background import (
+    BackgroundRunner,
     detached_request,
     items_of,
     make_job,
