@@ -20,7 +20,7 @@ class CompletionLogprobs(Body, kw_only=True):
 
 
 class TopLogprob(Body, kw_only=True):
-    """One token that could have stood at a position."""
+    """One token that was possible at a position."""
 
     token: str
     """Parts of characters show as replacement characters."""
@@ -30,7 +30,7 @@ class TopLogprob(Body, kw_only=True):
 
 
 class ChatTokenLogprob(TopLogprob, kw_only=True):
-    """The token that stands there."""
+    """The token at the position."""
 
     top_logprobs: list[TopLogprob]
     """The most likely ones, best first; the token itself may be missing."""

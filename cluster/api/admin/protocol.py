@@ -56,7 +56,7 @@ class ChangeResult(msgspec.Struct, frozen=True):
 
 
 class Accepted(Body, kw_only=True):
-    """A change has begun, and replaces one that was under way; `GET /admin/cluster` tells its
+    """A change has begun, and replaces one that was under way; `GET /admin/cluster` has its
     phase."""
 
     status: str = "accepted"

@@ -38,7 +38,7 @@ class MessageUsage(Body, kw_only=True):
     input_tokens: int
     """Those that were computed."""
     cache_creation_input_tokens: int = 0
-    """Always 0: every computed block is kept, and nobody pays for it."""
+    """Always 0: every computed block is kept, at no price."""
     cache_read_input_tokens: int = 0
     output_tokens: int
 

@@ -57,7 +57,7 @@ def _open(schema: dict[str, Any], words: str) -> None:
 
 
 def _mark_unsupported(kind: type[RequestBody], schema: dict[str, Any]) -> None:
-    """Say which fields are known but not served, so that nobody plans with them."""
+    """Say which fields are known but not served, so that no client is built on them."""
     for name, neutral in kind.NOT_SERVED.items():
         allowed = " or ".join(map(repr, (*neutral, None)))
         if name in schema["properties"]:

@@ -91,7 +91,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     instructions: str | None = None
     """What the system says first; not taken over from `previous_response_id`."""
     previous_response_id: str | None = None
-    """A stored response: its input and output stand before this input."""
+    """A stored response: its input and output come before this input."""
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     """Function tools; the built-in ones are refused."""
@@ -110,7 +110,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     """Answer at once, compute meanwhile; the response is to be retrieved."""
     metadata: dict[str, str] | None = None
     user: str | None = None
-    """This and the next fields are told back and change nothing in the answer."""
+    """This and the next fields are sent back and change nothing in the answer."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Any = None

@@ -267,7 +267,7 @@ class ResponseRoutes:
         return _current_body(await self._store.found(Read(self._key(request))))
 
     async def _cancel(self, request: Request) -> Response:
-        """Also of one that has ended: the answer tells how."""
+        """Also of one that has ended: the answer says how."""
         self._query(request)
         found = await self._store.found(Cancel(self._key(request)))
         if not found.kept.background:

@@ -1,7 +1,7 @@
 """Request bodies that come packed: `Content-Encoding: gzip` or `deflate`, unpacked as they come.
 
 A few bytes may unpack to a thousand times as many. So a part is unpacked piece by piece, and only
-as far as its reader asks: a reader that stops at a limit has unpacked one piece more at most.
+as far as its reader reads: a reader that stops at a limit has unpacked one piece more at most.
 """
 
 from __future__ import annotations

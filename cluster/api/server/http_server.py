@@ -54,7 +54,7 @@ def _shared_socket(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with signals left to whoever owns the process, and woken where it used to look ten
+    """uvicorn, with signals left to the owner of the process, and woken where it used to check ten
     times a second whether it should end."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -62,7 +62,7 @@ class _Server(uvicorn.Server):
         self._ending = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which then closes what stands in `servers`."""
+        """As uvicorn's, which then closes what is in `servers`."""
         await super().startup(sockets=[])
         servers: list[Any] = self.servers  # what uvicorn closes and waits for
         servers += [Acceptor(listener, self._protocol) for listener in sockets or ()]
