@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from swell.cluster.api.disconnect import with_cancellation
+from swell.cluster.api.disconnect import run_until_disconnect
 from swell.cluster.api.event_stream import EventStreamResponse
 from swell.cluster.api.response_writer import ENGINES, ResponseWriter, usage_of
 from swell.cluster.api.routing import json_response, request_id
@@ -58,7 +58,7 @@ class ServingHandler:
             timer = self._arm_deadline_timer(request, states)
             outputs = MergedOutputs(states, request_params.params, kind)
             if not request_params.stream:
-                prompts = await with_cancellation(request, outputs.whole())
+                prompts = await run_until_disconnect(request.receive, outputs.whole())
                 self._abort_all(states, timer)
                 whole = await self._offload.run_sized(
                     _BYTES_PER_TOKEN * sum(map(_tokens, prompts)),
@@ -69,7 +69,7 @@ class ServingHandler:
                 )
                 return json_response(whole, headers={ENGINES: outputs.served_ranks})
             # The status line waits for the first token: what fails before it has a status.
-            await with_cancellation(request, outputs.first())
+            await run_until_disconnect(request.receive, outputs.first())
             # The headers leave with the first token, and uvicorn sends no trailers: ranks that
             # serve later are in a comment at the stream's end.
             ranks = outputs.served_ranks

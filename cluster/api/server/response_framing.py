@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -20,7 +22,7 @@ def is_http10(cycle: RequestResponseCycle) -> bool:
     return bool(cycle.scope["http_version"] == "1.0")
 
 
-def with_framing(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+def with_framing(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
     """`app` for this one request, whose answer is framed so.
 
     `cycle.keep_alive` is false only while an early head is written, or when the body has come after
