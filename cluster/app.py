@@ -22,7 +22,6 @@ from ray.serve.schema import ApplicationStatus
 from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.responses.store_service import ResponseStoreService
-from swell.cluster.api.server.connection_limits import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.control.checkpoint_store import CheckpointStore
@@ -165,7 +164,7 @@ class IngressDeployment:
             config.serve.host,
             contact.port,
             config.cluster.drain_timeout_s,
-            ConnectionLimits.of(config.serve),
+            config.serve,
         )
         await self._edge.start()
         StructuredLogger("cluster.app").info("listening", host=config.serve.host, port=contact.port)

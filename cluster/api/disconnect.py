@@ -32,17 +32,13 @@ async def run_until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
                     await future
 
 
-async def with_cancellation(request: Request, work: Awaitable[T]) -> T:
-    return await run_until_disconnect(request.receive, work)
-
-
 async def with_deadline(request: Request, work: Awaitable[T]) -> T:
-    """As `with_cancellation`, and no longer than the client waits (RequestTimedOut)."""
+    """As `run_until_disconnect`, and no longer than the client waits (RequestTimedOut)."""
     deadline: Deadline | None = getattr(request.state, "deadline", None)
     limit = asyncio.timeout_at(None if deadline is None else deadline.at_s)
     try:
         async with limit:
-            return await with_cancellation(request, work)
+            return await run_until_disconnect(request.receive, work)
     except TimeoutError:
         if deadline is None or not limit.expired():
             raise

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from swell.cluster.api.sampling_fields import SamplingFields, check_routing
+from swell.cluster.text.generation_request import Conversation, GenerationRequest, Prompt
 from swell.cluster.text.sampling_params import (
     BadRequest,
     Field,
@@ -198,6 +199,30 @@ class GenerationBody(SamplingFields, kw_only=True):
     def endpoint_sampling_params(self) -> Mapping[str, Any]:
         """Sampling parameters that this endpoint writes in a way of its own."""
         return {}
+
+    def generation_request(
+        self,
+        prompt: list[Prompt] | Conversation,
+        defaults: Mapping[str, Any] | None,
+        *,
+        add_special_tokens: bool,
+        **own: Any,
+    ) -> GenerationRequest:
+        """This body in the common form; `own` are fields of the endpoint alone, and the other
+        arguments are those of `sampling_params` and `tokenize_options`. Raises `BadRequest`."""
+        params = self.sampling_params(defaults)
+        structured = params.structured_outputs is not None
+        return GenerationRequest(
+            prompt=prompt,
+            params=params,
+            structured_outputs_field=self.structured_outputs_field if structured else None,
+            tokenize_options=self.tokenize_options(add_special_tokens=add_special_tokens),
+            stream=bool(self.stream),
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt,
+            data_parallel_rank=self.data_parallel_rank,
+            **own,
+        )
 
     def sampling_params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """The `SamplingParams`; to be checked with `validate`. `defaults` are the model's, for

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swell.cluster.api import models as api
 from swell.cluster.api.admin.protocol import Readiness
 from swell.cluster.api.admin.serving import AdminRoutes
 from swell.cluster.api.body_reader import BodyReader, body_bytes
@@ -150,12 +149,9 @@ class Ingress:
             self._body, self._input_processor, self._prompts, self._offloads.bodies
         )
         return [
-            route("/health", self._health, "GET"),
             route("/ready", self._ready, "GET"),
             route("/metrics", self._show_metrics, "GET"),
             route("/openapi.json", self._openapi, "GET"),
-            route("/v1/models", self._models, "GET"),
-            route("/v1/models/{model:path}", self._one_model, "GET"),
             route("/v1/completions", self._completions, "POST"),
             route("/v1/chat/completions", self._chat, "POST"),
             *self._responses.routes(),
@@ -232,24 +228,6 @@ class Ingress:
         return body
 
     # ---------------------------------------------------------------- the rest
-
-    async def _models(self, request: Request) -> Response:
-        self._user_keys.check(request)
-        return json_response(api.ModelList(data=[self._card()]))
-
-    async def _one_model(self, request: Request) -> Response:
-        self._user_keys.check(request)
-        model = request.path_params["model"]
-        if model != self._model:
-            raise BadRequest(f"the model {model!r} does not exist", "model", "model_not_found")
-        return json_response(self._card())
-
-    def _card(self) -> api.ModelCard:
-        name, longest = self._model, self._prompts.max_model_len
-        return api.ModelCard(id=name, created=0, root=name, max_model_len=longest)
-
-    async def _health(self, request: Request) -> Response:
-        return json_response({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
         """200 if an engine can make progress. A silent coordinator alone is no reason against it:

@@ -1,19 +1,58 @@
-"""Log probabilities in the shapes of the API: tables in, typed bodies out."""
+"""Log probabilities in the two shapes of the API: the bodies, and tables turned into them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from swell.cluster.api.logprobs_protocol import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    CompletionLogprobs,
-    PromptLogprob,
-    PromptLogprobs,
-    TopLogprob,
-)
-from swell.cluster.client.outputs import Logprob, LogprobTable
-from swell.cluster.text.token_texts import Texts
+from swell.cluster.api.protocol_base import Body
+from swell.cluster.client.outputs import LogprobTable
+
+
+class CompletionLogprobs(Body, kw_only=True):
+    """Of a completion: one element for each token in each list, the echoed prompt's first."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    """By text; the token itself is always among them."""
+    text_offset: list[int]
+    """Characters of the whole text, echoed prompt included, before each token."""
+
+
+class TopLogprob(Body, kw_only=True):
+    """One token that was possible at a position."""
+
+    token: str
+    """Parts of characters show as replacement characters."""
+    logprob: float
+    bytes: list[int]
+    """Exact: those of consecutive tokens make up the text."""
+
+
+class ChatTokenLogprob(TopLogprob, kw_only=True):
+    """The token at the position."""
+
+    top_logprobs: list[TopLogprob]
+    """The most likely ones, best first; the token itself may be missing."""
+
+
+class ChatLogprobs(Body, kw_only=True):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(Body, kw_only=True):
+    """One token at one position of the prompt."""
+
+    logprob: float
+    rank: int
+    """1 is the most likely."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""For each prompt token, by token id: the token itself, then the most likely; null for the first.
+Not OpenAI's."""
 
 NameOf = Callable[[int], str]
 """The name of a token: its text, unless the request wants another."""
@@ -54,47 +93,39 @@ def completion_logprobs(
 
 def chat_logprobs(answer: LogprobTable, top: int, name_of: NameOf | None = None) -> ChatLogprobs:
     """Of a chat answer, or of one delta of it, with the `top` most likely tokens for each."""
+    content = []
     columns = zip(answer.token_ids, answer.logprobs, strict=True)
-    return ChatLogprobs(
-        content=[
-            _chat_token(answer.texts_at(index), token_ids, logprobs, top, name_of)
-            for index, (token_ids, logprobs) in enumerate(columns)
-        ]
-    )
-
-
-def _chat_token(
-    texts: Texts, token_ids: list[int], logprobs: list[float], top: int, name_of: NameOf | None
-) -> ChatTokenLogprob:
-    name = name_of or texts.text
-    return ChatTokenLogprob(
-        token=name(token_ids[0]),
-        logprob=finite(logprobs[0]),
-        bytes=list(texts[token_ids[0]]),
-        top_logprobs=_top(texts, name, token_ids[1 : 1 + top], logprobs[1 : 1 + top]),
-    )
+    for index, (token_ids, logprobs) in enumerate(columns):
+        texts = answer.texts_at(index)
+        name = name_of or texts.text
+        content.append(
+            ChatTokenLogprob(
+                token=name(token_ids[0]),
+                logprob=finite(logprobs[0]),
+                bytes=list(texts[token_ids[0]]),
+                top_logprobs=[
+                    TopLogprob(token=name(id), logprob=finite(logprob), bytes=list(texts[id]))
+                    for id, logprob in zip(
+                        token_ids[1 : 1 + top], logprobs[1 : 1 + top], strict=True
+                    )
+                ],
+            )
+        )
+    return ChatLogprobs(content=content)
 
 
 def prompt_logprobs_body(prompt: LogprobTable) -> PromptLogprobs:
     """Of a prompt, under its token ids."""
-    return [None if position is None else _by_id(position) for position in prompt]
-
-
-def _by_id(position: dict[int, Logprob]) -> dict[int, PromptLogprob]:
-    return {
-        token_id: PromptLogprob(
-            logprob=finite(entry.logprob), rank=entry.rank, decoded_token=entry.decoded_token
-        )
-        for token_id, entry in position.items()
-    }
-
-
-def _top(
-    texts: Texts, name: NameOf, token_ids: list[int], logprobs: list[float]
-) -> list[TopLogprob]:
     return [
-        TopLogprob(token=name(i), logprob=finite(logprob), bytes=list(texts[i]))
-        for i, logprob in zip(token_ids, logprobs, strict=True)
+        None
+        if position is None
+        else {
+            token_id: PromptLogprob(
+                logprob=finite(entry.logprob), rank=entry.rank, decoded_token=entry.decoded_token
+            )
+            for token_id, entry in position.items()
+        }
+        for position in prompt
     ]
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from swell.cluster.api.logprobs import chat_logprobs
-from swell.cluster.api.logprobs_protocol import ChatTokenLogprob
+from swell.cluster.api.logprobs import ChatTokenLogprob, chat_logprobs
 from swell.cluster.client.outputs import CompletionOutput
 from swell.cluster.text.parsers import deltas as parts
 from swell.cluster.text.parsers.base import Parser

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from swell.cluster.text.sampling_params import BadRequest
-
 
 class Body(msgspec.Struct, kw_only=True):
     """Base of every response."""
+
+
+def named_event(event: msgspec.Struct) -> bytes:
+    """A tagged body as a server-sent event, which its tag names in a line of its own."""
+    name = str(event.__struct_config__.tag).encode()
+    return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(event))
 
 
 class PromptTokensDetails(Body, kw_only=True):
@@ -43,15 +47,13 @@ class ErrorBody(Body, kw_only=True):
 
 
 def error_body(
-    error: BadRequest | str,
+    message: str,
     *,
     type: str = "invalid_request_error",
     param: str | None = None,
     code: str | None = None,
 ) -> bytes:
-    """OpenAI's error body as JSON. A `BadRequest` brings its own `param` and `code`."""
-    if isinstance(error, BadRequest):
-        detail = ErrorDetail(message=error.message, type=type, param=error.param, code=error.code)
-    else:
-        detail = ErrorDetail(message=error, type=type, param=param, code=code)
-    return msgspec.json.encode(ErrorBody(error=detail))
+    """OpenAI's error body as JSON."""
+    return msgspec.json.encode(
+        ErrorBody(error=ErrorDetail(message=message, type=type, param=param, code=code))
+    )

@@ -14,9 +14,8 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swell.cluster.api.http_errors import HTTPError, error_info
-from swell.cluster.api.messages import errors as anthropic
+from swell.cluster.api.messages.message import messages_error, messages_status
 from swell.cluster.api.protocol_base import error_body
-from swell.cluster.api.server.paths import route_path
 from swell.cluster.text.field_path import rename_roots
 from swell.cluster.text.sampling_params import BadRequest, shown
 
@@ -28,6 +27,13 @@ WARNING = "x-swell-warning"
 ANTHROPIC_REQUEST_ID = "request-id"
 MAX_REQUEST_ID_CHARS = 128
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}\Z")
+
+
+def route_path(scope: Scope) -> str:
+    """The path as the routes have it: without the prefix at which a proxy, as Ray Serve's, has this
+    application."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def json_response(
@@ -43,8 +49,8 @@ def error_response(error: Exception, request: Request) -> Response:
         error = error.renamed(rename_roots(getattr(request.state, "aliases", {})))
     status, message, kind, param, code, headers = error_info(error)
     if _is_anthropic(request):
-        status = anthropic.status_of(status)
-        body = anthropic.error_body(message, status, request_id(request))
+        status = messages_status(status)
+        body: Any = messages_error(message, status, request_id(request))
     else:
         body = error_body(message, type=kind, param=param, code=code)
     return json_response(body, status, headers)

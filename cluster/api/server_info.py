@@ -1,5 +1,5 @@
-"""What monitors and load balancers of other servers request: `/ping` (SageMaker), `/version` and
-`/load` (vLLM), `/server_info` (SGLang)."""
+"""What clients, monitors and load balancers may know of the server: `/v1/models` (OpenAI), `/ping`
+(SageMaker), `/version` and `/load` (vLLM), `/server_info` (SGLang)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swell.cluster.api.admin.protocol import EngineLoad, Health, ServerInfo, ServerLoad, Version
+from swell.cluster.api.admin.protocol import (
+    EngineLoad,
+    Health,
+    ModelCard,
+    ModelList,
+    ServerInfo,
+    ServerLoad,
+    Version,
+)
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.text.prompts import PromptProcessor
+from swell.cluster.text.sampling_params import BadRequest
 from swell.configs.schema import Config
 
 VERSION = importlib.metadata.version("swell")
 
 
 class ServerRoutes:
-    """All but `/server_info` are open, as `/health` and `/metrics` are. `/server_info` describes
-    how the model is served, to those who may use it."""
+    """`/health`, `/ping`, `/version` and `/load` are open, as `/metrics` is. The others describe
+    the model and how it is served, to those who may use it."""
 
     def __init__(
         self,
@@ -37,13 +46,16 @@ class ServerRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            route("/ping", self._ping, "GET", "POST"),
+            route("/health", self._health, "GET"),
+            route("/ping", self._health, "GET", "POST"),
             route("/version", self._version, "GET"),
             route("/load", self._load, "GET"),
             route("/server_info", self._server_info, "GET"),
+            route("/v1/models", self._models, "GET"),
+            route("/v1/models/{model:path}", self._one_model, "GET"),
         ]
 
-    async def _ping(self, request: Request) -> Response:
+    async def _health(self, request: Request) -> Response:
         return json_response(Health())
 
     async def _version(self, request: Request) -> Response:
@@ -70,6 +82,21 @@ class ServerRoutes:
                 internal_states=self._loads(),
             )
         )
+
+    async def _models(self, request: Request) -> Response:
+        self._user_keys.check(request)
+        return json_response(ModelList(data=[self._card()]))
+
+    async def _one_model(self, request: Request) -> Response:
+        self._user_keys.check(request)
+        model = request.path_params["model"]
+        if model != self._config.model.served_name:
+            raise BadRequest(f"the model {model!r} does not exist", "model", "model_not_found")
+        return json_response(self._card())
+
+    def _card(self) -> ModelCard:
+        name, longest = self._config.model.served_name, self._prompts.max_model_len
+        return ModelCard(id=name, created=0, root=name, max_model_len=longest)
 
     def _loads(self) -> list[EngineLoad]:
         return [

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from swell.cluster.api.disconnect import with_cancellation
+from swell.cluster.api.disconnect import run_until_disconnect
 from swell.cluster.api.event_stream import EventStreamResponse
 from swell.cluster.api.response_writer import ENGINES, ResponseWriter, usage_of
 from swell.cluster.api.routing import json_response, request_id
@@ -23,7 +23,7 @@ from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import BadRequest
 
-TRACE_HEADERS = ("traceparent", "tracestate")
+_TRACE_HEADERS = ("traceparent", "tracestate")
 _SUBMIT_BATCH_TOKENS = 20_000
 """Prompt tokens that are submitted at once: some milliseconds."""
 _BYTES_PER_TOKEN = 1
@@ -58,7 +58,7 @@ class ServingHandler:
             timer = self._arm_deadline_timer(request, states)
             outputs = MergedOutputs(states, request_params.params, kind)
             if not request_params.stream:
-                prompts = await with_cancellation(request, outputs.whole())
+                prompts = await run_until_disconnect(request.receive, outputs.whole())
                 self._abort_all(states, timer)
                 whole = await self._offload.run_sized(
                     _BYTES_PER_TOKEN * sum(map(_tokens, prompts)),
@@ -69,7 +69,7 @@ class ServingHandler:
                 )
                 return json_response(whole, headers={ENGINES: outputs.served_ranks})
             # The status line waits for the first token: what fails before it has a status.
-            await with_cancellation(request, outputs.first())
+            await run_until_disconnect(request.receive, outputs.first())
             # The headers leave with the first token, and uvicorn sends no trailers: ranks that
             # serve later are in a comment at the stream's end.
             ranks = outputs.served_ranks
@@ -101,13 +101,11 @@ class ServingHandler:
         """All children of all prompts, appended to `states`: the caller ends those that are there
         if this fails before its end. Other tasks run in between."""
         self._check_rank(request_params.data_parallel_rank)
-        headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
+        headers = trace_headers(request) or None
         work = 0
         for prompt in request_params.prompts:
             for child in request_params.children(
-                request_id(request),
-                prompt,
-                trace_headers=headers or None,
+                request_id(request), prompt, trace_headers=headers
             ):
                 states.append(
                     self._llm.submit(
@@ -148,6 +146,10 @@ class ServingHandler:
                 f"data_parallel_rank={rank} takes no requests; the engines are {active}",
                 "data_parallel_rank",
             )
+
+
+def trace_headers(request: Request) -> dict[str, str]:
+    return {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
 
 
 def _tokens(output: RequestOutput) -> int:

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from swell.cluster.api.chat.protocol import ChatChunk, ChatChunkChoice, ChatDelta
 from swell.cluster.api.completions.protocol import CompletionChunk
-from swell.cluster.api.logprobs_protocol import ChatLogprobs, CompletionLogprobs
+from swell.cluster.api.logprobs import ChatLogprobs, CompletionLogprobs
 from swell.cluster.api.protocol_base import Usage
 
 DONE = b"data: [DONE]\n\n"

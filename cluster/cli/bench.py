@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.api.models import ModelList
+from swell.cluster.api.admin.protocol import ModelList
 from swell.cluster.api.tokenize import TokenizeResponse
 from swell.cluster.cli.console import print_table
 from swell.cluster.cli.http_client import Client, ServerError

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from swell.cluster.api.admin.protocol import Accepted, ClusterState, ScaleRequest
+from swell.cluster.api.admin.protocol import Accepted, ClusterState, ModelList, ScaleRequest
 from swell.cluster.api.chat.protocol import ChatChunk
-from swell.cluster.api.models import ModelList
 from swell.cluster.cli.child_process import ServerProcess
 from swell.cluster.cli.console import plain, print_table, short
 from swell.cluster.cli.demo_screen import open_screen

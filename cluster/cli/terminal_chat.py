@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from swell.cluster.api.admin.protocol import ModelList
 from swell.cluster.api.chat.protocol import ChatChunk
-from swell.cluster.api.models import ModelList
 from swell.cluster.cli.http_client import Client, ServerError
 
 _PROMPT = "> "

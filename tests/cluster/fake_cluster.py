@@ -24,7 +24,6 @@ import msgspec
 
 from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.api.ingress import Ingress, build_ingress
-from swell.cluster.api.server.connection_limits import ConnectionLimits
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import Config, load
@@ -322,8 +321,7 @@ class FakeCluster:
     async def serving(self) -> AsyncIterator[FakeCluster]:
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
         self.ingress = await build_ingress(self.config, connect, self.manager, self.store)
-        limits = ConnectionLimits.of(self.config.serve)
-        self.edge = edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5, limits)
+        self.edge = edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5, self.config.serve)
         await edge.start()
         try:
             url = f"http://127.0.0.1:{edge.port}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from swell.cluster.api.models import ModelList
+from swell.cluster.api.admin.protocol import ModelList
 from swell.cluster.cli.http_client import Client
 from tests.faults.cluster_monitor import ClusterMonitor, NotReached
 from tests.faults.load import DECODE, Load, compare, make_requests, reference

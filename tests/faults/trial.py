@@ -18,8 +18,7 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.api.admin.protocol import ClusterState
-from swell.cluster.api.models import ModelList
+from swell.cluster.api.admin.protocol import ClusterState, ModelList
 from swell.cluster.cli.http_client import Client
 from tests.faults.cluster_monitor import AlreadyPassed, ClusterMonitor, NotReached, pids
 from tests.faults.fault_types import Fault, FaultEffect

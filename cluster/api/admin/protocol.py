@@ -1,4 +1,4 @@
-"""Bodies of the admin API and of the probes: what operators send, and what they are told."""
+"""Bodies of the admin API, and of the routes that describe the server and its model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ChangeResult(msgspec.Struct, frozen=True):
 
 
 class Accepted(Body, kw_only=True):
-    """A change has begun, and replaces one that was under way; `GET /admin/cluster` tells its
+    """A change has begun, and replaces one that was under way; `GET /admin/cluster` has its
     phase."""
 
     status: str = "accepted"
@@ -141,6 +141,22 @@ class IdleEngine(Body, kw_only=True):
 
 class IdleReport(Body, kw_only=True):
     engines: list[IdleEngine]
+
+
+class ModelCard(Body, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "swell"
+    root: str | None = None
+    """Its own name: there are no adapters, and the folder is the operator's business."""
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(Body, kw_only=True):
+    object: str = "list"
+    data: list[ModelCard]
 
 
 class Version(Body, kw_only=True):

@@ -15,18 +15,8 @@ def to_generation_request(
 ) -> GenerationRequest:
     """Of a checked body. `defaults`: the model's, for fields of `SamplingParams` that the body
     leaves out. Raises `BadRequest`."""
-    params = body.sampling_params(defaults)
-    structured = params.structured_outputs is not None
-    return GenerationRequest(
-        prompt=conversation(body),
-        prompt_field="messages",
-        params=params,
-        structured_outputs_field=body.structured_outputs_field if structured else None,
-        tokenize_options=body.tokenize_options(add_special_tokens=False),
-        stream=bool(body.stream),
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt,
-        data_parallel_rank=body.data_parallel_rank,
+    return body.generation_request(
+        conversation(body), defaults, add_special_tokens=False, prompt_field="messages"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from msgspec import UNSET, UnsetType
 
 from swell.cluster.api.generation_body import GenerationBody
-from swell.cluster.api.logprobs_protocol import ChatLogprobs, PromptLogprobs
+from swell.cluster.api.logprobs import ChatLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
 from swell.cluster.text.sampling_params import BadRequest, Field, shown
 from swell.cluster.text.schema.chat_messages import (
@@ -149,18 +149,18 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
     def template_variables(self) -> dict[str, Any]:
         """The variables that the chat template gets beside the messages. Raises `BadRequest` where
         two fields say different things."""
-        told: dict[str, tuple[str, Any]] = {}
+        chosen: dict[str, tuple[str, Any]] = {}
         if _SWITCHES(self) == _NO_SWITCH:
             return {}
         for field, name, value in self._variables():
-            before, known = told.setdefault(name, (field, value))
+            before, known = chosen.setdefault(name, (field, value))
             if known != value:
                 raise BadRequest(
                     f"{field} and {before} contradict each other: {shown(value)} and "
                     f"{shown(known)}; send one of them",
                     field,
                 )
-        return {name: value for name, (_, value) in told.items()}
+        return {name: value for name, (_, value) in chosen.items()}
 
     def _variables(self) -> Iterator[tuple[str, str, Any]]:
         """(field of the request, variable of the template, value)."""

@@ -18,8 +18,7 @@ from swell.cluster.api.chat.protocol import (
     ToolCall,
     ToolCallDelta,
 )
-from swell.cluster.api.logprobs import chat_logprobs, name_by_id, prompt_logprobs_body
-from swell.cluster.api.logprobs_protocol import ChatLogprobs
+from swell.cluster.api.logprobs import ChatLogprobs, chat_logprobs, name_by_id, prompt_logprobs_body
 from swell.cluster.api.output_parts import parse_output
 from swell.cluster.api.protocol_base import Usage
 from swell.cluster.api.response_writer import ResponseWriter, choice_usage, usage_of

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from swell.cluster.api.generation_body import GenerationBody
-from swell.cluster.api.logprobs_protocol import CompletionLogprobs, PromptLogprobs
+from swell.cluster.api.logprobs import CompletionLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
 from swell.cluster.text.schema.known_fields import COMPLETIONS
 
@@ -35,7 +35,7 @@ class CompletionRequest(GenerationBody, kw_only=True):
 
     def answer_max_tokens(self) -> int | None:
         if self.only_echo:
-            return 1  # an engine draws one token at least; it is not shown
+            return 1  # an engine samples one token at least; it is not shown
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def endpoint_sampling_params(self) -> Mapping[str, Any]:

@@ -7,8 +7,12 @@ from collections.abc import Iterable
 import msgspec
 
 from swell.cluster.api.completions.protocol import Completion, CompletionChoice, CompletionRequest
-from swell.cluster.api.logprobs import completion_logprobs, name_by_id, prompt_logprobs_body
-from swell.cluster.api.logprobs_protocol import CompletionLogprobs
+from swell.cluster.api.logprobs import (
+    CompletionLogprobs,
+    completion_logprobs,
+    name_by_id,
+    prompt_logprobs_body,
+)
 from swell.cluster.api.protocol_base import Usage, usage
 from swell.cluster.api.response_writer import ResponseWriter, choice_usage
 from swell.cluster.api.sse import DONE, TEXT_ONLY, ChunkFields, CompletionStream

@@ -20,7 +20,6 @@ from swell.cluster.api.messages.protocol import (
     InputMessage,
     MessagesRequest,
     Thinking,
-    Tool,
     ToolChoice,
 )
 from swell.cluster.text.chat_template import TemplateOptions
@@ -72,7 +71,10 @@ def conversation(body: CountTokensRequest) -> Conversation:
     continues = messages[-1].role == "assistant"  # then the answer goes on with this message
     tools = None if choice is not None and choice.type == "none" else body.tools
     template = TemplateOptions(
-        tools=[_tool(tool) for tool in tools or ()],
+        tools=[
+            chat.function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
+            for tool in tools or ()
+        ],
         add_generation_prompt=not continues,
         continue_final_message=continues,
         variables=template_variables(body),
@@ -96,16 +98,6 @@ def template_variables(body: CountTokensRequest) -> dict[str, Any]:
     if body.output_config is not None and body.output_config.effort is not None:
         variables["reasoning_effort"] = body.output_config.effort
     return {**variables, **(body.chat_template_kwargs or {})}
-
-
-def _tool(tool: Tool) -> chat.ToolDefinition:
-    function = chat.FunctionDefinition(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.input_schema,
-        strict=tool.strict,
-    )
-    return chat.ToolDefinition(type="function", function=function)
 
 
 def _tool_choice(choice: ToolChoice) -> chat.ToolChoice:

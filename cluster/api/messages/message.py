@@ -1,10 +1,8 @@
-"""`/v1/messages`: what a client gets, whole or as events."""
+"""`/v1/messages`: what a client gets, whole or as events; and errors as its clients know them."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
-
-import msgspec
 
 from swell.cluster.api.protocol_base import Body, Usage
 
@@ -40,7 +38,7 @@ class MessageUsage(Body, kw_only=True):
     input_tokens: int
     """Those that were computed."""
     cache_creation_input_tokens: int = 0
-    """Always 0: every computed block is kept, and nobody pays for it."""
+    """Always 0: every computed block is kept, at no price."""
     cache_read_input_tokens: int = 0
     output_tokens: int
 
@@ -73,11 +71,6 @@ class TokenCount(Body, kw_only=True):
 
 class Event(Body, kw_only=True, tag_field="type"):
     """Base of the events of a stream."""
-
-    def encoded(self) -> bytes:
-        """As a server-sent event, which this API also names in a line of its own."""
-        name = str(self.__struct_config__.tag).encode()
-        return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(self))
 
 
 class MessageStart(Event, kw_only=True, tag="message_start"):
@@ -151,3 +144,30 @@ class MessagesError(Event, kw_only=True, tag="error"):
 
 
 StreamEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+
+OVERLOADED = 529
+"""Of this API alone: no engine can answer, try again. Its clients do so, as with other 5xx, and
+call it by its name."""
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+def messages_status(status: int) -> int:
+    """The status that this API has instead of another one."""
+    return OVERLOADED if status == 503 else status
+
+
+def messages_error(message: str, status: int, request_id: str) -> MessagesError:
+    kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return MessagesError(
+        error=MessagesErrorDetail(type=kind, message=message), request_id=request_id
+    )

@@ -39,7 +39,7 @@ _ROLE_OF_BLOCK = {
     ThinkingBlock: "assistant",
     RedactedThinkingBlock: "assistant",
 }
-"""Blocks that stand in messages of one role only; text alone stands in `system`."""
+"""Blocks of messages of one role only; `system` has text alone."""
 
 
 class InputMessage(HistoryPart, kw_only=True):

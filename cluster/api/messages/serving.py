@@ -13,7 +13,6 @@ import msgspec
 
 from swell.cluster.api.http_errors import ErrorInfo
 from swell.cluster.api.messages.content import ContentEvents, blocks
-from swell.cluster.api.messages.errors import error as error_event
 from swell.cluster.api.messages.message import (
     Ending,
     Message,
@@ -23,10 +22,11 @@ from swell.cluster.api.messages.message import (
     OutputBlock,
     ToolUseOutput,
     message_usage,
+    messages_error,
 )
 from swell.cluster.api.messages.protocol import MessagesRequest
 from swell.cluster.api.output_parts import parse_output
-from swell.cluster.api.protocol_base import Usage
+from swell.cluster.api.protocol_base import Usage, named_event
 from swell.cluster.api.response_writer import ResponseWriter, usage_of
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers.base import Parser
@@ -87,19 +87,19 @@ class MessagesResponseWriter(ResponseWriter):
         if not self._started:
             self._started = True
             usage = usage_of([output], part.num_output_tokens)
-            yield MessageStart(message=self._message([], _NOT_ENDED, usage)).encoded()
+            yield named_event(MessageStart(message=self._message([], _NOT_ENDED, usage)))
         for one in parse_output(self._parser, part):
             for event in self._content.push(one):
-                yield event.encoded()
+                yield named_event(event)
         if part.finish_reason is not None:
             self._ending = self._ended(part, called=self._content.called)
 
     def stream_end(self, usage: Usage) -> Iterable[bytes]:
         assert self._ending is not _NOT_ENDED, "the last output has a finish reason"
         for event in self._content.end():
-            yield event.encoded()
-        yield MessageDelta(delta=self._ending, usage=message_usage(usage)).encoded()
-        yield MessageStop().encoded()
+            yield named_event(event)
+        yield named_event(MessageDelta(delta=self._ending, usage=message_usage(usage)))
+        yield named_event(MessageStop())
 
     def stream_error(self, error: ErrorInfo) -> Iterable[bytes]:
-        yield error_event(error.message, error.status, self._request_id).encoded()
+        yield named_event(messages_error(error.message, error.status, self._request_id))

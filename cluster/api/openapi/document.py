@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import msgspec
 
-from swell.cluster.api import models, tokenize
+from swell.cluster.api import tokenize
 from swell.cluster.api.admin import protocol as admin
 from swell.cluster.api.chat import protocol as chat
 from swell.cluster.api.completions import protocol as completions
 from swell.cluster.api.messages import protocol as anthropic
-from swell.cluster.api.messages.message import (
-    Message,
-    MessagesError,
-    StreamEvent,
-    TokenCount,
-)
-from swell.cluster.api.openapi.fields import annotate_fields
-from swell.cluster.api.openapi.ranges import GENERATION_LIMITS, annotate_limits
+from swell.cluster.api.messages.message import Message, MessagesError, StreamEvent, TokenCount
+from swell.cluster.api.openapi.fields import GENERATION_LIMITS, annotate_fields, annotate_limits
 from swell.cluster.api.protocol_base import ErrorBody
-from swell.cluster.api.responses import events as response_events
 from swell.cluster.api.responses import protocol as responses
-from swell.cluster.api.responses import response as response_body
+from swell.cluster.api.responses.events import ResponseEvent
+from swell.cluster.api.responses.response import ResponseBody, ResponseDeleted, ResponseItemList
 from swell.cluster.client import deadline
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.unknown_fields import UnknownFields
@@ -89,12 +83,13 @@ class Operation(NamedTuple):
         "last one is `data: [DONE]`."
     )
     named_events: bool = False
-    """Whether an event's type stands beside its data; such streams have no `[DONE]`."""
+    """Whether an event's type is beside its data; such streams have no `[DONE]`."""
 
-    @property
-    def requires_key(self) -> bool:
-        return 401 in self.errors
 
+_answer = partial(Operation, "post", errors=(*_ANSWER_ERRORS, 503))
+_stored = partial(Operation, errors=(400, *_KEY_ERRORS, 404, 503))
+_convert = partial(Operation, "post", errors=(*_BODY_ERRORS, 404, 503))
+_change = partial(Operation, "post", answer=admin.Accepted, errors=(*_BODY_ERRORS, 503), status=202)
 
 OPERATIONS = (
     Operation("get", "/health", "Whether the process is up.", admin.Health),
@@ -105,86 +100,68 @@ OPERATIONS = (
     Operation("get", "/version", "The server's version.", admin.Version),
     Operation("get", "/load", "How many requests are in the engines.", admin.ServerLoad),
     Operation(
-        "get", "/server_info", "How the model is served.", admin.ServerInfo, errors=_KEY_ERRORS
+        "get",
+        "/server_info",
+        "How the model is served.",
+        admin.ServerInfo,
+        errors=_KEY_ERRORS,
     ),
     Operation("get", "/openapi.json", "This document.", _JSON),
-    Operation("get", "/v1/models", "The models served.", models.ModelList, errors=_KEY_ERRORS),
+    Operation("get", "/v1/models", "The models served.", admin.ModelList, errors=_KEY_ERRORS),
     Operation(
-        "get", "/v1/models/{model}", "One model.", models.ModelCard, errors=(*_KEY_ERRORS, 404)
+        "get", "/v1/models/{model}", "One model.", admin.ModelCard, errors=(*_KEY_ERRORS, 404)
     ),
-    Operation(
-        "post",
+    _answer(
         "/v1/completions",
         "Continue texts or token ids.",
         completions.Completion,
         completions.CompletionRequest,
         completions.CompletionChunk,
-        (*_ANSWER_ERRORS, 503),
     ),
-    Operation(
-        "post",
+    _answer(
         "/v1/chat/completions",
         "Answer a conversation.",
         chat.ChatCompletion,
         chat.ChatCompletionRequest,
         chat.ChatChunk,
-        (*_ANSWER_ERRORS, 503),
     ),
-    Operation(
-        "post",
+    _answer(
         "/v1/responses",
         "Answer a conversation in items, and keep the answer for later.",
-        response_body.ResponseBody,
+        ResponseBody,
         responses.ResponsesRequest,
-        response_events.ResponseEvent,
-        (*_ANSWER_ERRORS, 503),
+        ResponseEvent,
         events="With `stream: true`: events `event: TYPE` and `data: JSON`; the last one is "
         "`response.completed`, `response.incomplete` or `response.failed`.",
         named_events=True,
     ),
-    Operation(
+    _stored(
         "get",
         "/v1/responses/{id}",
         "A stored response, or how far one in the background is.",
-        response_body.ResponseBody,
-        errors=(400, *_KEY_ERRORS, 404, 503),
+        ResponseBody,
     ),
-    Operation(
-        "delete",
-        "/v1/responses/{id}",
-        "Forget a stored response.",
-        response_body.ResponseDeleted,
-        errors=(400, *_KEY_ERRORS, 404, 503),
-    ),
-    Operation(
-        "post",
-        "/v1/responses/{id}/cancel",
-        "End a response in the background.",
-        response_body.ResponseBody,
-        errors=(400, *_KEY_ERRORS, 404, 503),
-    ),
-    Operation(
+    _stored("delete", "/v1/responses/{id}", "Forget a stored response.", ResponseDeleted),
+    _stored("post", "/v1/responses/{id}/cancel", "End a response in the background.", ResponseBody),
+    _stored(
         "get",
         "/v1/responses/{id}/input_items",
         "What a stored response was given, in pages.",
-        response_body.ResponseItemList,
-        errors=(400, *_KEY_ERRORS, 404, 503),
+        ResponseItemList,
     ),
-    Operation(
-        "post",
+    _answer(
         "/v1/messages",
         "Answer a conversation, as Anthropic's API does.",
         Message,
         anthropic.MessagesRequest,
         StreamEvent,
-        (*_ANSWER_ERRORS, 529),
+        errors=(*_ANSWER_ERRORS, 529),
         error=MessagesError,
         events="With `stream: true`: events `event: TYPE` and `data: JSON`; after a failure the "
         "last one is an error.",
         named_events=True,
     ),
-    Operation(
-        "post",
+    _convert(
         "/v1/messages/count_tokens",
         "How many tokens a conversation is to the model.",
         TokenCount,
@@ -192,29 +169,19 @@ OPERATIONS = (
         errors=(*_BODY_ERRORS, 404, 529),
         error=MessagesError,
     ),
-    Operation(
-        "post",
+    _convert(
         "/tokenize",
         "The token ids of a text or a conversation.",
         tokenize.TokenizeResponse,
         tokenize.TokenizeRequest,
-        errors=(*_BODY_ERRORS, 404, 503),
     ),
-    Operation(
-        "post",
+    _convert(
         "/detokenize",
         "The text of token ids.",
         tokenize.DetokenizeResponse,
         tokenize.DetokenizeRequest,
-        errors=(*_BODY_ERRORS, 404, 503),
     ),
-    Operation(
-        "get",
-        "/admin/idle",
-        "Whether all is free.",
-        admin.IdleReport,
-        errors=_KEY_ERRORS,
-    ),
+    Operation("get", "/admin/idle", "Whether all is free.", admin.IdleReport, errors=_KEY_ERRORS),
     Operation(
         "get",
         "/admin/cluster",
@@ -222,48 +189,18 @@ OPERATIONS = (
         admin.ClusterState,
         errors=(*_KEY_ERRORS, 503),
     ),
-    Operation(
-        "post",
-        "/admin/scale",
-        "Grow or shrink to a number of engines.",
-        admin.Accepted,
-        admin.ScaleRequest,
-        errors=(*_BODY_ERRORS, 503),
-        status=202,
+    _change("/admin/scale", "Grow or shrink to a number of engines.", body=admin.ScaleRequest),
+    _change("/admin/drain", "Take one engine out when it has finished.", body=admin.DrainRequest),
+    _change(
+        "/admin/pause", "Let all engines stop; requests wait in them.", body=admin.SwitchRequest
     ),
-    Operation(
-        "post",
-        "/admin/drain",
-        "Take one engine out when it has finished.",
-        admin.Accepted,
-        admin.DrainRequest,
-        errors=(*_BODY_ERRORS, 503),
-        status=202,
-    ),
-    Operation(
-        "post",
-        "/admin/pause",
-        "Let all engines stop; requests wait in them.",
-        admin.Accepted,
-        admin.SwitchRequest,
-        errors=(*_BODY_ERRORS, 503),
-        status=202,
-    ),
-    Operation(
-        "post",
-        "/admin/resume",
-        "Let all engines go on.",
-        admin.Accepted,
-        admin.SwitchRequest,
-        errors=(*_BODY_ERRORS, 503),
-        status=202,
-    ),
+    _change("/admin/resume", "Let all engines go on.", body=admin.SwitchRequest),
 )
 
 
 @cache
 def openapi_document(unknown: UnknownFields = "refuse") -> dict[str, Any]:
-    """OpenAPI 3.1. Made once; nobody may change it. `unknown` is `serve.unknown_fields`."""
+    """OpenAPI 3.1. Made once: no caller may change it. `unknown` is `serve.unknown_fields`."""
     types: set[Any] = set()
     for operation in OPERATIONS:
         types |= {operation.answer, operation.body, operation.chunk, operation.error}
@@ -339,7 +276,7 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
     if operation.body is not None:
         content = {_JSON: {"schema": schema_of[operation.body]}}
         described["requestBody"] = {"required": True, "content": content}
-    if operation.requires_key:
+    if 401 in operation.errors:
         described["security"] = [{"bearer": []}, {"x-api-key": []}, {}]
     return described
 

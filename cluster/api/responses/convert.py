@@ -10,10 +10,8 @@ from swell.cluster.api.generation_body import JsonSchemaFormat, ResponseFormat
 from swell.cluster.api.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
-    InputText,
     Item,
     MessageItem,
-    OutputText,
     ReasoningItem,
     Refusal,
 )
@@ -21,7 +19,6 @@ from swell.cluster.api.responses.protocol import (
     LOGPROBS,
     AllowedToolsChoice,
     FunctionChoice,
-    FunctionTool,
     ResponsesRequest,
     TextFormat,
 )
@@ -34,12 +31,11 @@ from swell.cluster.text.schema.chat_messages import (
     ChatMessage,
     ContentPart,
     FunctionCall,
-    FunctionDefinition,
     FunctionName,
     MessageToolCall,
     NamedToolChoice,
     ToolChoice,
-    ToolDefinition,
+    function_tool,
 )
 
 _SHARED_FIELDS = (
@@ -67,7 +63,11 @@ def chat_request(
         model=body.model,
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
-        tools=[_tool(tool) for tool in body.function_tools()] or None,
+        tools=[
+            function_tool(tool.name, tool.description, tool.parameters, tool.strict)
+            for tool in body.function_tools()
+        ]
+        or None,
         tool_choice=_choice(body.function_choice()),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         response_format=_form(body.text.format if body.text else None),
@@ -129,14 +129,13 @@ def chat_messages(items: Iterable[Item]) -> list[ChatMessage]:
 
 
 def _content(item: MessageItem) -> str | list[ContentPart]:
-    parts = [_content_part(part) for part in item.content]
+    parts = [
+        ContentPart(type="refusal", refusal=part.refusal)
+        if isinstance(part, Refusal)
+        else ContentPart(type="text", text=part.text)
+        for part in item.content
+    ]
     return parts[0].text or "" if len(parts) == 1 and parts[0].type == "text" else parts
-
-
-def _content_part(part: InputText | OutputText | Refusal) -> ContentPart:
-    if isinstance(part, Refusal):
-        return ContentPart(type="refusal", refusal=part.refusal)
-    return ContentPart(type="text", text=part.text)
 
 
 def _output(item: FunctionCallOutputItem) -> ChatMessage:
@@ -146,18 +145,6 @@ def _output(item: FunctionCallOutputItem) -> ChatMessage:
         else [ContentPart(type="text", text=part.text) for part in item.output]
     )
     return ChatMessage(role="tool", tool_call_id=item.call_id, content=content)
-
-
-def _tool(tool: FunctionTool) -> ToolDefinition:
-    return ToolDefinition(
-        type="function",
-        function=FunctionDefinition(
-            name=tool.name,
-            description=tool.description,
-            parameters=tool.parameters,
-            strict=tool.strict,
-        ),
-    )
 
 
 def _choice(choice: str | FunctionChoice | AllowedToolsChoice | None) -> ToolChoice | None:

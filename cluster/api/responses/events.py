@@ -16,9 +16,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from swell.cluster.api.logprobs_protocol import ChatTokenLogprob
+from swell.cluster.api.logprobs import ChatTokenLogprob
 from swell.cluster.api.protocol_base import Body
 from swell.cluster.api.responses.items import OutputItem, OutputText, ReasoningText
 from swell.cluster.api.responses.response import ResponseBody
@@ -133,9 +131,3 @@ ResponseEvent = (
     | Incomplete
     | Failed
 )
-
-
-def sse(event: Event) -> bytes:
-    """The event with its name, as OpenAI sends it."""
-    name = str(event.__struct_config__.tag).encode()
-    return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(event))

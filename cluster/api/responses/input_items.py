@@ -43,16 +43,7 @@ class InputPart(HistoryPart, kw_only=True):
     input_audio: Any = None
 
     NOT_SERVED = dict.fromkeys(
-        (
-            "image_url",
-            "file_id",
-            "file_data",
-            "file_url",
-            "filename",
-            "detail",
-            "input_audio",
-        ),
-        (),
+        ("image_url", "file_id", "file_data", "file_url", "filename", "detail", "input_audio"), ()
     )
 
     def checked_text(self, path: str, *types: str) -> str:
@@ -95,17 +86,15 @@ class InputMessage(InputItem, kw_only=True):
     """Accepted: a label of the client's, which no chat template knows."""
 
     def item(self) -> MessageItem:
-        content: list[InputText | OutputText | Refusal] = []
         own = OutputText if self.role == "assistant" else InputText
+        content: list[InputText | OutputText | Refusal] = []
         if isinstance(self.content, str):
             content.append(own(text=self.content))
-            parts: list[InputPart] = []
         else:
-            parts = self.content
-        refusal = ("refusal",) if self.role == "assistant" else ()
-        for index, part in enumerate(parts):
-            text = part.checked_text(f"content[{index}]", "input_text", "output_text", *refusal)
-            content.append(Refusal(refusal=text) if part.type == "refusal" else own(text=text))
+            refusal = ("refusal",) if self.role == "assistant" else ()
+            for index, part in enumerate(self.content):
+                text = part.checked_text(f"content[{index}]", "input_text", "output_text", *refusal)
+                content.append(Refusal(refusal=text) if part.type == "refusal" else own(text=text))
         return MessageItem(id=self.id or new_id("msg"), role=self.role, content=content)
 
 

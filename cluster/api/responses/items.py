@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from typing import Any, Literal
 
-from swell.cluster.api.logprobs_protocol import ChatTokenLogprob
+from swell.cluster.api.logprobs import ChatTokenLogprob
 from swell.cluster.api.protocol_base import Body
 
 Status = Literal["in_progress", "completed", "incomplete"]

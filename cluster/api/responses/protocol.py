@@ -52,7 +52,7 @@ class TextFormat(RequestBody, kw_only=True):
     strict: bool | None = None
 
 
-class TokenizeOptions(RequestBody, kw_only=True):
+class TextOptions(RequestBody, kw_only=True):
     format: TextFormat | None = None
     verbosity: Any = None
     """Accepted; no chat template knows it."""
@@ -91,14 +91,14 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     instructions: str | None = None
     """What the system says first; not taken over from `previous_response_id`."""
     previous_response_id: str | None = None
-    """A stored response: its input and output stand before this input."""
+    """A stored response: its input and output come before this input."""
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     """Function tools; the built-in ones are refused."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
-    text: TokenizeOptions | None = None
+    text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
@@ -110,7 +110,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     """Answer at once, compute meanwhile; the response is to be retrieved."""
     metadata: dict[str, str] | None = None
     user: str | None = None
-    """This and the next fields are told back and change nothing in the answer."""
+    """This and the next fields are sent back and change nothing in the answer."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Any = None

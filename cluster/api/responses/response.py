@@ -1,4 +1,4 @@
-"""`/v1/responses`: what a client gets. A response tells what was asked, as it was understood, and
+"""`/v1/responses`: what a client gets. A response repeats the request, as it was understood, and
 holds the items of the answer."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swell.cluster.text.sampling_params import BadRequest, shown
 class InputTokensDetails(Body, kw_only=True):
     cached_tokens: int = 0
     cache_write_tokens: int = 0
-    """Always 0: prefixes are shared by themselves, and nobody pays for writing them."""
+    """Always 0: prefixes are shared by themselves, at no price."""
 
 
 class OutputTokensDetails(Body, kw_only=True):

@@ -18,8 +18,8 @@ from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.disconnect import with_deadline
 from swell.cluster.api.http_errors import HTTPError, error_info
 from swell.cluster.api.response_writer import ENGINES
-from swell.cluster.api.responses.background import BackgroundRunner
-from swell.cluster.api.responses.background_job import (
+from swell.cluster.api.responses.background import (
+    BackgroundRunner,
     detached_request,
     items_of,
     make_job,
@@ -59,6 +59,22 @@ _MAX_PAGE_ITEMS = 100
 _encode = msgspec.json.encode
 
 ReadBody = Callable[[Request, type[Any]], Awaitable[Any]]
+
+
+class _Answer(msgspec.Struct):
+    """A response that is computed here."""
+
+    key: str
+    """Its name in the store."""
+    items: bytes
+    """The items of the conversation, as JSON."""
+    body: ResponsesRequest
+    response: ResponseBody
+
+    @property
+    def stored(self) -> StoredResponse:
+        """What the store keeps of it now."""
+        return StoredResponse(_encode(self.response), self.items, self.response.background)
 
 
 class ResponseRoutes:
@@ -112,22 +128,27 @@ class ResponseRoutes:
         response = begin_response(body, self._model, store=self._should_store(body))
         owner = self._user_keys.owner(request)
         found = await self._previous_response(owner, body.previous_response_id)
-        if body.background and body.seed is None:  # another ingress must draw the same
+        if body.background and body.seed is None:  # another ingress must sample the same
             body.seed = secrets.randbits(SEED_BITS)
         size = body_bytes(request) + (0 if found is None else found.kept.size_bytes)
         chat, items = await self._offload.run_sized(size, _conversation, body, found)
-        ask = await with_deadline(request, self._process_chat(chat, size))
-        response.temperature, response.top_p = ask.params.temperature, ask.params.top_p
-        key = store_key(owner, response.id)
+        params = await with_deadline(request, self._process_chat(chat, size))
+        response.temperature, response.top_p = params.params.temperature, params.params.top_p
+        answer = _Answer(store_key(owner, response.id), items, body, response)
+        writer = self._writer(answer, params)
         if body.background:
-            answer = self._background_answer(key, body, response, ask, items)
-            return await self._begin(key, request, body, ask, answer, items)
-        answer = _answer(body, response, ask, partial(self._finalize, key, items))
-        reply = await self._serving.answer(request, ask, answer)
-        if ask.stream:
+            return await self._begin(request, answer, params, writer)
+        reply = await self._serving.answer(request, params, writer)
+        if params.stream:
             return reply
-        await answer.finalize()
+        await writer.finalize()
         return json_response(response, headers={ENGINES: reply.headers[ENGINES]})
+
+    def _writer(self, answer: _Answer, params: RequestParams) -> ResponsesWriter:
+        body = answer.body
+        logprobs = body.top_logprobs or 0 if LOGPROBS in (body.include or ()) else None
+        finalize = partial(self._finalize, answer)
+        return ResponsesWriter(answer.response, params.make_parser, finalize, logprobs)
 
     async def _process_chat(self, chat: ChatCompletionRequest, size_bytes: int) -> RequestParams:
         convert = partial(to_generation_request, chat, self._sampling_defaults)
@@ -163,12 +184,19 @@ class ResponseRoutes:
                 "previous_response_not_found",
             ) from None
 
-    async def _finalize(
-        self, key: str, items: bytes, response: ResponseBody, reasoning: list[str]
-    ) -> None:
+    async def _finalize(self, answer: _Answer, reasoning: list[str]) -> None:
+        """Store a response that has ended. Where another ingress computes it now, neither the
+        answer nor the failure is stored."""
+        response = answer.response
         await self._count_reasoning(response, reasoning)
-        if response.store:
-            response.store = await self._store.keep(key, StoredResponse(_encode(response), items))
+        if not response.store:
+            return
+        if not response.background:
+            response.store = await self._store.keep(answer.key, answer.stored)
+        elif not await self._background.store(answer.key, answer.stored):
+            response.output = []
+            _mark_failed(response, "there is no room for the answer in serve.stored_response_bytes")
+            await self._background.store(answer.key, answer.stored)
 
     async def _count_reasoning(self, response: ResponseBody, reasoning: list[str]) -> None:
         usage = response.usage
@@ -185,73 +213,44 @@ class ResponseRoutes:
     # ---------------------------------------------------------------- in the background
 
     async def _begin(
-        self,
-        key: str,
-        request: Request,
-        body: ResponsesRequest,
-        ask: RequestParams,
-        answer: ResponsesWriter,
-        items: bytes,
+        self, request: Request, answer: _Answer, params: RequestParams, writer: ResponsesWriter
     ) -> Response:
-        """The reply says `queued`; who asks later sees `in_progress`, also while the request waits
-        for an engine or for another ingress."""
-        response = answer.response
-        kept = StoredResponse(_encode(response), items, background=True)
-        queued = _encode(msgspec.structs.replace(response, status="queued"))
-        job = make_job(request, body)
+        """The reply says `queued`; a later request sees `in_progress`, also while the response
+        waits for an engine or for another ingress."""
+        queued = _encode(msgspec.structs.replace(answer.response, status="queued"))
+        job = make_job(request, answer.body)
         again = detached_request(job)
         again.state.deadline = getattr(request.state, "deadline", None)
-        work = self._run(partial(self._serving.answer, again, ask, answer), answer)
-        await self._background.begin(key, kept, job, work)
+        work = self._run(partial(self._serving.answer, again, params), writer)
+        await self._background.begin(answer.key, answer.stored, job, work)
         return json_response(queued)
 
     async def _resume(self, begun: Begin) -> None:
         """Compute again, to the same answer, what another ingress has left."""
         assert begun.job is not None, "the store gives nothing else"
-        size, items = begun.kept.size_bytes, begun.kept.items
+        size = begun.kept.size_bytes
         body, response, chat = await self._offload.run_sized(
             size, restore_job, begun.job, begun.kept
         )
+        answer = _Answer(begun.id, begun.kept.items, body, response)
         try:
-            ask = await self._process_chat(chat, size)
+            params = await self._process_chat(chat, size)
         except BadRequest as error:  # this ingress has other limits
             _mark_failed(response, f"it could not be taken over by another ingress: {error}")
-            await self._background.store(
-                begun.id, StoredResponse(_encode(response), items, background=True)
-            )
+            await self._background.store(answer.key, answer.stored)
             return
-        answer = self._background_answer(begun.id, body, response, ask, items)
         again = detached_request(begun.job)
-        await self._run(partial(self._serving.handle_admitted, again, ask, answer), answer)
+        handle = partial(self._serving.handle_admitted, again, params)
+        await self._run(handle, self._writer(answer, params))
 
-    def _background_answer(
-        self,
-        key: str,
-        body: ResponsesRequest,
-        response: ResponseBody,
-        ask: RequestParams,
-        items: bytes,
-    ) -> ResponsesWriter:
-        return _answer(body, response, ask, partial(self._finalize_background, key, items))
-
-    async def _run(self, handle: Callable[[], Awaitable[Any]], answer: ResponsesWriter) -> None:
-        try:
-            await handle()
-        except Exception as error:
-            answer.fail(error_info(error).message)
-        await answer.finalize()
-
-    async def _finalize_background(
-        self, key: str, items: bytes, response: ResponseBody, reasoning: list[str]
+    async def _run(
+        self, handle: Callable[[ResponsesWriter], Awaitable[Any]], writer: ResponsesWriter
     ) -> None:
-        """Where another ingress has it now, neither the answer nor the failure is stored."""
-        await self._count_reasoning(response, reasoning)
-        kept = StoredResponse(_encode(response), items, background=True)
-        if await self._background.store(key, kept):
-            return
-        response.output = []
-        _mark_failed(response, "there is no room for the answer in serve.stored_response_bytes")
-        await self._background.store(key, StoredResponse(_encode(response), items, background=True))
+        try:
+            await handle(writer)
+        except Exception as error:
+            writer.fail(error_info(error).message)
+        await writer.finalize()
 
     # ---------------------------------------------------------------- what is kept
 
@@ -267,7 +266,7 @@ class ResponseRoutes:
         return _current_body(await self._store.found(Read(self._key(request))))
 
     async def _cancel(self, request: Request) -> Response:
-        """Also of one that has ended: the answer tells how."""
+        """Also of one that has ended: the answer says how."""
         self._query(request)
         found = await self._store.found(Cancel(self._key(request)))
         if not found.kept.background:
@@ -303,7 +302,7 @@ class ResponseRoutes:
         return store_key(self._user_keys.owner(request), request.path_params["id"])
 
     def _query(self, request: Request, *known: str) -> dict[str, str]:
-        """The query of somebody who may ask."""
+        """The checked query of a request that is authorized."""
         self._user_keys.check(request)
         query = dict(request.query_params)
         for name in query:
@@ -346,18 +345,6 @@ def _limit(text: str) -> int:
             f"limit={shown(text)} must be an integer between 1 and {_MAX_PAGE_ITEMS}", "limit"
         )
     return int(text)
-
-
-def _answer(
-    body: ResponsesRequest,
-    response: ResponseBody,
-    ask: RequestParams,
-    finalize: Callable[[ResponseBody, list[str]], Awaitable[None]],
-) -> ResponsesWriter:
-    logprobs = LOGPROBS in (body.include or ())
-    return ResponsesWriter(
-        response, ask.make_parser, finalize, body.top_logprobs or 0 if logprobs else None
-    )
 
 
 def _current_response(found: StoredLookup) -> ResponseBody:

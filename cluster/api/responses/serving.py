@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 
 from swell.cluster.api.http_errors import ErrorInfo
 from swell.cluster.api.output_parts import make_part_reader
-from swell.cluster.api.protocol_base import Usage
+from swell.cluster.api.protocol_base import Usage, named_event
 from swell.cluster.api.response_writer import Batches, ResponseWriter
 from swell.cluster.api.responses import events
-from swell.cluster.api.responses.events import Event, sse
+from swell.cluster.api.responses.events import Event
 from swell.cluster.api.responses.output_items import OutputItemWriter
 from swell.cluster.api.responses.response import (
     IncompleteDetails,
@@ -36,14 +36,15 @@ class ResponsesWriter(ResponseWriter):
 
     Whole or streamed, the answer goes through the same writer, so both hold the same. `finalize` is
     awaited once the response has ended, before its end is sent: a client that has seen the end
-    can retrieve what is stored. `top_logprobs` as in `make_part_reader`.
+    can retrieve what is stored. It is given the texts of the reasoning. `top_logprobs` as in
+    `make_part_reader`.
     """
 
     def __init__(
         self,
         response: ResponseBody,
         make_parser: Callable[[], Parser],
-        finalize: Callable[[ResponseBody, list[str]], Awaitable[None]],
+        finalize: Callable[[list[str]], Awaitable[None]],
         top_logprobs: int | None = None,
     ) -> None:
         super().__init__(response.id, response.model)
@@ -54,10 +55,10 @@ class ResponsesWriter(ResponseWriter):
         self._sequence = 0
 
     async def finalize(self) -> None:
-        await self._finalize(self.response, self._writer.reasoning)
+        await self._finalize(self._writer.reasoning)
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> ResponseBody:
-        """Not settled yet."""
+        """Before `finalize`."""
         (output,) = outputs
         for _ in self._write(output.outputs[0]):
             pass
@@ -130,4 +131,4 @@ class ResponsesWriter(ResponseWriter):
     def _event(self, event: Event) -> bytes:
         event.sequence_number = self._sequence
         self._sequence += 1
-        return sse(event)
+        return named_event(event)

@@ -23,7 +23,7 @@ from swell.configs.log import StructuredLogger
 _STORE_TIMEOUT_S = 2.0
 """How long an answer may wait for the store to keep it."""
 _UNAVAILABLE_S = 10.0
-"""A store that did not answer is not asked to keep anything for so long."""
+"""A store that did not answer gets nothing to keep for so long."""
 
 
 def store_key(owner: str, id: str) -> str:

@@ -2,7 +2,7 @@
 
 uvloop takes one a turn. A busy ingress has turns of several milliseconds, so a new client would
 wait behind all who came before at some hundred a second, and a probe of `/health` as long. What a
-connection then asks for begins a few at a time (`pacing.py`).
+connection then requests begins a few at a time (`request_throttle.py`).
 """
 
 from __future__ import annotations

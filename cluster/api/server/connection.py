@@ -23,10 +23,10 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from swell.cluster.api.protocol_base import error_body
-from swell.cluster.api.server.connection_limits import ConnectionLimits
-from swell.cluster.api.server.early_response import close_after_early_response
+from swell.cluster.api.server.cors import CorsRules
 from swell.cluster.api.server.half_close import HalfCloseWatcher
-from swell.cluster.api.server.http10 import is_http10, without_chunks
+from swell.cluster.api.server.response_framing import with_framing
+from swell.configs.schema import ServeConfig
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers together; also what may come between two parts of a chunked body, or
@@ -63,9 +63,12 @@ class _ReadState(enum.Enum):
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """`limits` is set by a subclass that `limited_protocol` makes: uvicorn makes the instances."""
+    """`limits` and `cors` are set by a subclass that `limited_protocol` makes: uvicorn makes the
+    instances."""
 
-    limits: ConnectionLimits
+    limits: ServeConfig
+    cors: CorsRules
+    """Which pages may read why they were refused."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,13 +93,13 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.limits.connections:
+        if len(self.connections) > self.limits.max_connections:
             self.connections.discard(self)
             self._refuse(
                 Refusal(
                     503,
-                    f"this server has serve.max_connections={self.limits.connections} connections "
-                    "already; try again later",
+                    f"this server has serve.max_connections={self.limits.max_connections} "
+                    "connections already; try again later",
                     "too_many_connections",
                 )
             )
@@ -136,8 +139,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        app = without_chunks(cycle, app) if is_http10(cycle) else app
-        super()._start_asgi_task(cycle, close_after_early_response(cycle, app))
+        super()._start_asgi_task(cycle, with_framing(cycle, app))
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -343,7 +345,7 @@ class LimitedConnection(HttpToolsProtocol):
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
             "connection: close\r\n"
         )
-        cors = self.limits.cors.headers_at(getattr(self, "url", None), self.headers)
+        cors = self.cors.headers_at(getattr(self, "url", None), self.headers)
         lines = [b"%b: %b\r\n" % pair for pair in cors]
         self.transport.write(b"".join([head.encode(), *lines, b"\r\n", body]))
         self._linger()
@@ -362,6 +364,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._read_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
 
-def limited_protocol(limits: ConnectionLimits) -> type[LimitedConnection]:
+def limited_protocol(limits: ServeConfig) -> type[LimitedConnection]:
     """The protocol of a server with these limits."""
-    return type("LimitedConnection", (LimitedConnection,), {"limits": limits})
+    members = {"limits": limits, "cors": CorsRules.of(limits)}
+    return type("LimitedConnection", (LimitedConnection,), members)

@@ -1,14 +1,14 @@
 """Request bodies that come packed: `Content-Encoding: gzip` or `deflate`, unpacked as they come.
 
 A few bytes may unpack to a thousand times as many. So a part is unpacked piece by piece, and only
-as far as its reader asks: a reader that stops at a limit has unpacked one piece more at most.
+as far as its reader reads: a reader that stops at a limit has unpacked one piece more at most.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 
@@ -29,25 +29,18 @@ class UnknownEncoding(Exception):
     """The body is encoded in a way that is not read here."""
 
 
-class BodyDecoder(Protocol):
+class BodyDecoder:
+    """Reads a body that is not packed."""
+
     def pieces(self, part: bytes) -> Iterator[bytes]:
         """What a part of the body holds. Raises BadRequest where it is damaged."""
+        yield part
 
     def end(self) -> None:
         """Nothing follows. Raises BadRequest where something is missing."""
 
 
-class IdentityDecoder:
-    """A body that is not packed."""
-
-    def pieces(self, part: bytes) -> Iterator[bytes]:
-        yield part
-
-    def end(self) -> None:
-        pass
-
-
-class ZlibDecoder:
+class ZlibDecoder(BodyDecoder):
     """`deflate` means zlib's format (RFC 9110, 8.4.1.2); clients that leave its head and its sum
     out are understood by the head that is missing."""
 
@@ -107,7 +100,7 @@ def body_decoder(request: Request) -> BodyDecoder:
     names = [name.strip().lower() for name in sent.split(",")]
     names = [name for name in names if name not in ("", "identity")]
     if not names:
-        return IdentityDecoder()
+        return BodyDecoder()
     if len(names) > 1 or names[0] not in _NAMES:
         raise UnknownEncoding(
             f"content-encoding {shown(', '.join(names))} is not supported; send one of "

@@ -19,8 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swell.cluster.api.http_errors import HTTPError
-from swell.cluster.api.routing import with_error_handling
-from swell.cluster.api.server.paths import route_path
+from swell.cluster.api.routing import route_path, with_error_handling
 from swell.cluster.text.sampling_params import shown
 from swell.configs.schema import ServeConfig
 

@@ -1,8 +1,8 @@
 """A client that has stopped sending: it waits for its answer, or it has left.
 
-TCP tells both by the same segment. RFC 9112 says that the first is allowed, and does not imply that
-no answer is wanted; nearly always it is the second, whose engines are wanted elsewhere. What tells
-them apart is that a client that has left answers what is written to it with a reset. The connection
+TCP has the same segment for both. RFC 9112 says that the first is allowed, and does not imply that
+no answer is wanted; nearly always it is the second, whose engines are wanted elsewhere. The
+difference is that a client that has left answers what is written to it with a reset. The connection
 stays open, and the client is written to:
 
 - A stream is: the next token tells. If none comes for `PROBE_S`, a comment does, which every reader
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from swell.cluster.api.event_stream import IS_EVENT_STREAM
-from swell.cluster.api.server.http10 import is_http10
+from swell.cluster.api.server.response_framing import is_http10
 
 PROBE_S = 1.0
 """Most answers begin sooner, so that their clients see nothing else; longer would keep engines at

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import uvicorn
 
 from swell.cluster.api.server.acceptor import Acceptor
 from swell.cluster.api.server.connection import limited_protocol
-from swell.cluster.api.server.connection_limits import ConnectionLimits
 from swell.configs import process
 from swell.configs.schema import ServeConfig
 from swell.coordinator.ports import address_family
@@ -25,6 +26,21 @@ from swell.coordinator.ports import address_family
 _BACKLOG = 4096
 """Connections that wait to be taken, as many as the kernel allows (`net.core.somaxconn`). Those
 beyond them try again after a second."""
+
+_RESERVED_FDS = 512
+"""What else a process has open, and connections that are being refused."""
+
+
+def capped_by_fd_limit(config: ServeConfig) -> ServeConfig:
+    """With at most as many connections as this process may have file descriptors for: beyond them
+    no client could be refused with an answer. Its own limit is raised where it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.max_connections + _RESERVED_FDS
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    room = max(1, soft - _RESERVED_FDS)
+    return msgspec.structs.replace(config, max_connections=min(config.max_connections, room))
 
 
 def _shared_socket(host: str, port: int) -> socket.socket:
@@ -38,7 +54,7 @@ def _shared_socket(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with signals left to whoever owns the process, and woken where it used to look ten
+    """uvicorn, with signals left to the owner of the process, and woken where it used to check ten
     times a second whether it should end."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -46,7 +62,7 @@ class _Server(uvicorn.Server):
         self._ending = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which then closes what stands in `servers`."""
+        """As uvicorn's, which then closes what is in `servers`."""
         await super().startup(sockets=[])
         servers: list[Any] = self.servers  # what uvicorn closes and waits for
         servers += [Acceptor(listener, self._protocol) for listener in sockets or ()]
@@ -70,8 +86,12 @@ class _Server(uvicorn.Server):
         yield
 
 
+_DEFAULTS = ServeConfig()
+
+
 class EdgeServer:
-    """Serves an ASGI app in the running event loop until `stop`."""
+    """Serves an ASGI app in the running event loop until `stop`; `config` limits its
+    connections."""
 
     def __init__(
         self,
@@ -79,15 +99,13 @@ class EdgeServer:
         host: str,
         port: int,
         drain_timeout_s: float,
-        limits: ConnectionLimits | None = None,
+        config: ServeConfig = _DEFAULTS,
     ) -> None:
         self._socket = _shared_socket(host, port)
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=limited_protocol(
-                    (limits or ConnectionLimits.of(ServeConfig())).capped_by_fd_limit()
-                ),
+                http=limited_protocol(capped_by_fd_limit(config)),
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -14,7 +14,7 @@ from collections import deque
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from swell.cluster.api.server.paths import route_path
+from swell.cluster.api.routing import route_path
 
 PER_TURN = 2
 """Some milliseconds of work, were each of them to submit a prompt of a few thousand tokens."""

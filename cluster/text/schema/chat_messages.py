@@ -228,6 +228,16 @@ class ToolDefinition(HistoryPart, kw_only=True, dict=True):
         return {"type": self.type, "function": function}
 
 
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
+) -> ToolDefinition:
+    """A tool of another API."""
+    function = FunctionDefinition(
+        name=name, description=description, parameters=parameters, strict=strict
+    )
+    return ToolDefinition(type="function", function=function)
+
+
 class _SentTools(msgspec.Struct):
     tools: list[dict[str, Any]] | None = None
 

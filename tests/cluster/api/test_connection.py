@@ -20,14 +20,14 @@ from swell.cluster.api.server.connection import (
     MAX_HEADERS,
     MAX_URL_BYTES,
 )
-from swell.cluster.api.server.connection_limits import ConnectionLimits
-from swell.cluster.api.server.http_server import EdgeServer
+from swell.cluster.api.server.http_server import EdgeServer, capped_by_fd_limit
+from swell.configs.schema import ServeConfig
 
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
-QUICK = ConnectionLimits(connections=8, head_timeout_s=0.3, transfer_timeout_s=0.3)
-PATIENT = ConnectionLimits(connections=8, head_timeout_s=30, transfer_timeout_s=30)
+QUICK = ServeConfig(max_connections=8, head_timeout_s=0.3, transfer_timeout_s=0.3)
+PATIENT = ServeConfig(max_connections=8, head_timeout_s=30, transfer_timeout_s=30)
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
 
@@ -109,7 +109,7 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def served(limits: ConnectionLimits) -> AsyncIterator[Server]:
+async def served(limits: ServeConfig) -> AsyncIterator[Server]:
     edge = EdgeServer(APP, "127.0.0.1", 0, 1, limits)
     await edge.start()
     server = Server(edge)
@@ -354,12 +354,12 @@ def test_who_takes_nothing_of_an_answer_is_cut_off() -> None:
 
 def test_no_more_connections_than_there_are_file_descriptors() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = ConnectionLimits(connections=hard * 2, head_timeout_s=1, transfer_timeout_s=1)
+    wanted = ServeConfig(max_connections=hard * 2, head_timeout_s=1, transfer_timeout_s=1)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        limits = wanted.capped_by_fd_limit()
+        limits = capped_by_fd_limit(wanted)
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert 0 < limits.connections < soft == hard
-        assert QUICK.capped_by_fd_limit() == QUICK
+        assert 0 < limits.max_connections < soft == hard
+        assert capped_by_fd_limit(QUICK) == QUICK
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -231,7 +231,7 @@ def test_broken_bodies(body: bytes, said: str) -> None:
     with pytest.raises(BadRequest) as caught:
         decode(body, CompletionRequest)
     assert said in caught.value.message
-    json.loads(error_body(caught.value))
+    json.loads(error_body(caught.value.message, param=caught.value.param))
 
 
 JSON = st.recursive(
@@ -327,7 +327,7 @@ def test_responses_are_openais() -> None:
 
 
 def test_error_body() -> None:
-    body = json.loads(error_body(BadRequest("m", "p", "c")))
+    body = json.loads(error_body("m", param="p", code="c"))
     assert body == {
         "error": {"message": "m", "type": "invalid_request_error", "param": "p", "code": "c"}
     }

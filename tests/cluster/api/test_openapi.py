@@ -37,7 +37,7 @@ def served() -> set[tuple[str, str]]:
     detokenizer = Detokenizer(tokenizers_for_tests.chat_tokenizer())
     text = TextServices(prompts, detokenizer, None, {})  # type: ignore[arg-type]
     client = SimpleNamespace(start=lambda: None)
-    ingress = Ingress(load({"model": {"path": "."}}), lambda *_, **__: client, None, text)  # type: ignore[arg-type]
+    ingress = Ingress(load({"model": {"path": "."}}), lambda *_, **__: client, None, None, text)  # type: ignore[arg-type]
     routes = [route for route in ingress.app.routes if isinstance(route, Route)]
     return {
         (method.lower(), route.path.replace(":path}", "}"))
@@ -114,7 +114,7 @@ def test_schemas_say_what_the_types_accept() -> None:
     assert requests.is_valid({"model": "m", "messages": messages, "top_k": 3})
     assert not requests.is_valid({"model": "m", "messages": messages, "top_kk": 3})
     assert not requests.is_valid({"model": "m"})
-    assert validator("ErrorBody").is_valid(json.loads(error_body(BadRequest("no", "x"))))
+    assert validator("ErrorBody").is_valid(json.loads(error_body("no", param="x")))
 
 
 def test_histories_are_open_and_fields_of_other_servers_are_told() -> None:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from swell.cluster.api.protocol_base import usage
 from swell.cluster.api.responses.protocol import ResponsesRequest
-from swell.cluster.api.responses.response import ResponseBody, begin_response
+from swell.cluster.api.responses.response import begin_response
 from swell.cluster.api.responses.serving import ResponsesWriter
 from swell.cluster.client.outputs import CompletionOutput, LogprobTable, RequestOutput
 from swell.cluster.client.request_state import EngineGone
@@ -44,7 +44,7 @@ def cuts(text: str, places: list[int]) -> list[str]:
 
 
 def make(top_logprobs: int | None = None, settled: list[str] | None = None) -> ResponsesWriter:
-    async def finalize(response: ResponseBody, reasoning: list[str]) -> None:
+    async def finalize(reasoning: list[str]) -> None:
         if settled is not None:
             settled.extend(reasoning)
 

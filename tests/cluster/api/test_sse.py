@@ -20,7 +20,7 @@ from swell.cluster.api.chat.protocol import (
     ToolCallDelta,
 )
 from swell.cluster.api.completions.protocol import CompletionChunk, CompletionChunkChoice
-from swell.cluster.api.logprobs_protocol import ChatLogprobs, ChatTokenLogprob, TopLogprob
+from swell.cluster.api.logprobs import ChatLogprobs, ChatTokenLogprob, TopLogprob
 from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail, usage
 from swell.cluster.api.sse import TEXT_ONLY, ChunkFields
 
