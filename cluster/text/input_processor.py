@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -212,15 +212,16 @@ class InputProcessor:
         self, request: GenerationRequest, params: SamplingParams, prompts: list[list[int]]
     ) -> list[ProcessedPrompt]:
         """Texts as they were sent; with `echo` else the texts of the tokens that are read."""
-        is_chat = isinstance(request.prompt, Conversation)
-        sent_prompts = [None] if is_chat else request.prompt
+        sent_prompts: Sequence[Prompt | None] = [None]
+        if not isinstance(request.prompt, Conversation):
+            sent_prompts = request.prompt
         is_whole, found = request.tokenize_options.truncation is None, []
         for sent, token_ids in zip(sent_prompts, prompts, strict=True):
             max_tokens = self._max_tokens(request, len(token_ids))
             text = None
             if isinstance(sent, str) and is_whole:
                 text = sent
-            elif request.echo and not is_chat:
+            elif request.echo:
                 text = self._detokenizer.prompt_text(token_ids, params.skip_special_tokens)
             found.append(ProcessedPrompt(token_ids, text, max_tokens))
         return found
