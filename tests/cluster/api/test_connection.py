@@ -248,7 +248,7 @@ def test_a_kept_connection_has_time_between_requests_and_none_within() -> None:
 def test_connections_beyond_the_limit_are_refused_and_room_comes_back() -> None:
     async def ask() -> None:
         async with served(PATIENT) as server:
-            held = [await server.connect() for _ in range(PATIENT.connections)]
+            held = [await server.connect() for _ in range(PATIENT.max_connections)]
             for wire in held:
                 await wire.send(GET + b"\r\n")
                 assert await wire.answer() == (200, "ok")
