@@ -24,8 +24,8 @@ class ServerProcess:
     """One server. Its orphans become children of this process, so that none is missed."""
 
     def __init__(self, config: str, port: int) -> None:
-        self._command = [sys.executable, "-m", "swell.cluster", "serve", config]
-        self._command += ["--port", str(port)]
+        serve = ["-m", "swell.cluster", "serve", config, "--port", str(port)]
+        self._command = [sys.executable, *serve]
         self._process: asyncio.subprocess.Process | None = None
         self._relay: asyncio.Task[None] | None = None
         self._url: asyncio.Future[str] | None = None

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 PARSERS = {
     "deepseek_v3": "swell.cluster.text.parsers.deepseek_v3:DeepSeekV3Parser",
     "deepseek_v31": "swell.cluster.text.parsers.deepseek_v3:DeepSeekV31Parser",
-    "deepseek_v32": "swell.cluster.text.parsers.markup_formats:DeepSeekV32Parser",
-    "glm": "swell.cluster.text.parsers.markup_formats:GlmParser",
+    "deepseek_v32": "swell.cluster.text.parsers.deepseek_v32:DeepSeekV32Parser",
+    "glm": "swell.cluster.text.parsers.glm:GlmParser",
     "hermes": "swell.cluster.text.parsers.hermes:HermesParser",
     "kimi_k2": "swell.cluster.text.parsers.kimi_k2:KimiK2Parser",
     "llama3": "swell.cluster.text.parsers.llama3:Llama3Parser",
-    "minimax_m2": "swell.cluster.text.parsers.markup_formats:MiniMaxM2Parser",
+    "minimax_m2": "swell.cluster.text.parsers.minimax_m2:MiniMaxM2Parser",
     "mistral": "swell.cluster.text.parsers.mistral:MistralParser",
-    "pythonic": "swell.cluster.text.parsers.lists:PythonicParser",
+    "pythonic": "swell.cluster.text.parsers.pythonic:PythonicParser",
     "harmony": "swell.cluster.text.parsers.harmony:HarmonyParser",
     "functiongemma": "swell.cluster.text.parsers.gemma:FunctionGemmaParser",
     "gemma4": "swell.cluster.text.parsers.gemma:Gemma4Parser",
-    "phi4": "swell.cluster.text.parsers.lists:Phi4Parser",
-    "qwen3_coder": "swell.cluster.text.parsers.markup_formats:Qwen3CoderParser",
+    "phi4": "swell.cluster.text.parsers.phi4:Phi4Parser",
+    "qwen3_coder": "swell.cluster.text.parsers.qwen3_coder:Qwen3CoderParser",
 }
 
 REASONING = {

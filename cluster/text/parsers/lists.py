@@ -5,15 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from swell.cluster.text.parsers.calls import SPACE, Call, end_of
-from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
-from swell.cluster.text.parsers.json_call import CallReader
-from swell.cluster.text.parsers.notation import PYTHON, NotationHead
-from swell.cluster.text.parsers.notation_grammar import python_calls
 from swell.cluster.text.parsers.tools import ToolParser
-
-PHI_OPEN, PHI_CLOSE, FUNCTOOLS = "<|tool_call|>", "<|/tool_call|>", "functools"
-PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
-TOOL_CODE, FENCE = "```tool_code", "```"
 
 
 class ListParser(ToolParser):
@@ -64,70 +56,3 @@ class ListParser(ToolParser):
             self._leading_space.clear()
             return end + 1
         return end
-
-
-class Phi4Parser(ListParser):
-    """Of Phi-4-mini, and Granite 3, which writes no end marker.
-
-        <|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>
-        functools[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
-
-    The first is Phi's own form; the second that of the prompt which vLLM's and Ollama's users give
-    it.
-    """
-
-    markers = (PHI_OPEN, PHI_CLOSE)
-    start_markers = (PHI_OPEN, FUNCTOOLS)
-    end_markers = (PHI_CLOSE,)
-
-    @classmethod
-    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
-        return CallGrammar(
-            marker=PHI_OPEN,
-            body=f"{builder.call_list()} {builder.marker(PHI_CLOSE)}",
-            rules=builder.json_calls("arguments"),
-        )
-
-    def _new_element(self) -> CallReader:
-        return CallReader(argument_keys=("arguments", "parameters"))
-
-    def _new_single(self) -> None:
-        return None
-
-
-class PythonicParser(ListParser):
-    """As Python writes calls: Llama 3.2 and 4, and what Google recommends for Gemma 3.
-
-        [f(a=1, b="x"), g()]
-        <|python_start|>[f(a=1, b="x")]<|python_end|>
-        ```tool_code
-        f(a=1, b="x")
-        ```
-
-    A list without a marker is read where the answer begins, behind whitespace. Arguments have names
-    and literal values; what else Python allows is no call.
-    """
-
-    markers = (PYTHON_START, PYTHON_END)
-    start_markers = (PYTHON_START, TOOL_CODE)
-    end_markers = (PYTHON_END, FENCE)
-
-    @classmethod
-    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
-        return CallGrammar(
-            marker=PYTHON_START,
-            body=builder.call_list(),
-            rules=python_calls(builder.tools),
-            bare="[",
-        )
-
-    def _gap(self, text: str, at: int) -> int:
-        end = super()._gap(text, at)
-        if end < len(text) and text[end] == "[" and not self._num_calls:
-            self._hold("", self._before_list)
-        return end
-
-    def _new_element(self) -> NotationHead:
-        return NotationHead(PYTHON)
-
-    _new_single = _new_element
