@@ -51,8 +51,7 @@ class ServerProcess:
             raise ServerError(f"the server was not ready after {limit_s:g} s") from None
 
     async def _relay_lines(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
-        assert self._url is not None
+        assert self._process is not None and self._process.stdout is not None and self._url
         async for raw in self._process.stdout:
             line = raw.decode(errors="replace").rstrip()
             self.last_lines.append(line)
@@ -114,8 +113,7 @@ def descendants(root: int) -> dict[int, str]:
         name = text[text.index("(") + 1 : text.rindex(")")]
         state, parent, *_ = text[text.rindex(")") + 2 :].split()
         parents[int(entry.parent.name)] = (int(parent), "" if state == "Z" else name)
-    found: dict[int, str] = {}
-    border = {root}
+    found, border = dict[int, str](), {root}
     while border:
         border = {pid for pid, (parent, _) in parents.items() if parent in border}
         found.update({pid: parents[pid][1] for pid in border})
