@@ -115,21 +115,20 @@ class KVCacheManager:
         request.block_capacity_tokens = request.num_cached_blocks = 0
 
     def evict_computed(self, request: Request) -> None:
-        """Let nobody find what `request` has computed: it is no good. By name, because it may have
-        been preempted since, and have let go of its blocks."""
+        """Remove what `request` has computed from the prefix cache: it is invalid. By hash, because
+        the request may have been preempted since, and have freed its blocks."""
         self.pool.evict_hashes(request.block_hashes)
 
     def reset_prefix_cache(self) -> None:
-        """Find no prefix that was computed before: its content may be lost. Nobody holds blocks."""
+        """Find no prefix that was computed before: its content may be lost. No block is in use."""
         self.check_idle()
         self.pool.reset_prefix_cache()
 
     def check_idle(self) -> None:
-        """Raise AssertionError unless every block is free and no name is promised."""
+        """Raise AssertionError unless every block is free and none is in flight."""
         self.pool.check_idle()
-        assert not self._in_flight_blocks, (
-            f"{len(self._in_flight_blocks)} blocks are promised by nobody"
-        )
+        num_blocks = len(self._in_flight_blocks)
+        assert not num_blocks, f"{num_blocks} blocks are in flight without a request"
 
     def _count_lookup(self, request: Request) -> None:
         """A request that starts again, here or from another engine, finds its own blocks or none:

@@ -33,7 +33,7 @@ class ThinkingBlock(Block, kw_only=True, tag="thinking"):
 
 
 class RedactedThinkingBlock(Block, kw_only=True, tag="redacted_thinking"):
-    """Accepted and left out: nobody but its maker can read it."""
+    """Accepted and left out: only its maker can read it."""
 
     data: str
 
@@ -95,7 +95,7 @@ class ToolResultBlock(Block, kw_only=True, tag="tool_result"):
     tool_use_id: str
     content: str | list[ResultBlock] | None = None
     is_error: bool | None = None
-    """The model is told by the word "Error" in front: chat templates know no other way."""
+    """The word "Error" in front marks a failure: chat templates have no other way."""
     toolset_name: str | None = None
 
     NOT_SERVED = {"toolset_name": ()}

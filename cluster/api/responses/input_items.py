@@ -110,7 +110,7 @@ class InputFunctionCall(InputItem, kw_only=True):
     created_by: Any = None
     is_async: Any = msgspec.field(default=None, name="async")
     async_: Any = None
-    """The same, as OpenAI's client writes it where it is not told to use the API's names."""
+    """The same, as OpenAI's client writes it without the option to use the API's names."""
 
     NOT_SERVED = {"namespace": (), "caller": ()}
 
