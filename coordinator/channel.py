@@ -196,13 +196,21 @@ class Inbox(Generic[M]):
     def receive(
         self, timeout_s: float = 0.0, waker: Waker | None = None
     ) -> Iterator[tuple[bytes, M]]:
-        """What is there, after waiting up to `timeout_s` for the first message or the waker.
+        """`ready`, then `take`."""
+        if self.ready(timeout_s, waker):
+            yield from self.take()
+
+    def ready(self, timeout_s: float | None = 0.0, waker: Waker | None = None) -> bool:
+        """Whether there is a message, after waiting up to `timeout_s` (None: for ever) for the
+        first one or the waker."""
+        return _wait(self._socket, timeout_s, waker)
+
+    def take(self) -> Iterator[tuple[bytes, M]]:
+        """What is there, without waiting.
 
         A frame that does not decode is a peer of another build: it is skipped. A flood is taken
         in parts, so that the receiver does something else between them.
         """
-        if not _wait(self._socket, timeout_s, waker):
-            return
         for _ in range(_MAX_BURST):
             try:
                 peer, frame = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -251,10 +259,15 @@ class Outlet(Generic[M]):
         self._socket.send(self._encoder.encode(message))
 
     def receive(self, timeout_s: float | None = 0.0, waker: Waker | None = None) -> M | None:
-        """The next message, or None after `timeout_s` (None: wait for ever), when woken, or for a
-        frame that does not decode."""
-        if not _wait(self._socket, timeout_s, waker):
-            return None
+        """`ready`, then `take`; None if there is no message."""
+        return self.take() if self.ready(timeout_s, waker) else None
+
+    def ready(self, timeout_s: float | None = 0.0, waker: Waker | None = None) -> bool:
+        """As that of an inbox."""
+        return _wait(self._socket, timeout_s, waker)
+
+    def take(self) -> M | None:
+        """The next message, once there is one; None for a frame that does not decode."""
         return self._frame_decoder.decode(self._socket.recv())
 
     def close(self) -> None:
@@ -319,14 +332,15 @@ class AsyncOutlet(Outlet[M]):
 class CallTable(Generic[M]):
     """Calls that wait for an answer: matched by id, never by order, each with a deadline."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._next_id = 0
         self._waiting: dict[int, tuple[float, Any]] = {}
 
     def open(self, future: Any, timeout_s: float) -> int:
         """Register a Future-like object; the id to send with the call."""
         self._next_id += 1
-        self._waiting[self._next_id] = (time.monotonic() + timeout_s, future)
+        self._waiting[self._next_id] = (self._clock() + timeout_s, future)
         return self._next_id
 
     def answer(self, call_id: int, result: M) -> None:
@@ -342,6 +356,6 @@ class CallTable(Generic[M]):
 
     def expire(self, now: float | None = None) -> None:
         """Fail every call whose deadline has passed."""
-        now = time.monotonic() if now is None else now
+        now = self._clock() if now is None else now
         for call_id in [i for i, (deadline, _f) in self._waiting.items() if deadline <= now]:
             self.fail(call_id, ChannelTimeout(f"call {call_id} was not answered in time"))
