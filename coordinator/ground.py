@@ -136,7 +136,7 @@ class ThreadGround:
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> Loop:
         run = exit_on_error(lambda: drive(work), name)
-        thread = threading.Thread(target=run, name=f"swell-{name}", daemon=True)
+        thread = threading.Thread(target=run, name=f"swell-{name.replace(' ', '-')}", daemon=True)
         thread.start()
         return thread
 
@@ -160,6 +160,10 @@ class ThreadGround:
 
     def flush(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+THREADS: Ground = ThreadGround()
+"""Of a process that listens at 127.0.0.1, or nowhere."""
 
 
 def drive(work: Coroutine[Any, Any, T]) -> T:
