@@ -35,12 +35,10 @@ class LoopCalls:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._waiting: list[tuple[_Waiting[Any], Future[Any]]] = []
 
-    def call(self, run: Callable[[], T | _Waiting[T]]) -> T:
+    def call(self, run: Callable[[], T]) -> T:
         """Let the loop run it, and wait for what it returns or raises (see `Ground.answer`)."""
         future: Future[T] = self._ground.future()
-        self._calls.put((run, future))
-        self._waker.wake()
-        return self._ground.answer(future)
+        return self._put(run, future)
 
     def call_and_wait(
         self,
@@ -56,7 +54,13 @@ class LoopCalls:
             begin()
             return _Waiting(is_over, self._ground.now() + timeout_s, finish)
 
-        return self.call(run)
+        future: Future[T] = self._ground.future()
+        return self._put(run, future)
+
+    def _put(self, run: Callable[[], T | _Waiting[T]], future: Future[T]) -> T:
+        self._calls.put((run, future))
+        self._waker.wake()
+        return self._ground.answer(future)
 
     def run(self, now: float) -> None:
         """Run what has come, and answer the calls whose wait is over."""

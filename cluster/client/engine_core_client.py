@@ -17,6 +17,7 @@ from swell.coordinator.channel import (
     ChannelKeys,
     ChannelTimeout,
 )
+from swell.coordinator.ground import THREADS, Ground
 from swell.coordinator.roster import Member
 from swell.coordinator.wire import ClusterView, Counts, IngressMessage, Subscribe
 from swell.engine.wire import EngineCoreOutputs, KeepAlive, UtilityCall, UtilityOutput
@@ -92,13 +93,18 @@ class _EngineConnection:
     """One engine: an outlet, and the numbers of the messages that come from it."""
 
     def __init__(
-        self, member: Member, keys: ChannelKeys, on_outputs: OnOutputs, on_gap: OnGap
+        self,
+        ground: Ground,
+        member: Member,
+        keys: ChannelKeys,
+        on_outputs: OnOutputs,
+        on_gap: OnGap,
     ) -> None:
         self._engine = EngineId.of(member)
         self._sequence = SequenceChecker()
         self._on_outputs = on_outputs
         self._on_gap = on_gap
-        self.outlet: AsyncOutlet[EngineCoreOutputs] = AsyncOutlet(
+        self.outlet: AsyncOutlet[EngineCoreOutputs] = ground.async_outlet(
             member.address, EngineCoreOutputs, keys, self._on_message
         )
         self._log = StructuredLogger("cluster.link", rank=member.rank)
@@ -141,7 +147,9 @@ class AsyncEngineCoreClient:
         on_outputs: OnOutputs,
         on_gap: OnGap,
         metrics: MetricsExchange,
+        ground: Ground = THREADS,
     ) -> None:
+        self._ground = ground
         self._keys = keys
         self._client_index = client_index
         self._heartbeat_s = heartbeat_s
@@ -151,7 +159,7 @@ class AsyncEngineCoreClient:
         self._metrics = metrics
         self._connections: dict[EngineId, _EngineConnection] = {}
         self._epoch = 0
-        self._outlet: AsyncOutlet[IngressMessage] = AsyncOutlet(
+        self._outlet: AsyncOutlet[IngressMessage] = ground.async_outlet(
             coordinator, IngressMessage, keys, self._on_message
         )
         self._lost: list[EngineId] = []
@@ -208,7 +216,7 @@ class AsyncEngineCoreClient:
         for engine, member in members.items():
             if engine not in self._connections:
                 self._connections[engine] = _EngineConnection(
-                    member, self._keys, self._on_outputs, self._on_gap
+                    self._ground, member, self._keys, self._on_outputs, self._on_gap
                 )
         self._on_view(view, list(self._lost))
         self._lost.clear()
@@ -221,9 +229,9 @@ class EngineCallFailed(RuntimeError):
 class EngineCalls:
     """Calls of engines' services that wait for their answers, each with a deadline."""
 
-    def __init__(self, client: EngineCoreClient) -> None:
+    def __init__(self, client: EngineCoreClient, clock: Callable[[], float]) -> None:
         self._client = client
-        self._table: CallTable[UtilityOutput] = CallTable()
+        self._table: CallTable[UtilityOutput] = CallTable(clock)
 
     async def call(self, engine: EngineId, method: str, args: list[Any], timeout_s: float) -> Any:
         """Raises EngineCallFailed with the engine's message, and TimeoutError without an answer in

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,9 +125,7 @@ def test_the_probe_over_http(folder: Path) -> None:
             assert await reason() == "paused by an operator"
             cluster.coordinator.tell(state="serving")
             await until(lambda: cluster.ingress.llm.view.state == "serving")
-            await until(
-                lambda: cluster.ingress.llm.readiness.check(time.monotonic()).coordinator_silent
-            )
+            await until(lambda: cluster.ingress.llm.check_ready().coordinator_silent)
             answer = await probe("/ready")
             assert (answer.status_code, answer.json()["coordinator"]) == (200, "silent")
 
