@@ -35,6 +35,7 @@ from swell.configs.log import StructuredLogger, configure_logging
 from swell.configs.process import freeze_gc
 from swell.configs.schema import Config, ConfigError, load, parse_override
 from swell.coordinator.coordinator import CoordinatorContact
+from swell.coordinator.ground import ThreadGround
 from swell.coordinator.ports import free_port, next_free_port
 
 _ACTOR_OPTIONS = {"num_cpus": 0}
@@ -157,7 +158,8 @@ class IngressDeployment:
         configure_logging()
         contact = await _discover_manager(manager, identity(config))
         found = contact.coordinator
-        connect = partial(AsyncEngineCoreClient, found.address, found.keys)
+        ground = ThreadGround(silence_s=config.cluster.stall_timeout_s)
+        connect = partial(AsyncEngineCoreClient, found.address, found.keys, ground=ground)
         self._ingress = await build_ingress(config, connect, manager, store)
         self._edge = EdgeServer(
             self._ingress.app,

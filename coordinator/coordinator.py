@@ -38,7 +38,7 @@ class Coordinator(CoordinatorService):
         configure_logging()
         super().__init__(
             config,
-            ThreadGround(ray.util.get_node_ip_address()),
+            ThreadGround(ray.util.get_node_ip_address(), config.stall_timeout_s),
             lockstep=lockstep,
             endpoint=endpoint,
             recover=inherited or ray.get_runtime_context().was_current_actor_reconstructed,

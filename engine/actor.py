@@ -80,7 +80,12 @@ class EngineActor:
         limits = executor.start(self._set_status)
         core = EngineCore(self._config, executor, limits)
         self._server = EngineServer(
-            self._config, self._rank, core, self._keys, self._coordinator, ThreadGround(host)
+            self._config,
+            self._rank,
+            core,
+            self._keys,
+            self._coordinator,
+            ThreadGround(host, self._config.cluster.stall_timeout_s),
         )
         self._status = "serving"
         freeze_gc()

@@ -45,6 +45,7 @@ from swell.engine.wire import (
     EngineMessage,
     FinishReason,
     KeepAlive,
+    ReplaceClient,
     UtilityCall,
     UtilityOutput,
 )
@@ -198,23 +199,34 @@ class EngineServer:
     async def _process_inputs(self, timeout_s: float = 0.0) -> None:
         there = await self._ground.ready(self._inbox, timeout_s, self._waker)
         for peer, message in self._inbox.take() if there else ():
-            self._reporter.changed()
-            self._client_tracker.on_message(peer, self._ground.now())
-            match message:
-                case EngineCoreRequest():
-                    answer = self.core.add_request(message, peer)
-                    if answer is not None:
-                        self._send(peer, [answer])
-                case AbortRequests():
-                    self.core.abort_requests(message.request_ids, message.attempts)
-                case UtilityCall():
-                    self._serve(peer, message)
-                case KeepAlive():
-                    """`on_message` above was all."""
+            self._on_message(peer, message)
         self._client_tracker.advance(self._ground.now())
         while not self._coordinator_client.commands.empty():
             self._handle_command(self._coordinator_client.commands.get())
         self._send_to_coordinator(self.core.take_messages())
+
+    def _on_message(self, peer: bytes, message: EngineMessage) -> None:
+        now, clients = self._ground.now(), self._client_tracker
+        if clients.is_replaced(peer):
+            return
+        if isinstance(message, KeepAlive):
+            self._inbox.send(peer, clients.on_keep_alive(peer, message, now))
+            return
+        clients.on_message(peer, now)
+        self._reporter.changed()
+        match message:
+            case EngineCoreRequest():
+                answer = self.core.add_request(message, peer)
+                if answer is not None:
+                    self._send(peer, [answer])
+            case AbortRequests():
+                self.core.abort_requests(message.request_ids, message.attempts)
+            case UtilityCall():
+                self._serve(peer, message)
+            case ReplaceClient():
+                clients.replace(message.identities, now)
+                for identity in message.identities:
+                    self.core.abort_client(identity)
 
     def _check_peers(self, now: float) -> None:
         """Every `heartbeat_s`: drop silent clients, and check the workers while idle."""

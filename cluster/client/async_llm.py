@@ -78,9 +78,11 @@ class AsyncLLM:
         self._client = connect(
             self.client_index,
             heartbeat_s=config.cluster.heartbeat_s,
+            silence_s=config.cluster.stall_timeout_s,
             on_view=self._on_view,
             on_outputs=self._on_outputs,
-            on_gap=self._on_gap,
+            on_messages_lost=self._on_messages_lost,
+            on_unreachable=self._on_unreachable,
             metrics=metrics,
         )
         self._calls = EngineCalls(self._client, clock)
@@ -198,8 +200,12 @@ class AsyncLLM:
         self._placer.abort_in_engines(result.reqs_to_abort)
         self._placer.migrate(result.dropped, MigrationReason.DROPPED)
 
-    def _on_gap(self, engine: EngineId) -> None:
+    def _on_messages_lost(self, engine: EngineId) -> None:
         self._placer.migrate_all(engine, MigrationReason.MESSAGES_LOST)
+
+    def _on_unreachable(self, engines: frozenset[EngineId]) -> None:
+        self._readiness.set_unreachable(engines)
+        self._placer.set_unreachable(engines)
 
     def _fail(
         self,

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.client.engine_core_client import EngineId
+from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.client.request_state import RequestState
