@@ -73,7 +73,8 @@ class Network:
         """Outlets' sides whose inbox has not seen the end of the handshake."""
         self._ports: dict[str, int] = {}
         self._random = kernel.random("network")
-        self._made: dict[str, int] = {}
+        self.made: dict[str, int] = {}
+        """Attempts that met an inbox, by label."""
 
     # ---------------------------------------------------------------- listening
 
@@ -116,7 +117,7 @@ class Network:
             return
         self._waiting.pop(outlet, None)
         options, kernel = self.options, self.kernel
-        number = self._made[outlet.label] = self._made.get(outlet.label, 0) + 1
+        number = self.made[outlet.label] = self.made.get(outlet.label, 0) + 1
         label = f"{outlet.label}#{number}"
         client = Side(self, outlet, outlet.identity, label, connected_here=True)
         delay_s = 3 * options.delay_s * (0.5 + client._random.random())

@@ -163,7 +163,7 @@ class Process(Owner):
 
     def enter(self, call: Call, *args: Any) -> None:
         """Run something of this process, from an event of the world."""
-        events._set_running_loop(self.loop)
+        events._set_running_loop(self.loop)  # type: ignore[arg-type]
         self.kernel.events += 1
         try:
             call(*args)
