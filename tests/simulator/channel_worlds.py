@@ -7,6 +7,7 @@ one, or on another one whose connections a `Wire` can break.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, Protocol
@@ -74,6 +75,11 @@ def over_both(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
         world.run(lambda world: test(world=world, **values))
 
     return run
+
+
+def own(name: str) -> str:
+    """A name that no other run of the tests uses: the machine has only one of each."""
+    return f"{name}-{os.getpid()}"
 
 
 async def take(world: ChannelWorld, inbox: Any, count: int) -> list[tuple[bytes, str]]:

@@ -178,12 +178,17 @@ class Process(Owner):
 class SimHandle:
     """As `asyncio.Handle` and `asyncio.TimerHandle`."""
 
-    __slots__ = ("_args", "_call", "_cancelled", "_context", "when_s")
+    __slots__ = ("_args", "_call", "_cancelled", "_context", "_loop", "when_s")
 
     def __init__(
-        self, call: Call, args: tuple[Any, ...], context: Any, when_s: float | None = None
+        self,
+        loop: SimLoop,
+        call: Call,
+        args: tuple[Any, ...],
+        context: Any,
+        when_s: float | None = None,
     ) -> None:
-        self._call, self._args, self._context = call, args, context
+        self._loop, self._call, self._args, self._context = loop, call, args, context
         self._cancelled = False
         self.when_s = when_s
         """Of a timer, by the clock of its process."""
@@ -191,10 +196,11 @@ class SimHandle:
     def run(self) -> None:
         if self._cancelled:
             return
-        if self._context is None:
-            self._call(*self._args)
-        else:
+        try:
             self._context.run(self._call, *self._args)
+        except Exception as error:
+            message = f"exception in {getattr(self._call, '__qualname__', 'a callback')}"
+            self._loop.call_exception_handler({"message": message, "exception": error})
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -219,7 +225,7 @@ class SimLoop:
         return self.process.time()
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
-        handle = SimHandle(callback, args, context or contextvars.copy_context())
+        handle = SimHandle(self, callback, args, context or contextvars.copy_context())
         self._kernel._ready.append((self.process, handle.run, ()))
         return handle
 
@@ -229,7 +235,7 @@ class SimLoop:
         return self.call_at(self.process.time() + delay, callback, *args, context=context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
-        handle = SimHandle(callback, args, context or contextvars.copy_context(), when)
+        handle = SimHandle(self, callback, args, context or contextvars.copy_context(), when)
         self._kernel.at(self.process.world_time(when), self.process, handle.run)
         return handle
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from swell.coordinator.channel import _LINGER_MS, _MAX_BURST
-from tests.simulator.channel_worlds import LONG_S, ChannelWorld, Seen, hear, over_both, take
+from tests.simulator.channel_worlds import LONG_S, ChannelWorld, Seen, hear, over_both, own, take
 
 # ---------------------------------------------------------------- messages
 
@@ -66,13 +66,13 @@ async def test_an_inbox_drops_what_it_cannot_deliver(world: ChannelWorld, seen: 
 async def test_an_outlet_keeps_its_messages_until_its_peer_is_there(
     world: ChannelWorld, seen: Seen
 ) -> None:
-    free = world.inbox(name="later-free")
+    free = world.inbox(name=own("later-free"))
     port = int(free.address.tcp.rpartition(":")[2])
     free.close()
     outlet = world.outlet(seen(free.address))
     outlet.send("early")
     await world.sleep(LONG_S)
-    inbox = world.inbox(name="later-free", port=port)
+    inbox = world.inbox(name=own("later-free"), port=port)
     assert [message for _, message in await take(world, inbox, 1)] == ["early"]
 
 
@@ -80,7 +80,7 @@ async def test_an_outlet_keeps_its_messages_until_its_peer_is_there(
 async def test_a_successor_at_the_same_address_gets_what_was_sent_meanwhile(
     world: ChannelWorld, seen: Seen
 ) -> None:
-    first = world.inbox(name="succession")
+    first = world.inbox(name=own("succession"))
     port = int(first.address.tcp.rpartition(":")[2])
     outlet = world.outlet(seen(first.address), b"peer")
     outlet.send("x")
@@ -89,7 +89,7 @@ async def test_a_successor_at_the_same_address_gets_what_was_sent_meanwhile(
     await world.sleep(LONG_S)
     for message in ("y", "z"):
         outlet.send(message)
-    second = world.inbox(name="succession", port=port)
+    second = world.inbox(name=own("succession"), port=port)
     assert await take(world, second, 2) == [(b"peer", "y"), (b"peer", "z")]
 
 
@@ -151,14 +151,14 @@ async def test_an_outlet_that_closes_tries_to_deliver_for_a_while(
 ) -> None:
     """The real one blocks meanwhile, so it is closed beside the test's loop."""
 
-    free = world.inbox(name="linger")
+    free = world.inbox(name=own("linger"))
     port = int(free.address.tcp.rpartition(":")[2])
     free.close()
     outlet = world.outlet(free.address)
     outlet.send("late")
     closing = asyncio.create_task(asyncio.to_thread(outlet.close))
     await world.sleep(0.05 + comes_s)
-    inbox = world.inbox(name="linger", port=port)
+    inbox = world.inbox(name=own("linger"), port=port)
     await world.sleep(LONG_S)
     assert len(list(inbox.take())) == (1 if comes_s == 0.0 else 0)
     await closing
@@ -168,9 +168,11 @@ async def test_an_outlet_that_closes_tries_to_deliver_for_a_while(
 async def test_a_successor_waits_until_its_address_is_free(world: ChannelWorld, seen: Seen) -> None:
     """The real one blocks meanwhile, so it is made beside the test's loop."""
 
-    first = world.inbox(name="taken")
+    first = world.inbox(name=own("taken"))
     port = int(first.address.tcp.rpartition(":")[2])
-    making = asyncio.create_task(asyncio.to_thread(lambda: world.inbox(name="taken", port=port)))
+    making = asyncio.create_task(
+        asyncio.to_thread(lambda: world.inbox(name=own("taken"), port=port))
+    )
     await world.sleep(LONG_S)
     outlet = world.outlet(seen(first.address))
     outlet.send("x")
@@ -207,7 +209,7 @@ async def test_an_async_outlet_keeps_order_and_takes_each_message(
 async def test_an_async_outlet_that_closes_delivers_what_it_could_send_and_drops_the_rest(
     world: ChannelWorld,
 ) -> None:
-    inbox = world.inbox(name="dropped")
+    inbox = world.inbox(name=own("dropped"))
     port = int(inbox.address.tcp.rpartition(":")[2])
     outlet = world.async_outlet(inbox.address, print)
     outlet.send("first")
@@ -221,7 +223,7 @@ async def test_an_async_outlet_that_closes_delivers_what_it_could_send_and_drops
     late.send("never")
     late.close()
     await world.sleep(0.05)
-    successor = world.inbox(name="dropped", port=port)
+    successor = world.inbox(name=own("dropped"), port=port)
     await world.sleep(LONG_S)
     assert list(successor.take()) == []
 
