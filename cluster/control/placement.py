@@ -86,7 +86,7 @@ class Placement:
                 name.rank,
                 str(name),
                 await self._ray.find_actor(str(name), self._namespace),
-                groups[str(name)][0],
+                groups[str(name)],
             )
             for name in found
         }
@@ -146,7 +146,7 @@ class Placement:
                 self._log.warning(
                     "stray ended", name=name, actor=name in actors, group=name in groups
                 )
-                await strays.end(self._ray, name, self._namespace, groups.get(name, ()))
+                await strays.end(self._ray, name, self._namespace, groups.get(name))
         return bool(found)
 
     async def refresh(self, handle: EngineHandle) -> None:

@@ -13,7 +13,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+)
 from ray.experimental import internal_kv
 from ray.util.placement_group import (
     PlacementGroup,
@@ -80,7 +86,10 @@ class RayCluster:
 
     def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> PlacementGroup:
         bundles = [dict(bundle) for _ in range(count)]
-        return placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
+        try:
+            return placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
+        except RaySystemError as error:
+            raise RuntimeError(str(error)) from None
 
     async def wait_for_group(self, group: PlacementGroup, timeout_s: float) -> bool:
         return await asyncio.to_thread(group.wait, timeout_s)
@@ -88,14 +97,13 @@ class RayCluster:
     def remove_group(self, group: PlacementGroup) -> None:
         remove_placement_group(group)
 
-    async def groups(self) -> dict[str, list[PlacementGroup]]:
-        found: dict[str, list[PlacementGroup]] = {}
+    async def groups(self) -> dict[str, PlacementGroup]:
         table = await _call_gcs(placement_group_table)
-        for group_id, row in sorted(table.items(), key=lambda item: (item[1]["name"], item[0])):
-            if row["state"] != _REMOVED:
-                group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id)))
-                found.setdefault(row["name"], []).append(group)
-        return found
+        ids = {row["name"]: key for key, row in table.items() if row["state"] != _REMOVED}
+        return {
+            name: PlacementGroup(ray.PlacementGroupID(bytes.fromhex(ids[name])))
+            for name in sorted(ids)
+        }
 
     # ---------------------------------------------------------------- actors
 

@@ -3,8 +3,8 @@
 `ray_cluster.py` implements it on the real Ray, and the simulator (`tests/simulator/`) on tables;
 `tests/cluster/control/test_ray_contract.py` holds both to what is written here.
 
-Names of actors are unique in a namespace; names of placement groups belong to the whole Ray
-cluster, and several groups may have one name. Ray ends both asynchronously, and neither ends the
+Names of actors are unique in a namespace, those of placement groups in the whole Ray cluster. Ray
+ends both asynchronously, and neither ends the
 other: an actor that dies leaves its group behind, with all that the group reserves. Actors in a
 group that is removed end with it.
 
@@ -54,7 +54,8 @@ class RayPort(Protocol):
 
     def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> Group:
         """Reserve `count` bundles, as close together as possible. The group outlives its maker.
-        Returns at once: the group waits until its resources are free."""
+        Returns at once: the group waits until its resources are free. Raises RuntimeError if the
+        name is taken."""
 
     async def wait_for_group(self, group: Group, timeout_s: float) -> bool:
         """Whether all of its resources are reserved, after waiting for them."""
@@ -62,7 +63,7 @@ class RayPort(Protocol):
     def remove_group(self, group: Group) -> None:
         """Begin to remove it; one that was removed is no error."""
 
-    async def groups(self) -> dict[str, list[Group]]:
+    async def groups(self) -> dict[str, Group]:
         """Every group but those that were removed, by name; names are sorted."""
 
     # ---------------------------------------------------------------- actors

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from swell.cluster.control.actor_names import find_strays
 from swell.cluster.control.ray_port import Group, RayPort
 
 
-async def end(ray: RayPort, name: str, namespace: str, groups: Iterable[Group] = ()) -> None:
-    """End the actor of this name, if there is one, and these placement groups."""
+async def end(ray: RayPort, name: str, namespace: str, group: Group | None) -> None:
+    """End the actor of this name, if there is one, and this placement group."""
     actor = await ray.find_actor(name, namespace)
     if actor is not None:
         ray.kill(actor)
-    for group in groups:
+    if group is not None:
         ray.remove_group(group)
 
 
@@ -22,5 +20,5 @@ async def end_all(ray: RayPort, namespace: str) -> list[str]:
     actors, groups = await ray.actor_names(namespace), await ray.groups()
     names = find_strays(actors, groups, namespace)
     for name in names:
-        await end(ray, name, namespace, groups.get(name, ()))
+        await end(ray, name, namespace, groups.get(name))
     return names

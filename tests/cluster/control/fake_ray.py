@@ -52,8 +52,8 @@ class FakeRay:
     def remove_group(self, group: str) -> None:
         self._end(group)
 
-    async def groups(self) -> dict[str, list[str]]:
-        return {name: [name] for name in sorted(self.reserved)}
+    async def groups(self) -> dict[str, str]:
+        return {name: name for name in sorted(self.reserved)}
 
     async def actor_names(self, namespace: str) -> list[str]:
         for name in [name for name, left in self._going.items() if left == 0]:
