@@ -30,11 +30,12 @@ from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.http_port import claim_port, with_port
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.placement import Placement, resolve_device
+from swell.cluster.control.ray_cluster import RayCluster
 from swell.configs.identity import identity
 from swell.configs.log import StructuredLogger, configure_logging
 from swell.configs.process import freeze_gc
 from swell.configs.schema import Config, ConfigError, load, parse_override
-from swell.coordinator.coordinator import CoordinatorContact
+from swell.coordinator.contact import CoordinatorContact
 from swell.coordinator.ground import ThreadGround
 from swell.coordinator.ports import free_port, next_free_port
 
@@ -80,11 +81,14 @@ class ManagerDeployment:
         namespace = f"swell-{self._app}"
         self._identity = identity(config)
         self._serve = config.serve
-        self._checkpoints = CheckpointStore(namespace, self._identity)
-        config = resolve_device(config)
-        self._coordinator = CoordinatorHandle(config, namespace, self._checkpoints)
-        placement = Placement(config, self._identity, namespace, self._coordinator)
-        self._manager = ClusterManager(config, self._coordinator, placement, self._checkpoints)
+        ray, ground = RayCluster(), ThreadGround()
+        self._checkpoints = CheckpointStore(namespace, self._identity, ray)
+        config = resolve_device(config, ray.total_resources())
+        self._coordinator = CoordinatorHandle(config, namespace, self._checkpoints, ray)
+        placement = Placement(config, self._identity, namespace, self._coordinator, ray, ground)
+        self._manager = ClusterManager(
+            config, self._coordinator, placement, self._checkpoints, ground
+        )
         await self._manager.start()
 
     async def check_health(self) -> None:

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import os
 
-import msgspec
 import ray
 
 from swell.configs.log import configure_logging
 from swell.configs.schema import ClusterConfig
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.contact import CoordinatorContact
 from swell.coordinator.ground import ThreadGround
 from swell.coordinator.service import CoordinatorEndpoint, CoordinatorService
-
-
-class CoordinatorContact(msgspec.Struct, frozen=True):
-    """What a member needs to talk to the coordinator and to the other members."""
-
-    address: ChannelAddress
-    keys: ChannelKeys
-    pid: int
 
 
 @ray.remote(num_cpus=0, max_concurrency=16, max_restarts=-1, max_task_retries=-1)

@@ -7,7 +7,6 @@ import threading
 import time
 from typing import Any
 
-import msgspec
 import ray
 
 from swell.configs import process
@@ -17,26 +16,12 @@ from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.coordinator.ground import ThreadGround
 from swell.engine.core import EngineCore
-from swell.engine.executor import ExecutorLimits, WorkerInfo, build_executor
+from swell.engine.executor import build_executor
+from swell.engine.ready import EngineReady
 from swell.engine.server import EngineServer
 
 _EXIT_GRACE_S = 10.0
 """The actor of a failed engine answers `ended` for so long; then its process ends."""
-
-
-class EngineReady(msgspec.Struct, frozen=True):
-    """An engine that can serve."""
-
-    rank: int
-    address: ChannelAddress
-    limits: ExecutorLimits
-    pid: int
-    node: str
-    workers: list[WorkerInfo]
-    incarnation: int = 0
-    """A number that only this start of the engine has."""
-    store: tuple[str, int] | None = None
-    """Where workers of other engines can meet its own."""
 
 
 @ray.remote(num_cpus=0, max_concurrency=4, max_restarts=0)

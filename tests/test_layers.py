@@ -48,7 +48,7 @@ LIBRARIES: dict[str, list[str]] = {
     # Library -> the only files of ours that may import it, at their top or inside.
     "ray": [
         "cluster/app.py",
-        "cluster/control/*",
+        "cluster/control/ray_cluster.py",
         "cluster/cli/*",
         "coordinator/coordinator.py",
         "engine/actor.py",
@@ -76,6 +76,16 @@ LIBRARIES: dict[str, list[str]] = {
     "prometheus_client": ["*/metrics.py"],
     "zmq": ["coordinator/channel.py"],
 }
+
+ON_A_GROUND: dict[str, tuple[str, ...]] = {
+    # Pattern of files that run on a `Ground` and on ports -> the shells among them, which implement
+    # these. All others take the clock, random bits, threads and processes from there.
+    "cluster/control/*": ("cluster/control/ray_cluster.py",),
+}
+OF_A_GROUND = ("ray", "time", "secrets", "random", "threading", "multiprocessing", "os", "signal")
+"""Libraries that only shells import."""
+THREADS_OF_ASYNCIO = ("to_thread", "run_in_executor")
+"""What only shells call."""
 
 
 def our_files() -> list[str]:
@@ -154,6 +164,30 @@ def test_libraries_stay_on_their_floors(name: str) -> None:
         assert any(fnmatch(name, home) for home in homes), f"{name} imports {library}: {homes}"
 
 
+def _on_a_ground() -> list[str]:
+    return [
+        name
+        for name in FILES
+        for pattern, shells in ON_A_GROUND.items()
+        if fnmatch(name, pattern) and name not in shells
+    ]
+
+
+@pytest.mark.parametrize("name", _on_a_ground())
+def test_only_shells_know_the_machine(name: str) -> None:
+    """Else the simulator could not run it on a virtual clock."""
+    used = {module.partition(".")[0] for module in imports(name)}
+    assert not used & set(OF_A_GROUND), name
+    called = {node.attr for node in _nodes(name) if isinstance(node, ast.Attribute)}
+    assert not called & set(THREADS_OF_ASYNCIO), name
+
+
+def test_every_shell_needs_to_be_one() -> None:
+    for shells in ON_A_GROUND.values():
+        for shell in shells:
+            assert _roots(shell) & set(OF_A_GROUND), shell
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_the_product_imports_nothing_of_the_tests(name: str) -> None:
     used = {module.partition(".")[0] for module in (*imports(name), *named_modules(name))}
@@ -208,6 +242,7 @@ def test_the_door_of_kernels_is_empty() -> None:
         ("swell.cluster.local", ["ray"]),
         ("swell.coordinator.service", ["torch", "ray", "transformers"]),
         ("swell.cluster.client.router", ["torch", "ray", "transformers"]),
+        ("swell.cluster.control.manager", ["torch", "ray", "transformers"]),
         ("swell.cluster.text.structured_output", ["torch", "ray", "transformers"]),
         ("swell.worker.wire", ["torch", "ray", "zmq"]),
         ("swell.worker.worker", ["ray", "llguidance"]),

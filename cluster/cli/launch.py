@@ -20,7 +20,6 @@ from typing import Any
 import httpx
 
 from swell.cluster.cli import ray_settings
-from swell.cluster.control import actor_names
 from swell.cluster.control.http_port import claim_port
 from swell.cluster.text.model_folder import check
 from swell.configs.log import StructuredLogger
@@ -155,14 +154,15 @@ def _clean_up_leftovers() -> None:
     deleted has not, and Serve starts no other."""
     from swell.cluster.control import strays
     from swell.cluster.control.checkpoint_store import CheckpointStore
+    from swell.cluster.control.ray_cluster import RayCluster
 
-    namespace = f"swell-{_APP}"
-    ended = strays.end_all(namespace, lambda name: actor_names.is_group(name, namespace))
-    if ended:
-        StructuredLogger("cluster.launch").warning(
-            "left by a dead manager: ended", names=sorted(ended)
-        )
-    asyncio.run(CheckpointStore(namespace, "").clear())
+    async def clean_up() -> None:
+        ray, namespace = RayCluster(), f"swell-{_APP}"
+        if ended := await strays.end_all(ray, namespace):
+            StructuredLogger("cluster.launch").warning("left by a dead manager: ended", names=ended)
+        await CheckpointStore(namespace, "", ray).clear()
+
+    asyncio.run(clean_up())
 
 
 @contextlib.contextmanager

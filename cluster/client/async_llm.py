@@ -9,12 +9,8 @@ from typing import Any
 
 from swell.cluster.client.admission import Admission, TooManyWaiting
 from swell.cluster.client.deadline import RequestTimedOut
-from swell.cluster.client.engine_core_client import (
-    ConnectEngines,
-    EngineCallFailed,
-    EngineCalls,
-    EngineId,
-)
+from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.engine_core_client import ConnectEngines, EngineCallFailed, EngineCalls
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.outputs import RequestOutputCollector, RequestOutputKind

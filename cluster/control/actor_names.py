@@ -1,4 +1,4 @@
-"""Names of engines in Ray, and which of the engines found there belong to this cluster. Pure.
+"""Names of engines in Ray, and which of the engines found there are adopted or are strays. Pure.
 
 Names are unique to each start: a name that is still being removed is in the way of no other start,
 and an actor or placement group with a name of this cluster that its manager does not know is a
@@ -65,6 +65,15 @@ def candidates(
     """Engines that may be adopted: of our tag, and with their placement group."""
     names = (parse(actor, namespace) for actor in actors if actor in groups)
     return sorted(name for name in names if name is not None and name.tag == tag)
+
+
+def find_strays(
+    actors: Iterable[str], groups: Iterable[str], namespace: str, known: Collection[str] = ()
+) -> list[str]:
+    """Names that a manager has to end: every actor of its namespace, and every group of its
+    engines, that is not `known` to it. Sorted."""
+    ours = {*actors, *(name for name in groups if is_group(name, namespace))}
+    return sorted(ours.difference(known))
 
 
 def choose(answers: Mapping[EngineName, int | None], roster: Roster) -> dict[int, EngineName]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from swell.cluster.control.backoff import Trouble
-from swell.cluster.control.placement import EngineHandle
+from swell.cluster.control.engine_handle import EngineHandle
 from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import ClusterView, EngineReport
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.engine_handle import EngineHandle
 from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
-from swell.cluster.control.placement import EngineHandle, Placement
+from swell.cluster.control.placement import Placement
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.roster import MemberState
@@ -54,7 +55,8 @@ class Fleet:
         self._on_death, self._on_change = on_death, on_change
         self._num_stalled_seen = 0
         """Entries of `Membership.stalled_engines` that were handled."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        """In order of creation."""
         self._log = StructuredLogger("cluster.fleet")
 
     @property
@@ -374,14 +376,14 @@ class Fleet:
                 self._on_change()
 
         task = asyncio.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         task.add_done_callback(lambda _task: work.close())  # cancelled before it began
         return task
 
     async def cancel_tasks(self) -> None:
-        """Cancel everything that runs, the caller aside."""
-        tasks = self._tasks - {asyncio.current_task()}
+        """Cancel everything that runs, the caller aside, in order of creation."""
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -25,11 +25,8 @@ from typing import Any
 
 from swell.cluster.control import control_state
 from swell.cluster.control.backoff import Trouble
-from swell.cluster.control.checkpoint_store import (
-    CheckpointStore,
-    CheckpointWriter,
-    ClusterCheckpoint,
-)
+from swell.cluster.control.checkpoint_store import CheckpointStore, ClusterCheckpoint
+from swell.cluster.control.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.cluster_status import describe
 from swell.cluster.control.control_state import (
     ControlState,
@@ -39,11 +36,13 @@ from swell.cluster.control.control_state import (
     StartFailure,
 )
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.engine_handle import EngineHandle, StartFailed
 from swell.cluster.control.fleet import Fleet
-from swell.cluster.control.placement import EngineHandle, Placement, StartFailed
+from swell.cluster.control.placement import Placement
 from swell.configs.log import StructuredLogger
 from swell.configs.process import exit_on_error_async
 from swell.configs.schema import Config
+from swell.coordinator.ground import Ground
 from swell.coordinator.roster import Roster
 from swell.coordinator.service import ManagerState, Membership
 from swell.coordinator.wire import ClusterView
@@ -63,11 +62,12 @@ class ClusterManager:
         coordinator: CoordinatorHandle,
         placement: Placement,
         checkpoints: CheckpointStore,
+        ground: Ground,
     ) -> None:
         self._limits = config.cluster
         self._coordinator = coordinator
         self._placement = placement
-        self._checkpoints = CheckpointWriter(checkpoints, config.parallel.data)
+        self._checkpoints = CheckpointWriter(checkpoints, config.parallel.data, ground)
         self._lifecycle_lock = asyncio.Lock()
         """Held while it starts, and while it stops."""
         self._wake = asyncio.Event()
@@ -226,7 +226,7 @@ class ClusterManager:
         if trouble is not None and trouble.exhausted and not self._state.has_served:
             return trouble.reason, True
         starting = sorted(self._fleet.starting.items())
-        doing = await asyncio.gather(*(handle.doing() for _rank, handle in starting))
+        doing = await asyncio.gather(*(self._placement.doing(handle) for _, handle in starting))
         lines = [f"engine {rank}: {text}" for (rank, _), text in zip(starting, doing, strict=True)]
         if self.error is not None:
             lines.append(self.error)

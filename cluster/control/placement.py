@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import secrets
-import signal
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
-import ray
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from swell.cluster.control import actor_names, strays
+from swell.cluster.control.actor_errors import ActorDied, ActorError, ActorRaised, ActorUnavailable
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.engine_handle import EngineHandle, StartFailed
 from swell.cluster.control.fleet_view import Intent
-from swell.configs.log import StructuredLogger
+from swell.cluster.control.ray_port import RayPort
+from swell.configs.log import StructuredLogger, first_line
 from swell.configs.schema import Config, ConfigError
-from swell.coordinator.roster import Member, MemberState
-from swell.engine.actor import EngineActor, EngineReady
+from swell.coordinator.ground import Ground
+from swell.coordinator.roster import MemberState
 
 _WATCH_S = 20.0
 """How long one call waits for the end of an engine: a dead manager leaves no thread behind."""
@@ -30,96 +26,43 @@ _STOP_S = 5.0
 """How long an engine may take to end by itself before it is killed."""
 _ANSWER_S = 10.0
 """How long an engine may take to answer `ready`: it does so beside its work."""
+_DOING_S = 2.0
+"""How long it may take to answer `doing`."""
 _RESERVE_TIMEOUT_S = 10.0
 """How long resources may take to become free: what was killed holds them for some seconds."""
 _STRAYS_TIMEOUT_S = 15.0
 """How long strays that were ended may take to be gone."""
 _POLL_S = 0.1
-
-
-class StartFailed(RuntimeError):
-    """An engine did not start. `permanent`: it would fail again in the same way."""
-
-    def __init__(self, message: str, *, permanent: bool) -> None:
-        super().__init__(message)
-        self.permanent = permanent
-
-
-@dataclass(eq=False)
-class EngineHandle:
-    """One engine that was placed, or is about to be."""
-
-    rank: int
-    name: str = ""
-    """Of this start alone."""
-    actor: Any = None
-    group: Any = None
-    ready: EngineReady | None = None
-    starting: asyncio.Task[None] | None = None
-    """Until it is ready."""
-    intent: Intent = Intent.STAY
-    leave_deadline_s: float = 0.0
-    """When it is detached even if it has requests, by the clock of the manager's event loop."""
-    idle_polls: int = 0
-    """How often in a row it was seen without requests since it is leaving."""
-    in_transition: bool = False
-    """The manager is changing its place in the roster."""
-    joined_at: float = 0.0
-    """By the clock of the manager's event loop."""
-    repairs: int = 0
-    """Workers that had been replaced when `ready` was read."""
-    ended: str | None = None
-    """Why it has ended."""
-    exit_watcher: asyncio.Task[None] | None = None
-
-    @property
-    def leaving(self) -> bool:
-        """It takes no new requests, and is to end; one that is starting is not wanted any more."""
-        return self.intent is not Intent.STAY
-
-    @property
-    def member(self) -> Member:
-        """The engine as the roster lists it."""
-        assert self.ready is not None
-        limits = self.ready.limits
-        return Member(
-            self.rank,
-            self.ready.address,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
-            incarnation=self.ready.incarnation,
-            store=self.ready.store,
-            num_blocks=limits.num_blocks,
-        )
-
-    async def doing(self) -> str:
-        if self.actor is None:
-            return "waiting for resources"
-        try:
-            text: str = await asyncio.wait_for(self.actor.doing.remote(), 2)
-            return text
-        except (TimeoutError, ray.exceptions.RayError):
-            return "starting a process"
+_START_BITS = 32
+"""Of the part of a name that only one start has."""
 
 
 class Placement:
     """Engines of one cluster, detached and named, so that a new manager finds them again."""
 
     def __init__(
-        self, config: Config, identity: str, namespace: str, coordinator: CoordinatorHandle
+        self,
+        config: Config,
+        identity: str,
+        namespace: str,
+        coordinator: CoordinatorHandle,
+        ray: RayPort,
+        ground: Ground,
     ) -> None:
         """`identity`: of the configuration as it was given; see `configs/identity.py`."""
         self._config = config
         self._identity = identity
         self._namespace = namespace
         self._coordinator = coordinator
+        self._ray = ray
+        self._ground = ground
         self._known: set[str] = set()
         """Names of engines that were placed or adopted here, and not ended."""
         self._log = StructuredLogger("cluster.placement")
 
     def refusal(self, engines: int) -> str | None:
         """Why the Ray cluster can never hold so many; None: it could, if it were empty."""
-        total = ray.cluster_resources()
+        total = self._ray.total_resources()
         workers = engines * self._config.parallel.world
         for name, amount in self._bundle().items():
             needed, there = amount * workers, total.get(name, 0.0)
@@ -135,15 +78,15 @@ class Placement:
         joined yet. Everything else with a name of this cluster is ended."""
         self._known.clear()
         roster = (await self._coordinator.view()).roster
-        actors = strays.actor_names(self._namespace)
-        groups = self._groups()
+        actors = await self._ray.actor_names(self._namespace)
+        groups = await self._ray.groups()
         found = actor_names.candidates(actors, groups, self._namespace, self._tag)
         handles = {
             name: EngineHandle(
                 name.rank,
                 str(name),
-                strays.find_actor(str(name), self._namespace),
-                strays.group(groups[str(name)][0]),
+                await self._ray.find_actor(str(name), self._namespace),
+                groups[str(name)],
             )
             for name in found
         }
@@ -174,9 +117,9 @@ class Placement:
         try:
             if handle.actor is not None:
                 await self.refresh(handle)
-        except ray.exceptions.RayTaskError:
+        except ActorRaised:
             return True  # it still loads
-        except (TimeoutError, ray.exceptions.RayError):
+        except (TimeoutError, ActorError):
             return False
         return handle.actor is not None
 
@@ -187,27 +130,32 @@ class Placement:
         ended: set[str] = set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STRAYS_TIMEOUT_S):
-                while self._end_strays(ended):
+                while await self._end_strays(ended):
                     await asyncio.sleep(_POLL_S)
         return bool(ended)
 
-    def _end_strays(self, ended: set[str]) -> bool:
+    async def _end_strays(self, ended: set[str]) -> bool:
         """End each once, add their names to `ended`; whether some are still there."""
-        known = self._known | {self._coordinator.name}
-        actors = strays.actor_names(self._namespace) - known
-        groups = {name: ids for name, ids in self._groups().items() if name not in known}
-        for name in (actors | set(groups)) - ended:
-            self._log.warning("stray ended", name=name, actor=name in actors, group=name in groups)
-            strays.end(name, self._namespace, groups.get(name, ()))
-            ended.add(name)
-        return bool(actors or groups)
+        actors = await self._ray.actor_names(self._namespace)
+        groups = await self._ray.groups()
+        known = self._known | {self._coordinator.name}  # read after them: `plan` may have added one
+        found = actor_names.find_strays(actors, groups, self._namespace, known)
+        for name in found:
+            if name not in ended:
+                ended.add(name)
+                self._log.warning(
+                    "stray ended", name=name, actor=name in actors, group=name in groups
+                )
+                await strays.end(self._ray, name, self._namespace, groups.get(name))
+        return bool(found)
 
     async def refresh(self, handle: EngineHandle) -> None:
-        """Read `ready` again. Raises TimeoutError or RayError if the engine does not answer."""
-        handle.ready = await asyncio.wait_for(handle.actor.ready.remote(), _ANSWER_S)
+        """Read `ready` again. Raises TimeoutError or ActorError if the engine does not answer."""
+        handle.ready = await asyncio.wait_for(self._ray.call(handle.actor, "ready"), _ANSWER_S)
 
     def plan(self, rank: int) -> EngineHandle:
-        name = EngineName(self._namespace, rank, self._tag, secrets.token_hex(4))
+        start = f"{self._ground.random_bits(_START_BITS):0{_START_BITS // 4}x}"
+        name = EngineName(self._namespace, rank, self._tag, start)
         self._known.add(str(name))
         return EngineHandle(rank, str(name))
 
@@ -222,7 +170,7 @@ class Placement:
                     await self.end_strays()
                     await self._reserve(handle)
                     self._create(handle)
-                handle.ready = await handle.actor.start.remote(handle.group)
+                handle.ready = await self._ray.call(handle.actor, "start", handle.group)
         except asyncio.CancelledError:
             raise
         except TimeoutError as error:
@@ -236,12 +184,10 @@ class Placement:
 
     async def _reserve(self, handle: EngineHandle) -> None:
         bundle, count = self._bundle(), self._config.parallel.world
-        handle.group = placement_group(
-            [bundle] * count, strategy="PACK", name=handle.name, lifetime="detached"
-        )
-        if await asyncio.to_thread(handle.group.wait, _RESERVE_TIMEOUT_S):
+        handle.group = self._ray.create_group(handle.name, bundle, count)
+        if await self._ray.wait_for_group(handle.group, _RESERVE_TIMEOUT_S):
             return
-        free = ray.available_resources()
+        free = await self._ray.free_resources()
         raise StartFailed(
             f"no room for engine {handle.rank}: it needs "
             + ", ".join(f"{count} times {amount:g} {kind}" for kind, amount in bundle.items())
@@ -255,25 +201,35 @@ class Placement:
         assert contact is not None
         world, executor = self._config.parallel.world, self._config.parallel.executor
         in_process = executor == "inproc" or (executor == "auto" and world == 1)
-        kind: Any = EngineActor
-        handle.actor = kind.options(
-            name=handle.name,
-            namespace=self._namespace,
-            lifetime="detached",
+        handle.actor = self._ray.create_engine(
+            handle.name,
+            self._namespace,
+            handle.group,
             num_gpus=self._bundle().get("GPU", 0) * world if in_process else 0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                handle.group, placement_group_bundle_index=0
-            ),
-        ).remote(self._config, handle.rank, contact.keys, contact.address)
+            config=self._config,
+            rank=handle.rank,
+            keys=contact.keys,
+            coordinator=contact.address,
+        )
+
+    async def doing(self, handle: EngineHandle) -> str:
+        """What a newcomer is busy with, for people who wait for it."""
+        if handle.actor is None:
+            return "waiting for resources"
+        try:
+            text: str = await asyncio.wait_for(self._ray.call(handle.actor, "doing"), _DOING_S)
+            return text
+        except (TimeoutError, ActorError):
+            return "starting a process"
 
     async def ended(self, handle: EngineHandle) -> str:
         """Waits for the end of an engine; returns why it ended."""
         reason: str | None = None
         try:
             while reason is None:
-                reason = await handle.actor.ended.remote(_WATCH_S)
-        except ray.exceptions.RayError as error:
-            reason = str(error).splitlines()[0]
+                reason = await self._ray.call(handle.actor, "ended", _WATCH_S)
+        except ActorError as error:
+            reason = first_line(error)
         return reason
 
     async def end(self, handle: EngineHandle) -> None:
@@ -281,19 +237,18 @@ class Placement:
         _cancel_watcher(handle)
         try:
             if handle.actor is not None:
-                await asyncio.wait_for(handle.actor.stop.remote(), _STOP_S)
-        except (TimeoutError, ray.exceptions.RayError):
+                await asyncio.wait_for(self._ray.call(handle.actor, "stop"), _STOP_S)
+        except (TimeoutError, ActorError):
             pass
         finally:
             self._destroy(handle)
 
     async def kill(self, handle: EngineHandle) -> None:
-        """End an engine that may not answer any more: `ray.kill` alone waits for seconds."""
+        """End an engine that may not answer any more: `RayPort.kill` alone waits for seconds."""
         _cancel_watcher(handle)
-        here = ray.get_runtime_context().get_node_id()
-        if handle.ready is not None and handle.ready.node == here and handle.ended is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(handle.ready.pid, signal.SIGKILL)
+        here = handle.ready is not None and handle.ready.node == self._ray.node_id
+        if handle.ready is not None and here and handle.ended is None:
+            self._ray.kill_process(handle.ready.pid)
         self._destroy(handle)
 
     async def close(self, handles: list[EngineHandle]) -> None:
@@ -302,10 +257,10 @@ class Placement:
     def _destroy(self, handle: EngineHandle) -> None:
         """From now on a stray, if Ray does not end it."""
         self._known.discard(handle.name)
-        strays.destroy(handle.actor, handle.group)
-
-    def _groups(self) -> dict[str, list[str]]:
-        return strays.group_ids(lambda name: actor_names.is_group(name, self._namespace))
+        if handle.actor is not None:
+            self._ray.kill(handle.actor)
+        if handle.group is not None:
+            self._ray.remove_group(handle.group)
 
     @property
     def _tag(self) -> str:
@@ -325,11 +280,11 @@ def _cancel_watcher(handle: EngineHandle) -> None:
         handle.exit_watcher.cancel()
 
 
-def resolve_device(config: Config) -> Config:
+def resolve_device(config: Config, total_resources: Mapping[str, float]) -> Config:
     """`auto` is cuda where the Ray cluster has a GPU."""
     if config.model.device != "auto":
         return config
-    device = "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+    device = "cuda" if total_resources.get("GPU", 0) >= 1 else "cpu"
     return msgspec.structs.replace(
         config, model=msgspec.structs.replace(config.model, device=device)
     )
@@ -345,7 +300,7 @@ def _explain(error: BaseException, rank: int, config: Config) -> StartFailed:
             f"{config.cluster.start_timeout_s:g}: it hangs, or its weights load too slowly",
             permanent=False,
         )
-    if isinstance(cause, ray.exceptions.RayActorError):
+    if isinstance(cause, ActorDied | ActorUnavailable):
         return StartFailed(f"engine {rank} did not start: its process ended", permanent=False)
     text = str(cause).strip().splitlines()
     return StartFailed(

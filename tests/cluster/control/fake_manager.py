@@ -11,18 +11,19 @@ from typing import Any
 from swell.cluster.control import actor_names as names
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.checkpoint_store import ClusterCheckpoint
+from swell.cluster.control.engine_handle import EngineHandle, StartFailed
 from swell.cluster.control.fleet_view import Intent
 from swell.cluster.control.manager import ClusterManager
-from swell.cluster.control.placement import EngineHandle, StartFailed
 from swell.configs.schema import load
 from swell.coordinator import roster
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.engine_monitor import StalledEngine
+from swell.coordinator.ground import ThreadGround
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.service import ManagerState, Membership
 from swell.coordinator.wire import ClusterView, EngineReport
-from swell.engine.actor import EngineReady
 from swell.engine.executor import ExecutorLimits, WorkerInfo
+from swell.engine.ready import EngineReady
 
 TAG = names.engine_tag("configuration", "keys")
 START_S = 10.0
@@ -228,7 +229,7 @@ class FakePlacement:
         return serving, newcomers
 
     def _end_strays(self) -> None:
-        for name in {*self.processes, *self.groups} - self._known:
+        for name in sorted({*self.processes, *self.groups} - self._known):
             self._note("stray", [int(name.split("-")[2])])
             self.groups.discard(name)
             process = self.processes.pop(name, None)
@@ -300,6 +301,9 @@ class FakePlacement:
         assert handle.ready is not None, "who has not started cannot be watched"
         process = self.processes.get(handle.name)
         return "it was killed" if process is None else await asyncio.shield(process.ended)
+
+    async def doing(self, handle: EngineHandle) -> str:
+        return "waiting for resources"
 
     async def end(self, handle: EngineHandle) -> None:
         self._end(handle, "end")
@@ -394,7 +398,9 @@ class ManagerHarness:
         self.manager = self.another()
 
     def another(self) -> ClusterManager:
-        return ClusterManager(self.config, self.coordinator, self.placement, self.checkpoints)
+        return ClusterManager(
+            self.config, self.coordinator, self.placement, self.checkpoints, ThreadGround()
+        )
 
     async def lose_manager(self) -> None:
         """It dies, and does nothing more; its successor has not begun."""

@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
-from swell.cluster.control import coordinator_handle
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.configs.schema import load
 from swell.coordinator.roster import Roster
 from swell.coordinator.wire import ClusterView
 from tests.cluster.control.fake_manager import FakeCheckpointStore, VirtualTimeLoop
+from tests.cluster.control.fake_ray import FakeRay
 
 
-class StoppedActor:
-    """It answers nothing until it was killed so often; what was asked of it is then answered."""
+class StoppedActor(FakeRay):
+    """The actor answers no call until it was killed so often; then it answers all of them."""
 
     def __init__(self, kills: int) -> None:
+        super().__init__()
         self.kills_left = kills
         self.lives = asyncio.Event()
-        self.view = SimpleNamespace(remote=self._view)
 
-    async def _view(self) -> ClusterView:
+    async def _answer(self, _actor: str, method: str, _args: tuple[Any, ...]) -> ClusterView:
+        assert method == "view"
         await self.lives.wait()
         return ClusterView(Roster())
 
-    def kill(self, _actor: Any, *, no_restart: bool) -> None:
-        assert not no_restart
+    def kill(self, _actor: str, *, restart: bool = False) -> None:
+        assert restart
         self.kills_left -= 1
         if self.kills_left == 0:
             self.lives.set()
 
 
-def test_a_coordinator_whose_successor_is_stopped_too_is_killed_again(monkeypatch) -> None:
+def test_a_coordinator_whose_successor_is_stopped_too_is_killed_again() -> None:
     async def scenario() -> None:
         actor = StoppedActor(kills=3)
-        monkeypatch.setattr(coordinator_handle.ray, "kill", actor.kill)
-        handle = CoordinatorHandle(
-            load({"model": {"path": "m"}}), "swell", FakeCheckpointStore("c")
-        )
-        handle._actor = actor
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle._actor = "coordinator"
         async with asyncio.timeout(1000):
             await handle.view()
         assert actor.kills_left == 0

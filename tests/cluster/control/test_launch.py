@@ -13,10 +13,10 @@ from ray.serve.schema import ApplicationStatus
 
 from swell.cluster import app
 from swell.cluster.cli import launch
-from swell.cluster.control import strays
+from swell.cluster.control import ray_cluster
 from swell.cluster.control.actor_names import EngineName
-from swell.cluster.control.checkpoint_store import CheckpointStore
 from swell.configs.schema import load
+from tests.cluster.control.fake_ray import FakeRay
 
 ENGINE = str(EngineName("swell-swell", 0, "0" * 12, "1"))
 
@@ -24,39 +24,26 @@ ENGINE = str(EngineName("swell-swell", 0, "0" * 12, "1"))
 @pytest.mark.parametrize("manager_lives", [True, False])
 def test_what_a_dead_manager_has_left_is_ended(monkeypatch, manager_lives) -> None:
     """Serve deletes an application whose manager has just died, and starts no other one."""
-    actors, groups = {ENGINE, "coordinator-1"}, {ENGINE, "swell-other-engine-0"}
-    notes = {"swell-swell", "swell-other"}
+    ray = FakeRay()
+    ray.actors = dict.fromkeys([ENGINE, "coordinator-1"])
+    ray.reserved = [ENGINE, "swell-other-engine-0"]
+    ray.kv = {b"swell-swell:note": b"1", b"swell-other:note": b"2"}
 
     def delete(_name: str, **_options: Any) -> None:
         if manager_lives:
-            actors.clear()
-            groups.discard(ENGINE)
-            notes.discard("swell-swell")
-
-    async def clear(self: CheckpointStore) -> None:
-        notes.discard(self._key.decode())
-
-    def destroy(actor: str | None, group: str | None) -> None:
-        actors.discard(actor or "")
-        groups.discard(group or "")
+            ray.actors.clear()
+            ray.reserved.remove(ENGINE)
+            del ray.kv[b"swell-swell:note"]
 
     monkeypatch.setattr(serve, "start", lambda **_options: None)
     monkeypatch.setattr(serve, "delete", delete)
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
     monkeypatch.setattr(launch, "_deploy", lambda _config: None)
-    monkeypatch.setattr(strays, "actor_names", lambda _namespace: set(actors))
-    monkeypatch.setattr(
-        strays,
-        "group_ids",
-        lambda name_filter: {name: [name] for name in groups if name_filter(name)},
-    )
-    monkeypatch.setattr(strays, "find_actor", lambda name, _namespace: name)
-    monkeypatch.setattr(strays, "group", lambda group_id: group_id)
-    monkeypatch.setattr(strays, "destroy", destroy)
-    monkeypatch.setattr(CheckpointStore, "clear", clear)
+    monkeypatch.setattr(ray_cluster, "RayCluster", lambda: ray)
     with launch._application(load({"model": {"path": "m"}}), own_ray=False):
         pass
-    assert (actors, groups, notes) == (set(), {"swell-other-engine-0"}, {"swell-other"})
+    ended = [] if manager_lives else ["coordinator-1", ENGINE, ENGINE]  # an actor and a group
+    assert (ray.ended, list(ray.kv)) == (ended, [b"swell-other:note"])
 
 
 @pytest.mark.parametrize(

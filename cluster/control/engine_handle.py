@@ -1,0 +1,67 @@
+"""One engine, as its manager knows it from its plan to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from swell.cluster.control.fleet_view import Intent
+from swell.cluster.control.ray_port import Actor, Group
+from swell.coordinator.roster import Member
+from swell.engine.ready import EngineReady
+
+
+class StartFailed(RuntimeError):
+    """An engine did not start. `permanent`: it would fail again in the same way."""
+
+    def __init__(self, message: str, *, permanent: bool) -> None:
+        super().__init__(message)
+        self.permanent = permanent
+
+
+@dataclass(eq=False)
+class EngineHandle:
+    """One engine that was placed, or is about to be."""
+
+    rank: int
+    name: str = ""
+    """Of this start alone."""
+    actor: Actor | None = None
+    group: Group | None = None
+    ready: EngineReady | None = None
+    starting: asyncio.Task[None] | None = None
+    """Until it is ready."""
+    intent: Intent = Intent.STAY
+    leave_deadline_s: float = 0.0
+    """When it is detached even if it has requests, by the clock of the manager's event loop."""
+    idle_polls: int = 0
+    """How often in a row it was seen without requests since it is leaving."""
+    in_transition: bool = False
+    """The manager is changing its place in the roster."""
+    joined_at: float = 0.0
+    """By the clock of the manager's event loop."""
+    repairs: int = 0
+    """Workers that had been replaced when `ready` was read."""
+    ended: str | None = None
+    """Why it has ended."""
+    exit_watcher: asyncio.Task[None] | None = None
+
+    @property
+    def leaving(self) -> bool:
+        """It takes no new requests, and is to end; one that is starting is not wanted any more."""
+        return self.intent is not Intent.STAY
+
+    @property
+    def member(self) -> Member:
+        """The engine as the roster lists it."""
+        assert self.ready is not None
+        limits = self.ready.limits
+        return Member(
+            self.rank,
+            self.ready.address,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            incarnation=self.ready.incarnation,
+            store=self.ready.store,
+            num_blocks=limits.num_blocks,
+        )

@@ -1,0 +1,222 @@
+"""`RayPort` on the real Ray: the one file of the control plane that imports it. No decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import (
+    ActorUnavailableError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+)
+from ray.experimental import internal_kv
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from swell.cluster.control.actor_errors import ActorDied, ActorError, ActorRaised, ActorUnavailable
+from swell.configs.schema import ClusterConfig, Config
+from swell.coordinator.channel import ChannelAddress, ChannelKeys, make_keys
+from swell.coordinator.coordinator import Coordinator
+from swell.coordinator.ports import free_port
+from swell.coordinator.service import CoordinatorEndpoint
+from swell.engine.actor import EngineActor
+
+T = TypeVar("T")
+
+_KV_NAMESPACE = b"swell"
+_REMOVED = "REMOVED"
+_GCS_TIMEOUT_S = 10.0
+"""How long Ray's GCS may take to answer."""
+_NAME_BYTES = 8
+
+
+class RayCluster:
+    """The Ray cluster to which this process is connected. `RayPort` specifies the methods."""
+
+    engine_class: Any = EngineActor
+    coordinator_class: Any = Coordinator
+
+    def __init__(self) -> None:
+        self._writes = ThreadPoolExecutor(1, thread_name_prefix="swell-kv-writes")
+        """One thread: a write that the GCS has not answered yet precedes all later ones."""
+
+    # ---------------------------------------------------------------- this host
+
+    @property
+    def node_id(self) -> str:
+        found: str = ray.get_runtime_context().get_node_id()
+        return found
+
+    def new_endpoint(self) -> CoordinatorEndpoint:
+        port = free_port(ray.util.get_node_ip_address())
+        return CoordinatorEndpoint(make_keys(), secrets.token_hex(_NAME_BYTES), port)
+
+    def kill_process(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    # ---------------------------------------------------------------- resources
+
+    def total_resources(self) -> dict[str, float]:
+        return dict(ray.cluster_resources())
+
+    async def free_resources(self) -> dict[str, float]:
+        return dict(await _call_gcs(ray.available_resources))
+
+    # ---------------------------------------------------------------- placement groups
+
+    def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> PlacementGroup:
+        bundles = [dict(bundle) for _ in range(count)]
+        try:
+            return placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
+        except RaySystemError as error:
+            raise RuntimeError(str(error)) from None
+
+    async def wait_for_group(self, group: PlacementGroup, timeout_s: float) -> bool:
+        return await asyncio.to_thread(group.wait, timeout_s)
+
+    def remove_group(self, group: PlacementGroup) -> None:
+        remove_placement_group(group)
+
+    async def groups(self) -> dict[str, PlacementGroup]:
+        table = await _call_gcs(placement_group_table)
+        ids = {row["name"]: key for key, row in table.items() if row["state"] != _REMOVED}
+        return {
+            name: PlacementGroup(ray.PlacementGroupID(bytes.fromhex(ids[name])))
+            for name in sorted(ids)
+        }
+
+    # ---------------------------------------------------------------- actors
+
+    async def actor_names(self, namespace: str) -> list[str]:
+        found = await _call_gcs(partial(ray.util.list_named_actors, all_namespaces=True))
+        return sorted(actor["name"] for actor in found if actor["namespace"] == namespace)
+
+    async def find_actor(self, name: str, namespace: str) -> Any:
+        with contextlib.suppress(ValueError):
+            return await _call_gcs(partial(ray.get_actor, name, namespace=namespace))
+        return None
+
+    def create_engine(
+        self,
+        name: str,
+        namespace: str,
+        group: PlacementGroup,
+        num_gpus: float,
+        config: Config,
+        rank: int,
+        keys: ChannelKeys,
+        coordinator: ChannelAddress,
+    ) -> Any:
+        placed = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        options = self.engine_class.options(
+            name=name,
+            namespace=namespace,
+            lifetime="detached",
+            num_gpus=num_gpus,
+            scheduling_strategy=placed,
+        )
+        return options.remote(config, rank, keys, coordinator)
+
+    def get_or_create_coordinator(
+        self,
+        name: str,
+        namespace: str,
+        config: ClusterConfig,
+        lockstep: bool,
+        endpoint: CoordinatorEndpoint,
+        inherited: bool,
+    ) -> Any:
+        options = self.coordinator_class.options(
+            name=name,
+            namespace=namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(self.node_id, soft=True),
+        )
+        return options.remote(config, lockstep, endpoint, inherited)
+
+    def call(self, actor: Any, method: str, *args: Any) -> Awaitable[Any]:
+        return _Answer(getattr(actor, method).remote(*args))
+
+    def kill(self, actor: Any, *, restart: bool = False) -> None:
+        ray.kill(actor, no_restart=not restart)
+
+    # ---------------------------------------------------------------- the GCS's key-value store
+
+    async def kv_get(self, key: bytes) -> bytes | None:
+        value: bytes | None = await _call_gcs(_kv(internal_kv._internal_kv_get, key))
+        return value
+
+    async def kv_put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> bool:
+        put = _kv(internal_kv._internal_kv_put, key, value, overwrite)
+        was_there = await _call_gcs(put, self._writes)
+        return overwrite or not was_there
+
+    async def kv_keys(self, prefix: bytes) -> list[bytes]:
+        return sorted(await _call_gcs(_kv(internal_kv._internal_kv_list, prefix)))
+
+    async def kv_delete(self, prefix: bytes) -> None:
+        delete = _kv(partial(internal_kv._internal_kv_del, del_by_prefix=True), prefix)
+        await _call_gcs(delete, self._writes)
+
+
+class _Answer:
+    """The result of a call that was sent, with our errors instead of Ray's."""
+
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        try:
+            return await self._reference
+        except RayError as error:
+            raise _translate(error) from None
+
+
+def _translate(error: RayError) -> ActorError:
+    if isinstance(error, RayTaskError):
+        cause: BaseException | None = error.cause
+        while isinstance(cause, RayTaskError):  # raised by a call that the method made
+            cause = cause.cause
+        if cause is None:  # it could not be sent
+            cause = ActorError(str(error))
+        return ActorRaised(_translate(cause) if isinstance(cause, RayError) else cause)
+    if isinstance(error, ActorUnavailableError):
+        return ActorUnavailable(str(error))
+    if isinstance(error, RayActorError):
+        return ActorDied(str(error))
+    return ActorError(f"{type(error).__name__}: {error}")
+
+
+def _kv(function: Callable[..., T], *args: object) -> Callable[[], T]:
+    return partial(function, *args, namespace=_KV_NAMESPACE)
+
+
+async def _call_gcs(call: Callable[[], T], thread: Executor | None = None) -> T:
+    """A call that blocks while the GCS is away; the thread goes on after a TimeoutError."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(_GCS_TIMEOUT_S):
+        return await loop.run_in_executor(thread, call)

@@ -1,0 +1,109 @@
+"""A Ray that is a few tables. What is ended stays listed for a few listings. No processes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+from swell.coordinator.channel import ChannelKeys
+from swell.coordinator.service import CoordinatorEndpoint
+
+KEYS = ChannelKeys(b"public", b"secret")
+
+
+class FakeRay:
+    """What `RayPort` promises, as far as these tests need it. Actors and groups are their names;
+    `_answer` says what a call gives."""
+
+    node_id = "node"
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Any] = {}
+        """What each answers to every call; an exception is raised."""
+        self.reserved: list[str] = []
+        self.kv: dict[bytes, bytes] = {}
+        self.resources: dict[str, float] = {"CPU": 1000.0}
+        self.ended: list[str] = []
+        """Names of actors and groups, each as often as it was ended."""
+        self.killed_pids: list[int] = []
+        self.listings_until_gone: int | None = 2
+        """Of names; None: what was ended never goes."""
+        self._going: dict[str, int] = {}
+
+    def new_endpoint(self) -> CoordinatorEndpoint:
+        return CoordinatorEndpoint(KEYS, "name", 1)
+
+    def kill_process(self, pid: int) -> None:
+        self.killed_pids.append(pid)
+
+    def total_resources(self) -> dict[str, float]:
+        return self.resources
+
+    async def free_resources(self) -> dict[str, float]:
+        return self.resources
+
+    def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> str:
+        self.reserved.append(name)
+        return name
+
+    async def wait_for_group(self, group: str, timeout_s: float) -> bool:
+        return True
+
+    def remove_group(self, group: str) -> None:
+        self._end(group)
+
+    async def groups(self) -> dict[str, str]:
+        return {name: name for name in sorted(self.reserved)}
+
+    async def actor_names(self, namespace: str) -> list[str]:
+        for name in [name for name, left in self._going.items() if left == 0]:
+            del self._going[name]
+            self.actors.pop(name, None)
+            if name in self.reserved:
+                self.reserved.remove(name)
+        if self.listings_until_gone is not None:
+            self._going = {name: left - 1 for name, left in self._going.items()}
+        return sorted(self.actors)
+
+    async def find_actor(self, name: str, namespace: str) -> str | None:
+        return name if name in self.actors else None
+
+    def create_engine(self, name: str, namespace: str, group: str, **_engine: Any) -> str:
+        self.actors[name] = None
+        return name
+
+    def get_or_create_coordinator(self, name: str, *_args: Any, **_options: Any) -> str:
+        self.actors.setdefault(name, None)
+        return name
+
+    def call(self, actor: str, method: str, *args: Any) -> Awaitable[Any]:
+        return self._answer(actor, method, args)
+
+    async def _answer(self, actor: str, method: str, args: tuple[Any, ...]) -> Any:
+        says = self.actors.get(actor)
+        if isinstance(says, Exception):
+            raise says
+        return says
+
+    def kill(self, actor: str, *, restart: bool = False) -> None:
+        self._end(actor)
+
+    def _end(self, name: str) -> None:
+        self.ended.append(name)
+        self._going.setdefault(name, self.listings_until_gone or 1)
+
+    async def kv_get(self, key: bytes) -> bytes | None:
+        return self.kv.get(key)
+
+    async def kv_put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> bool:
+        if key in self.kv and not overwrite:
+            return False
+        self.kv[key] = value
+        return True
+
+    async def kv_keys(self, prefix: bytes) -> list[bytes]:
+        return sorted(key for key in self.kv if key.startswith(prefix))
+
+    async def kv_delete(self, prefix: bytes) -> None:
+        for key in await self.kv_keys(prefix):
+            del self.kv[key]

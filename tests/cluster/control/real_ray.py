@@ -1,0 +1,89 @@
+"""The real Ray for its contract: one local cluster, and small actors in place of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from swell.cluster.control.ray_cluster import RayCluster
+from swell.coordinator.coordinator import Coordinator
+from swell.engine.actor import EngineActor
+
+
+class RealRay:
+    """What `World` promises (`test_ray_contract.py`). Connects this process to a Ray of its own."""
+
+    num_cpus = 4.0
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="swell-test-", dir="/tmp")
+        self._notes = Path(self._folder) / "notes"
+        self._notes.touch()
+        ray.init(
+            address="local",
+            num_cpus=int(self.num_cpus),
+            include_dashboard=False,
+            _temp_dir=self._folder,
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+        )
+        probe = _probe_class(str(self._notes))
+        self.ray = RayCluster()
+        self.ray.engine_class = ray.remote(**EngineActor._default_options)(probe)
+        self.ray.coordinator_class = ray.remote(**Coordinator._default_options)(probe)
+
+    def close(self) -> None:
+        ray.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self, scenario: Coroutine[Any, Any, None]) -> None:
+        asyncio.run(scenario)
+
+    def notes(self) -> list[str]:
+        return self._notes.read_text().split()
+
+    def stop_process(self, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+
+    def continue_process(self, pid: int) -> None:
+        os.kill(pid, signal.SIGCONT)
+
+    def process_lives(self, pid: int) -> bool:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _probe_class(notes: str) -> type:
+    class Probe:
+        def __init__(self, *arguments: object) -> None:
+            self._arguments = arguments
+
+        def arguments(self) -> tuple[object, ...]:
+            return self._arguments
+
+        def pid(self) -> int:
+            return os.getpid()
+
+        def fail(self, text: str) -> None:
+            raise LookupError(text)
+
+        def note(self, text: str, wait_s: float) -> int:
+            with open(notes, "a") as file:
+                file.write(f"{text}\n")
+            time.sleep(wait_s)
+            return os.getpid()
+
+    return Probe

@@ -1,0 +1,77 @@
+"""What the shell on the real Ray adds to it. No Ray runs here."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ObjectLostError,
+    RayError,
+    RayTaskError,
+)
+from ray.experimental import internal_kv
+
+from swell.cluster.control import ray_cluster
+from swell.cluster.control.actor_errors import (
+    ActorDied,
+    ActorError,
+    ActorRaised,
+    ActorUnavailable,
+)
+from swell.cluster.control.ray_cluster import RayCluster, _translate
+
+
+def raised(cause: Exception) -> RayError:
+    """As a caller gets it: an error of Ray's and of the cause's type at once."""
+    error = RayTaskError("method", "a traceback", cause).as_instanceof_cause()
+    assert isinstance(error, RayError)
+    return error
+
+
+def test_errors_of_ray_are_ours() -> None:
+    assert type(_translate(ActorDiedError())) is ActorDied
+    assert type(_translate(ActorUnavailableError("away", None))) is ActorUnavailable
+    assert type(_translate(ObjectLostError("00", None, ""))) is ActorError
+    assert type(_translate(raised(ValueError("bad")))) is ActorRaised
+
+
+def test_the_cause_is_what_was_raised_first() -> None:
+    """An engine's start fails with what its worker raised, or with the death of its worker."""
+    for inner in (ValueError("bad"), raised(ValueError("bad"))):
+        error = _translate(raised(inner))
+        assert isinstance(error, ActorRaised)
+        assert type(error.cause) is ValueError and str(error) == "bad"
+    error = _translate(raised(ActorDiedError()))
+    assert isinstance(error, ActorRaised) and type(error.cause) is ActorDied
+
+
+def test_a_write_that_timed_out_comes_before_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a late one would replace a newer value."""
+    answers, written = threading.Event(), []
+
+    def put(_key: bytes, value: bytes, _overwrite: bool, *, namespace: bytes) -> bool:
+        assert namespace == b"swell"
+        if value == b"1":
+            answers.wait(10)
+            time.sleep(0.1)
+        written.append(value)
+        return True
+
+    async def scenario() -> None:
+        ray = RayCluster()
+        for value in (b"1", b"2"):
+            with pytest.raises(TimeoutError):
+                await ray.kv_put(b"key", value)
+        answers.set()
+        monkeypatch.setattr(ray_cluster, "_GCS_TIMEOUT_S", 10.0)
+        await ray.kv_put(b"key", b"3")
+
+    monkeypatch.setattr(internal_kv, "_internal_kv_put", put)
+    monkeypatch.setattr(ray_cluster, "_GCS_TIMEOUT_S", 0.05)
+    asyncio.run(scenario())
+    assert written in ([b"1", b"3"], [b"1", b"2", b"3"])
