@@ -27,6 +27,10 @@ from tests.simulator.scenario import HOSTS, Request, Scenario
 STALL_TIMEOUT_S = 10.0
 HEARTBEAT_S = 1.0
 
+RESOURCES = {HOSTS[0]: {"CPU": 1.0}, HOSTS[1]: {"CPU": 2.0}, HOSTS[2]: {"CPU": 3.0}}
+
+_NODE_RESTART_S = 2.0
+"""From the moment at which a host that Ray has given up can be reached again."""
 _RESTART_S = 1.0
 """Until Serve has started a manager or an ingress again."""
 _POLL_S = 0.1
@@ -80,8 +84,7 @@ class SimRequest:
         self.token_ids: list[int] = []
         self.text = ""
         self.end: str | None = None
-        self.ended_at = 0.0
-        self.ingress_died = False
+        self.ended_with_ingress = False
 
     async def follow(self, llm: AsyncLLM) -> None:
         request = EngineCoreRequest(
@@ -100,11 +103,11 @@ class SimRequest:
                 self.token_ids += completion.token_ids
                 self.text += completion.text
                 if output.finished:
-                    self._end(str(completion.finish_reason))
+                    self.finish(str(completion.finish_reason))
         except Exception as error:
-            self._end(f"{type(error).__name__}: {error}")
+            self.finish(f"{type(error).__name__}: {error}")
 
-    def _end(self, reason: str) -> None:
+    def finish(self, reason: str) -> None:
         assert self.end is None, f"r{self.number} has ended twice: {self.end}, {reason}"
         self.end = reason
 
@@ -116,10 +119,19 @@ class SimIngress:
         self.index, self._plane = index, plane
         self.usage = Usage()
         self.requests: list[SimRequest] = []
-        host = HOSTS[index % len(HOSTS)]
+        host = plane.ray.living_host(HOSTS[index % len(HOSTS)])
         self.process = plane.new_process(f"ingress{index}", host)
+        self.process.on_exit.append(self._on_exit)
         self.llm: AsyncLLM | None = None
         self.process.loop.create_task(self._open(), name="ingress")
+
+    def _on_exit(self, process: Process) -> None:
+        """Its clients lose their connections; Serve starts another one."""
+        for request in self.requests:
+            if request.end is None:
+                request.ended_with_ingress = True
+                request.finish("its ingress died")
+        self._plane.restart_ingress(self)
 
     async def _open(self) -> None:
         while (contact := self._plane.contact) is None:
@@ -166,17 +178,18 @@ class ControlPlane:
         self.ray = SimRayCluster(
             self.kernel,
             self.net,
-            {HOSTS[0]: {"CPU": 1.0}, HOSTS[1]: {"CPU": 2.0}, HOSTS[2]: {"CPU": 3.0}},
+            RESOURCES,
             partial(SimEngine, self),
             partial(SimCoordinator, self),
         )
         self.contact: CoordinatorContact | None = None
         self.manager = self._new_manager()
+        self.past_ingresses: list[SimIngress] = []
         self.ingresses = [SimIngress(self, index) for index in range(scenario.ingresses)]
         self.requests = [SimRequest(*item) for item in enumerate(scenario.requests)]
         for request in self.requests:
-            ingress = self.ingresses[request.request.ingress]
-            self.kernel.at(request.request.at, ingress.process, ingress.submit, request)
+            self.kernel.at(request.request.at, WORLD, self._submit, request)
+        self.net.on_change.append(self._look_at_hosts)
 
     def new_process(self, name: str, host: str) -> Process:
         return self.ray.new_process(name, host)
@@ -198,6 +211,32 @@ class ControlPlane:
             self.contact = self.manager.contact
         elif self.manager.process.alive:
             self.kernel.at(self.kernel.now + _POLL_S, WORLD, self._look_for_contact)
+
+    def _submit(self, request: SimRequest) -> None:
+        """A client without a connection tries again."""
+        ingress = self.ingresses[request.request.ingress]
+        if ingress.process.alive:
+            self.kernel.soon(ingress.process, ingress.submit, request)
+        else:
+            self.kernel.at(self.kernel.now + _POLL_S, WORLD, self._submit, request)
+
+    def restart_ingress(self, ingress: SimIngress) -> None:
+        self.past_ingresses.append(ingress)
+
+        def restart() -> None:
+            self.ingresses[ingress.index] = SimIngress(self, ingress.index)
+
+        self.kernel.at(self.kernel.now + _RESTART_S, WORLD, restart)
+
+    def _look_at_hosts(self) -> None:
+        """A host that Ray has given up is a new node some seconds after it can be reached."""
+        for host in HOSTS:
+            if host not in self.ray.nodes and self.ray.is_reachable(host):
+                self.kernel.at(self.kernel.now + _NODE_RESTART_S, WORLD, self._restore, host)
+
+    def _restore(self, host: str) -> None:
+        if host not in self.ray.nodes and self.ray.is_reachable(host):
+            self.ray.restore_host(host, RESOURCES[host])
 
     @property
     def living_engines(self) -> list[SimEngine]:

@@ -21,6 +21,8 @@ class FaultInjector:
         self._kernel = plane.kernel
         self.last_at = 0.0
         self.happened: list[str] = []
+        self.num_engines_lost = 0
+        """At most: each of these faults may end an engine."""
         for fault in plane.scenario.faults:
             self._kernel.at(fault.at, WORLD, self._arm, fault)
 
@@ -51,6 +53,7 @@ class FaultInjector:
 
     def _note(self, fault: Fault, what: str, lasts_s: float = 0.0) -> None:
         self._kernel.trace(f"fault {fault.kind} {what}".encode())
+        self.num_engines_lost += fault.kind != "drop"
         self.happened.append(f"{self._kernel.now:.3f} {fault.kind} {what} {lasts_s:.2f}")
         self.last_at = max(self.last_at, self._kernel.now + lasts_s)
 

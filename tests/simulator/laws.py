@@ -13,6 +13,7 @@ from tests.simulator.scenario import Scenario
 PATIENCE_S = 120.0
 """After the last fault and the last arrival all must be as before."""
 _LOOK_S = 0.5
+_GIVEN_UP = "engines in a row were lost while they computed it"
 _SETTLE_S = 2 * HEARTBEAT_S
 MAX_EVENTS = 200_000
 
@@ -82,8 +83,12 @@ class Run:
         for each in self.plane.requests:
             request, name = each.request, f"r{each.number}"
             expected = expected_tokens(request.prompt, request.max_tokens, request.seed)
+            if each.ended_with_ingress:
+                continue
             if each.end is None:
                 broken.append(f"{name} never ended, {len(each.token_ids)} tokens came")
+            elif _GIVEN_UP in each.end and self.faults.num_engines_lost >= 2:
+                """Two engines were lost in a row while they computed it: it may be the reason."""
             elif each.end != "length":
                 broken.append(f"{name} failed: {each.end}")
             elif each.token_ids != expected or each.text != text_of(expected):
