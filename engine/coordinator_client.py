@@ -61,8 +61,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
 class CoordinatorClient:
     """Sends what the engine's loop gives it, repeats reports, and hands over commands.
 
-    `progress_counter`, `abort_collectives` and `on_command` run on the client's thread and must
-    not wait. A command is in `commands` when `on_command` is called for it.
+    `progress_counter`, `num_requests`, `abort_collectives` and `on_command` run on the client's
+    thread and must not wait. A command is in `commands` when `on_command` is called for it.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class CoordinatorClient:
         snapshot: EngineSnapshot,
         *,
         progress_counter: Callable[[], int],
+        num_requests: Callable[[], int],
         abort_collectives: Callable[[], None],
         on_command: Callable[[], None],
     ) -> None:
@@ -82,7 +83,7 @@ class CoordinatorClient:
         self._heartbeat_s = min(config.heartbeat_s, config.stall_timeout_s / 4)
         self._outlet: Outlet[EngineCommand] = ground.outlet(coordinator, EngineCommand, keys)
         self._snapshot = snapshot
-        self._progress_counter = progress_counter
+        self._progress_counter, self._num_requests = progress_counter, num_requests
         self._abort_collectives, self._on_command = abort_collectives, on_command
         self._messages: queue.SimpleQueue[CoordinatorMessage] = queue.SimpleQueue()
         self._newest_epoch = 0
@@ -144,12 +145,18 @@ class CoordinatorClient:
             self._outlet.send(message)
 
     def _send_heartbeat(self) -> None:
-        """The loop has sent no report for a while."""
+        """The loop has sent no report for a while. It may be inside a step that began before the
+        requests of that step were reported: with them it is seen that the engine has work."""
         self._reported_at = self._ground.now()
         self._abort_if_behind()
-        if self._report is not None:
+        report = self._report
+        if report is not None:
             self._outlet.send(
-                msgspec.structs.replace(self._report, progress_counter=self._progress_counter())
+                msgspec.structs.replace(
+                    report,
+                    waiting=max(0, self._num_requests() - report.running),
+                    progress_counter=self._progress_counter(),
+                )
             )
 
     def _handle_command(self, command: EngineCommand) -> None:

@@ -118,6 +118,7 @@ class EngineServer:
             keys,
             EngineSnapshot.of(self.member, core.wave_member),
             progress_counter=lambda: core.progress,
+            num_requests=lambda: len(core.scheduler.requests),
             abort_collectives=core.executor.abort,
             on_command=self._waker.wake,
         )

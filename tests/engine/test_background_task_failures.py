@@ -73,6 +73,7 @@ class Line:
         snapshot = EngineSnapshot.of(Member(0, self.inbox.address), WaveMember(0, 0, 1))
         callbacks: dict[str, Any] = {
             "progress_counter": lambda: 0,
+            "num_requests": lambda: 0,
             "abort_collectives": lambda: None,
             "on_command": lambda: None,
             **broken,
@@ -116,6 +117,17 @@ def test_the_coordinator_client(deaths: Deaths, callback: str) -> None:
         else:
             line.inbox.send(line.peer(), ReconfigureDistributedRequest(1, [0]))
         check(deaths, "coordinator client")
+    finally:
+        line.close()
+
+
+def test_a_heartbeat_counts_requests_that_came_after_the_last_report() -> None:
+    """Their first step may never end, and an engine that seems idle would never be replaced."""
+    line = Line(num_requests=lambda: 3)
+    try:
+        line.client.send([EngineReport(0, running=1)])
+        assert line.receive(EngineReport).waiting == 0
+        assert line.receive(EngineReport).waiting == 2
     finally:
         line.close()
 

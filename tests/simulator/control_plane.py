@@ -231,11 +231,15 @@ class ControlPlane:
     def _look_at_hosts(self) -> None:
         """A host that Ray has given up is a new node some seconds after it can be reached."""
         for host in HOSTS:
-            if host not in self.ray.nodes and self.ray.is_reachable(host):
+            if host not in self.ray.nodes and not self.net.is_blocked(host, HOSTS[0]):
                 self.kernel.at(self.kernel.now + _NODE_RESTART_S, WORLD, self._restore, host)
 
     def _restore(self, host: str) -> None:
-        if host not in self.ray.nodes and self.ray.is_reachable(host):
+        if host in self.ray.nodes or self.net.is_blocked(host, HOSTS[0]):
+            return
+        if self.ray.away:
+            self.kernel.at(self.kernel.now + _NODE_RESTART_S, WORLD, self._restore, host)
+        else:
             self.ray.restore_host(host, RESOURCES[host])
 
     @property
