@@ -98,6 +98,11 @@ class SimEngine:
         if not task.cancelled() and task.exception() is not None:
             self.process.fail("engine", task.exception())  # type: ignore[arg-type]
 
+    @property
+    def is_stuck(self) -> bool:
+        """It is inside a step that never ends."""
+        return self.executor.hangs and self.server is not None and self.server.core.has_work
+
     def ready(self) -> EngineReady:
         if self.server is None:
             raise RuntimeError("it loads")

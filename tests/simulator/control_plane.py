@@ -148,9 +148,10 @@ class SimIngress:
         )
 
     def submit(self, request: SimRequest) -> None:
-        """In its process. A client is refused while no engine was ever seen, and comes again."""
+        """A client has connected. It is refused while no engine was ever seen, and comes again."""
         self.requests.append(request)
-        self.process.loop.create_task(self._submit(request), name=f"r{request.number}")
+        task = partial(self.process.loop.create_task, name=f"r{request.number}")
+        self._plane.kernel.soon(self.process, lambda: task(self._submit(request)))
 
     async def _submit(self, request: SimRequest) -> None:
         while self.llm is None or not self.llm.has_seen_engine:
@@ -216,7 +217,7 @@ class ControlPlane:
         """A client without a connection tries again."""
         ingress = self.ingresses[request.request.ingress]
         if ingress.process.alive:
-            self.kernel.soon(ingress.process, ingress.submit, request)
+            ingress.submit(request)
         else:
             self.kernel.at(self.kernel.now + _POLL_S, WORLD, self._submit, request)
 

@@ -71,6 +71,8 @@ class Run:
         plane = self.plane
         if any(request.end is None for request in plane.requests):
             return False
+        if any(engine.is_stuck for engine in plane.living_engines):
+            return False
         wanted = list(range(plane.scenario.engines))
         views = [ingress.llm.active_ranks for ingress in plane.ingresses if ingress.llm]
         return len(views) == len(plane.ingresses) and all(view == wanted for view in views)
