@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
 from swell.cluster.api.server.content_encoding import ACCEPTED, UnknownEncoding, body_decoder
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import shown
@@ -28,7 +28,6 @@ MAX_WARNED = 16
 """Fields that the header of a warning names."""
 MAX_WARNED_CHARS = 64
 """Of each name."""
-_RETRY = {"retry-after": "1"}
 
 
 class BodyReader:
@@ -83,7 +82,7 @@ class BodyReader:
                 f"serve.max_body_bytes={self._max_body_bytes}; try again later",
                 "too_many_bodies",
                 "server_error",
-                _RETRY,
+                RETRY_AFTER,
             )
 
 

@@ -21,7 +21,7 @@ from swell.cluster.api.admin.protocol import (
     SwitchRequest,
 )
 from swell.cluster.api.body_reader import read_short_body
-from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
 from swell.cluster.api.routing import Handler, json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.client.engine_core_client import EngineCallFailed
@@ -111,5 +111,5 @@ class AdminRoutes:
                 "have been taken all the same: see GET /admin/cluster, and try again",
                 "no_manager",
                 "server_error",
-                {"retry-after": "1"},
+                RETRY_AFTER,
             ) from None

@@ -159,7 +159,7 @@ class ResponseRoutes:
         try:
             return await self._store.found(Read(store_key(owner, id)))
         except HTTPError as error:
-            if error.status != 404:
+            if error.info.status != 404:
                 raise
             raise BadRequest(
                 f"previous_response_id: {error}",

@@ -58,10 +58,10 @@ class CorsRules(msgspec.Struct, frozen=True):
             pairs.append((b"access-control-expose-headers", _EXPOSED.encode()))
         return pairs
 
-    def headers_at(self, url: bytes | None, sent: Pairs | None) -> Pairs:
+    def headers_at(self, url: bytes, sent: Pairs) -> Pairs:
         """The same, for what has come of a request: perhaps nothing."""
-        path = unquote((url or b"").partition(b"?")[0].decode("latin-1"))
-        origins = [value.decode("latin-1") for name, value in sent or () if name == b"origin"]
+        path = unquote(url.partition(b"?")[0].decode("latin-1"))
+        origins = [value.decode("latin-1") for name, value in sent if name == b"origin"]
         return self.headers(path, origins[0] if origins else None)
 
 
