@@ -10,7 +10,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
-from swell.cluster.api.server.content_encoding import ACCEPTED, UnknownEncoding, body_decoder
+from swell.cluster.api.server.content_encoding import body_decoder
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import shown
 from swell.cluster.text.schema.decode import Decoded, read
@@ -103,10 +103,7 @@ async def read_json_parts(
     """The body of a JSON request as it comes, unpacked. Raises HTTPError before more than the limit
     came, or was unpacked, and BadRequest where it cannot be unpacked."""
     require_json(request)
-    try:
-        unpack = body_decoder(request)
-    except UnknownEncoding as error:
-        raise HTTPError(415, str(error), headers={"accept-encoding": ACCEPTED}) from None
+    decoder = body_decoder(request)
     too_long = HTTPError(
         413, f"the body has more than {limit_name}={limit_bytes} bytes", "request_too_large"
     )
@@ -116,16 +113,19 @@ async def read_json_parts(
     size = came = 0
     async for part in request.stream():
         came += len(part)
-        for piece in unpack.pieces(part):
-            size += len(piece)
-            if max(size, came) > limit_bytes:
-                raise too_long
-            yield piece
-            if piece is not part:
-                await asyncio.sleep(0)
         if came > limit_bytes:
             raise too_long
-    unpack.end()
+        if decoder is None:
+            yield part
+            continue
+        for piece in decoder.pieces(part):
+            size += len(piece)
+            if size > limit_bytes:
+                raise too_long
+            yield piece
+            await asyncio.sleep(0)
+    if decoder is not None:
+        decoder.end()
 
 
 async def read_short_body(request: Request, limit_bytes: int) -> bytes:

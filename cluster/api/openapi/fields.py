@@ -10,19 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from swell.cluster.api.admin.protocol import DrainRequest, ScaleRequest, SwitchRequest
+from swell.cluster.text import validate_params as limits
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
 from swell.cluster.text.schema.unknown_fields import UnknownFields
-from swell.cluster.text.validate_params import (
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_STREAM_INTERVAL,
-    MAX_TEMPERATURE,
-    MAX_TOP_K,
-    MIN_REPETITION_PENALTY,
-    WHOLE_VOCABULARY,
-)
 
 Schemas = dict[str, dict[str, Any]]
 _OPERATORS = (DrainRequest, ScaleRequest, SwitchRequest)
@@ -59,58 +49,53 @@ def _open(schema: dict[str, Any], words: str) -> None:
 def _mark_unsupported(kind: type[RequestBody], schema: dict[str, Any]) -> None:
     """Say which fields are known but not served, so that no client is built on them."""
     for name, neutral in kind.NOT_SERVED.items():
-        allowed = " or ".join(map(repr, (*neutral, None)))
         if name in schema["properties"]:
-            schema["properties"][name]["description"] = f"Not served; it must be {allowed}."
+            schema["properties"][name]["description"] = _not_served(neutral)
+
+
+def _not_served(neutral: tuple[Any, ...]) -> str:
+    return f"Not served; it must be {' or '.join(map(repr, (*neutral, None)))}."
 
 
 def _annotate_ecosystem(kind: type[RequestBody], schema: dict[str, Any]) -> None:
     properties = schema["properties"]
     for name, neutral in kind.ECOSYSTEM.neutral.items():
-        allowed = " or ".join(map(repr, (*neutral, None)))
-        properties[name] = {
-            "enum": [*neutral, None],
-            "description": f"Not served; it must be {allowed}.",
-        }
+        properties[name] = {"enum": [*neutral, None], "description": _not_served(neutral)}
     for name in sorted(kind.ECOSYSTEM.taken):
         properties[name] = {"description": "Accepted; it changes nothing in the answer."}
     for name, target in kind.ECOSYSTEM.means.items():
         properties[name] = {**properties[target], "description": f"Means `{target}`."}
 
 
-Limits = dict[str, float]
-"""Keywords of JSON schema."""
+_PENALTY = (-limits.MAX_PENALTY, limits.MAX_PENALTY)
 
-_PENALTY: Limits = {"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY}
-_LOGPROBS: Limits = {"minimum": 0, "maximum": MAX_LOGPROBS}
-_COUNT: Limits = {"minimum": 1, "maximum": MAX_N}
-
-GENERATION_LIMITS: dict[str, Limits] = {
-    "temperature": {"minimum": 0, "maximum": MAX_TEMPERATURE},
-    "top_p": {"minimum": 0, "maximum": 1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
-    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
-    "n": _COUNT,
-    "best_of": _COUNT,
-    "min_tokens": {"minimum": 0},
-    "stream_interval": {"minimum": 1, "maximum": MAX_STREAM_INTERVAL},
+GENERATION_LIMITS: dict[str, tuple[float, float | None]] = {
+    "temperature": (0, limits.MAX_TEMPERATURE),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "top_k": (-1, limits.MAX_TOP_K),
+    "seed": (-(2**63), 2**63 - 1),
+    "n": (1, limits.MAX_N),
+    "best_of": (1, limits.MAX_N),
+    "min_tokens": (0, None),
+    "stream_interval": (1, limits.MAX_STREAM_INTERVAL),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
-    "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
-    "logprobs": _LOGPROBS,
-    "top_logprobs": _LOGPROBS,
-    "prompt_logprobs": {"minimum": WHOLE_VOCABULARY, "maximum": MAX_LOGPROBS},
-    "truncate_prompt_tokens": {"minimum": -1},
-    "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
-    "data_parallel_rank": {"minimum": 0, "maximum": 2**31 - 1},
+    "repetition_penalty": (limits.MIN_REPETITION_PENALTY, limits.MAX_REPETITION_PENALTY),
+    "logprobs": (0, limits.MAX_LOGPROBS),
+    "top_logprobs": (0, limits.MAX_LOGPROBS),
+    "prompt_logprobs": (limits.WHOLE_VOCABULARY, limits.MAX_LOGPROBS),
+    "truncate_prompt_tokens": (-1, None),
+    "priority": (-(2**31), 2**31 - 1),
+    "data_parallel_rank": (0, 2**31 - 1),
 }
+"""Smallest and largest number of a field."""
 
 
-def annotate_limits(schema: dict[str, Any], limits: dict[str, Limits]) -> None:
+def annotate_limits(schema: dict[str, Any]) -> None:
     """Write limits into the schema of a body, at those of its fields that hold numbers."""
-    for name, words in limits.items():
+    for name, (low, high) in GENERATION_LIMITS.items():
         field = schema["properties"].get(name, {})
         for form in field.get("anyOf", [field]):
             if form.get("type") in ("integer", "number"):
-                form.update(words)
+                form.update({"minimum": low} if high is None else {"minimum": low, "maximum": high})

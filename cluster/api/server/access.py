@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -77,7 +76,8 @@ class Access:
         for origin in request.headers.getlist("origin"):
             site = origin.lower()
             name, place = _site(site)
-            here = _is_loopback(name) or place in _lower(request)
+            hosts = [host.lower() for host in request.headers.getlist("host") if host]
+            here = _is_loopback(name) or place in hosts
             if not (here or site in self._origins or "*" in self._origins):
                 raise HTTPError(
                     403,
@@ -102,10 +102,6 @@ def _site(origin: str) -> tuple[str, str]:
         return parts.hostname or "", parts.netloc
     except ValueError:
         return "", ""
-
-
-def _lower(request: Request) -> Iterable[str]:
-    return [host.lower() for host in request.headers.getlist("host") if host]
 
 
 def _is_address(name: str) -> bool:
