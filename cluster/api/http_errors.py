@@ -13,7 +13,7 @@ from swell.cluster.text.sampling_params import BadRequest
 from swell.configs.log import StructuredLogger
 
 RETRY_AFTER = {"retry-after": "1"}
-_ENGINE_ERRORS = {
+_ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str]] = {
     EngineGone: (500, "server_error", "engine_failed"),
     NoEngine: (503, "server_error", "no_engine"),
     RequestFailed: (500, "server_error", "request_failed"),
