@@ -1,8 +1,7 @@
 """What the document says of fields beside their types: which are not served, which are those of
 other servers, where unknown ones are allowed, and the ranges of numbers.
 
-The routes check ranges by hand, because their messages name the way out; a test holds both
-together."""
+The ranges of sampling are those that requests are checked against."""
 
 from __future__ import annotations
 
@@ -12,17 +11,7 @@ from typing import Any
 from swell.cluster.api.admin.protocol import DrainRequest, ScaleRequest, SwitchRequest
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
 from swell.cluster.text.schema.unknown_fields import UnknownFields
-from swell.cluster.text.validate_params import (
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_STREAM_INTERVAL,
-    MAX_TEMPERATURE,
-    MAX_TOP_K,
-    MIN_REPETITION_PENALTY,
-    WHOLE_VOCABULARY,
-)
+from swell.cluster.text.validate_params import RANGES, Integers, Numbers
 
 Schemas = dict[str, dict[str, Any]]
 _OPERATORS = (DrainRequest, ScaleRequest, SwitchRequest)
@@ -81,26 +70,19 @@ def _annotate_ecosystem(kind: type[RequestBody], schema: dict[str, Any]) -> None
 Limits = dict[str, float]
 """Keywords of JSON schema."""
 
-_PENALTY: Limits = {"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY}
-_LOGPROBS: Limits = {"minimum": 0, "maximum": MAX_LOGPROBS}
-_COUNT: Limits = {"minimum": 1, "maximum": MAX_N}
+
+def _limits(allowed: Numbers | Integers) -> Limits:
+    return {
+        name: limit
+        for name, limit in (("minimum", allowed.low), ("maximum", allowed.high))
+        if limit is not None
+    }
+
 
 GENERATION_LIMITS: dict[str, Limits] = {
-    "temperature": {"minimum": 0, "maximum": MAX_TEMPERATURE},
-    "top_p": {"minimum": 0, "maximum": 1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
-    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
-    "n": _COUNT,
-    "best_of": _COUNT,
-    "min_tokens": {"minimum": 0},
-    "stream_interval": {"minimum": 1, "maximum": MAX_STREAM_INTERVAL},
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
-    "logprobs": _LOGPROBS,
-    "top_logprobs": _LOGPROBS,
-    "prompt_logprobs": {"minimum": WHOLE_VOCABULARY, "maximum": MAX_LOGPROBS},
+    # max_tokens: an echoed prompt may have no answer.
+    **{name: _limits(allowed) for name, allowed in RANGES.items() if name != "max_tokens"},
+    "top_logprobs": _limits(RANGES["logprobs"]),
     "truncate_prompt_tokens": {"minimum": -1},
     "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
     "data_parallel_rank": {"minimum": 0, "maximum": 2**31 - 1},
