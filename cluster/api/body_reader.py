@@ -15,7 +15,6 @@ from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import shown
 from swell.cluster.text.schema.decode import Decoded, read
 from swell.cluster.text.schema.request_body import RequestBody
-from swell.cluster.text.schema.unknown_fields import UnknownFields
 from swell.configs.schema import ServeConfig
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -62,7 +61,7 @@ class BodyReader:
                     self._check_room(size)
             request.state.body_bytes = size
             decoded: Decoded[Body] = await self._offload.run_sized(
-                size, _decoded, parts, kind, self._unknown
+                size, lambda: read(b"".join(parts), kind, self._unknown)
             )
             self._on_ignored(decoded.stripped.ignored)
             request.state.aliases = decoded.stripped.aliases
@@ -147,7 +146,3 @@ def warning_of(paths: list[str]) -> str | None:
     named = ", ".join(ascii(path)[1:-1][:MAX_WARNED_CHARS] for path in paths[:MAX_WARNED])
     more = f" and {len(paths) - MAX_WARNED} more" if len(paths) > MAX_WARNED else ""
     return f"unknown fields were ignored: {named}{more}"
-
-
-def _decoded(parts: list[bytes], kind: type[Body], unknown: UnknownFields) -> Decoded[Body]:
-    return read(b"".join(parts), kind, unknown)

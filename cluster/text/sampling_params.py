@@ -147,6 +147,11 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
 
 
+def bad_value(path: str, value: object, rule: str, code: str | None = None) -> BadRequest:
+    """The error of one field: its path, its value, and the rule that this breaks."""
+    return BadRequest(f"{path}={shown(value)} {rule}", path, code)
+
+
 def _short_container_repr(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> str:
     """At most three elements of the outermost level, so that no value is too large to show."""
     kind = "object" if isinstance(value, dict) else "array"

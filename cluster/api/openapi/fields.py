@@ -1,8 +1,7 @@
 """What the document says of fields beside their types: which are not served, which are those of
 other servers, where unknown ones are allowed, and the ranges of numbers.
 
-The routes check ranges by hand, because their messages name the way out; a test holds both
-together."""
+The ranges of sampling are those that requests are checked against."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from swell.cluster.api.admin.protocol import DrainRequest, ScaleRequest, SwitchRequest
-from swell.cluster.text import validate_params as limits
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
 from swell.cluster.text.schema.unknown_fields import UnknownFields
+from swell.cluster.text.validate_params import RANGES, Integers, Numbers
 
 Schemas = dict[str, dict[str, Any]]
 _OPERATORS = (DrainRequest, ScaleRequest, SwitchRequest)
@@ -67,35 +66,22 @@ def _annotate_ecosystem(kind: type[RequestBody], schema: dict[str, Any]) -> None
         properties[name] = {**properties[target], "description": f"Means `{target}`."}
 
 
-_PENALTY = (-limits.MAX_PENALTY, limits.MAX_PENALTY)
-
-GENERATION_LIMITS: dict[str, tuple[float, float | None]] = {
-    "temperature": (0, limits.MAX_TEMPERATURE),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "top_k": (-1, limits.MAX_TOP_K),
-    "seed": (-(2**63), 2**63 - 1),
-    "n": (1, limits.MAX_N),
-    "best_of": (1, limits.MAX_N),
-    "min_tokens": (0, None),
-    "stream_interval": (1, limits.MAX_STREAM_INTERVAL),
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "repetition_penalty": (limits.MIN_REPETITION_PENALTY, limits.MAX_REPETITION_PENALTY),
-    "logprobs": (0, limits.MAX_LOGPROBS),
-    "top_logprobs": (0, limits.MAX_LOGPROBS),
-    "prompt_logprobs": (limits.WHOLE_VOCABULARY, limits.MAX_LOGPROBS),
-    "truncate_prompt_tokens": (-1, None),
-    "priority": (-(2**31), 2**31 - 1),
-    "data_parallel_rank": (0, 2**31 - 1),
+_LIMITS: dict[str, Numbers | Integers] = {
+    **RANGES,
+    "top_logprobs": RANGES["logprobs"],
+    "truncate_prompt_tokens": Integers(-1, None),
+    "priority": Integers(-(2**31), 2**31 - 1),
+    "data_parallel_rank": Integers(0, 2**31 - 1),
 }
-"""Smallest and largest number of a field."""
+del _LIMITS["max_tokens"]  # an echoed prompt may have no answer
 
 
 def annotate_limits(schema: dict[str, Any]) -> None:
     """Write limits into the schema of a body, at those of its fields that hold numbers."""
-    for name, (low, high) in GENERATION_LIMITS.items():
+    for name, allowed in _LIMITS.items():
         field = schema["properties"].get(name, {})
+        words = {"minimum": allowed.low, "maximum": allowed.high}
+        words = {word: limit for word, limit in words.items() if limit is not None}
         for form in field.get("anyOf", [field]):
             if form.get("type") in ("integer", "number"):
-                form.update({"minimum": low} if high is None else {"minimum": low, "maximum": high})
+                form.update(words)
