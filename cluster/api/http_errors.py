@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail
 from swell.cluster.client.admission import TooManyWaiting
 from swell.cluster.client.deadline import RequestTimedOut
 from swell.cluster.client.request_state import EngineGone, RequestFailed
@@ -48,6 +49,15 @@ class HTTPError(Exception):
     ) -> None:
         super().__init__(message)
         self.info = ErrorInfo(status, message, kind, None, code, headers or {})
+
+
+def error_body(error: ErrorInfo) -> ErrorBody:
+    """As OpenAI's API tells it."""
+    return ErrorBody(
+        error=ErrorDetail(
+            message=error.message, type=error.kind, param=error.param, code=error.code
+        )
+    )
 
 
 def error_info(error: Exception) -> ErrorInfo:

@@ -13,9 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from swell.cluster.api.http_errors import HTTPError, error_info
+from swell.cluster.api.http_errors import HTTPError, error_body, error_info
 from swell.cluster.api.messages.message import messages_error, messages_status
-from swell.cluster.api.protocol_base import error_body
 from swell.cluster.text.field_path import rename_roots
 from swell.cluster.text.sampling_params import BadRequest, shown
 
@@ -47,13 +46,12 @@ def error_response(error: Exception, request: Request) -> Response:
     """The error in the form and with the status of the route's API."""
     if isinstance(error, BadRequest):
         error = error.renamed(rename_roots(getattr(request.state, "aliases", {})))
-    status, message, kind, param, code, headers = error_info(error)
-    if _is_anthropic(request):
-        status = messages_status(status)
-        body: Any = messages_error(message, status, request_id(request))
-    else:
-        body = error_body(message, type=kind, param=param, code=code)
-    return json_response(body, status, headers)
+    info = error_info(error)
+    if not _is_anthropic(request):
+        return json_response(error_body(info), info.status, info.headers)
+    status = messages_status(info.status)
+    body = messages_error(info.message, status, request_id(request))
+    return json_response(body, status, info.headers)
 
 
 def _is_anthropic(request: Request) -> bool:

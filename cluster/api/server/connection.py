@@ -19,10 +19,10 @@ import http
 from typing import Any
 
 import httptools
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from swell.cluster.api.http_errors import HTTPError
-from swell.cluster.api.protocol_base import error_body
+from swell.cluster.api.http_errors import HTTPError, error_body
 from swell.cluster.api.server.cors import CorsRules
 from swell.cluster.api.server.half_close import HalfCloseWatcher
 from swell.cluster.api.server.response_framing import with_framing
@@ -295,14 +295,13 @@ class LimitedConnection(HttpToolsProtocol):
         elif self._read_state is _ReadState.COMPLETE:
             if self._is_idle():
                 self.transport.close()
-        elif self._read_state is _ReadState.HEAD:
-            what = f"no whole head came within serve.head_timeout_s={limits.head_timeout_s:g} s"
-            self._refuse(HTTPError(408, what, "request_timeout"))
         else:
             what = (
                 f"the body stopped for serve.transfer_timeout_s={limits.transfer_timeout_s:g} s, "
                 f"or comes with less than {MIN_BODY_RATE} bytes a second"
             )
+            if self._read_state is _ReadState.HEAD:
+                what = f"no whole head came within serve.head_timeout_s={limits.head_timeout_s:g} s"
             self._refuse(HTTPError(408, what, "request_timeout"))
 
     def _refuse(self, refusal: HTTPError) -> None:
@@ -319,8 +318,8 @@ class LimitedConnection(HttpToolsProtocol):
             self._closing = True
             self.transport.close()
             return
-        status, message, kind, _, code, _ = refusal.info
-        body = error_body(message, type=kind, code=code)
+        status = refusal.info.status
+        body = msgspec.json.encode(error_body(refusal.info))
         head = (
             f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"

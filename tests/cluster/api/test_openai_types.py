@@ -20,7 +20,8 @@ from swell.cluster.api.chat.protocol import (
     ChatResponseMessage,
 )
 from swell.cluster.api.completions.protocol import Completion, CompletionChoice, CompletionRequest
-from swell.cluster.api.protocol_base import error_body, usage
+from swell.cluster.api.http_errors import ErrorInfo, error_body, error_info
+from swell.cluster.api.protocol_base import usage
 from swell.cluster.api.tokenize import DetokenizeRequest, TokenizeRequest
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
@@ -231,7 +232,7 @@ def test_broken_bodies(body: bytes, said: str) -> None:
     with pytest.raises(BadRequest) as caught:
         decode(body, CompletionRequest)
     assert said in caught.value.message
-    json.loads(error_body(caught.value.message, param=caught.value.param))
+    json.loads(msgspec.json.encode(error_body(error_info(caught.value))))
 
 
 JSON = st.recursive(
@@ -327,11 +328,11 @@ def test_responses_are_openais() -> None:
 
 
 def test_error_body() -> None:
-    body = json.loads(error_body("m", param="p", code="c"))
+    body = msgspec.to_builtins(error_body(ErrorInfo(400, "m", param="p", code="c")))
     assert body == {
         "error": {"message": "m", "type": "invalid_request_error", "param": "p", "code": "c"}
     }
-    body = json.loads(error_body("gone", type="server_error"))
+    body = msgspec.to_builtins(error_body(ErrorInfo(500, "gone", "server_error")))
     assert body["error"] == {
         "message": "gone", "type": "server_error", "param": None, "code": None
     }  # fmt: skip
