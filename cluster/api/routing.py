@@ -105,29 +105,23 @@ def route(path: str, handler: Handler, *methods: str) -> Route:
 
 
 async def no_such_route(request: Request, error: Exception) -> Any:
-    """A path or a method that does not exist; Starlette knows which. It lists the methods of the
-    first route of a path only, and HTTP requires all of them."""
-
-    async def refuse(request: Request) -> Any:
-        path = f"{request.method} {request.url.path}"
-        if getattr(error, "status_code", 404) != 405:
-            raise HTTPError(404, f"{path} does not exist; see /openapi.json", "not_found")
-        raise HTTPError(
-            405,
-            f"{path} is not allowed; see /openapi.json",
-            "not_found",
-            headers={"allow": ", ".join(_methods_at(request))},
-        )
-
-    return await with_error_handling(refuse)(request)
+    """A path or a method that does not exist."""
+    return await _refuse(request)
 
 
-def _methods_at(request: Request) -> list[str]:
+@with_error_handling
+async def _refuse(request: Request) -> Any:
+    """HTTP requires all methods of a path; Starlette knows those of its first route alone."""
+    path = f"{request.method} {request.url.path}"
     methods: set[str] = set()
     for one in request.app.routes:
         if isinstance(one, Route) and one.matches(request.scope)[0] is not Match.NONE:
             methods |= one.methods or set()
-    return sorted(methods)
+    if not methods:
+        raise HTTPError(404, f"{path} does not exist; see /openapi.json", "not_found")
+    allow = {"allow": ", ".join(sorted(methods))}
+    refusal = f"{path} is not allowed; see /openapi.json"
+    raise HTTPError(405, refusal, "not_found", headers=allow)
 
 
 class StripTrailingSlash:
