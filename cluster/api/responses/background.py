@@ -22,7 +22,11 @@ from swell.cluster.api.responses.response_store import (
     HEARTBEAT_S,
     IDLE_HEARTBEAT_S,
     Begin,
+    Heartbeat,
+    HeartbeatReply,
     Job,
+    RunnerExit,
+    Store,
     StoredResponse,
 )
 from swell.cluster.api.responses.store_client import (
@@ -66,29 +70,27 @@ class BackgroundRunner:
     def start(self) -> None:
         self._heartbeat_task = asyncio.create_task(self._heartbeat_loop())
 
-    async def begin(self, key: str, kept: StoredResponse, job: Job, work: Work) -> None:
+    async def begin(
+        self, key: str, kept: StoredResponse, job: Job, work: Callable[[], Work]
+    ) -> None:
         """Run `work`, which stores the response at its end. HTTPError if it cannot be stored."""
         begin = Begin(key, kept, self._runner, job)
-        try:
-            if not await self._store.begin(begin):
-                raise HTTPError(
-                    503,
-                    "there is no room for another response in the background: what runs fills "
-                    "serve.stored_responses or serve.stored_response_bytes; try again later",
-                    "store_full",
-                    "server_error",
-                )
-        except BaseException:
-            work.close()
-            raise
-        self._run(begin, work)
+        if not await self._store.call(begin):
+            raise HTTPError(
+                503,
+                "there is no room for another response in the background: what runs fills "
+                "serve.stored_responses or serve.stored_response_bytes; try again later",
+                "store_full",
+                "server_error",
+            )
+        self._run(begin, work())
 
     async def store(self, key: str, kept: StoredResponse) -> bool:
         """Store the end of a response, however long the store is away: it can be had nowhere else.
-        False as of `ResponseStoreClient.store`."""
+        False: there is no room, or it was cancelled or deleted while it ran, or taken over."""
         while True:
             try:
-                return await self._store.store(key, kept, self._runner)
+                return await self._store.call(Store(key, kept, self._runner)) is True
             except StoreUnavailable:
                 await asyncio.sleep(HEARTBEAT_S)
 
@@ -101,7 +103,7 @@ class BackgroundRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
         if ran:
             with contextlib.suppress(StoreUnavailable):
-                await self._store.leave(self._runner)
+                await self._store.call(RunnerExit(self._runner))
 
     def _run(self, begin: Begin, work: Work) -> None:
         self._running[begin.id] = begin
@@ -134,7 +136,9 @@ class BackgroundRunner:
 
     async def _send_heartbeat(self) -> None:
         takes = _MAX_TAKEOVERS if self._is_ready() else 0
-        orders = await self._store.heartbeat(self._runner, list(self._tasks), takes)
+        orders = await self._store.call(Heartbeat(self._runner, list(self._tasks), takes))
+        if not isinstance(orders, HeartbeatReply):
+            return
         for key in orders.stop:
             if key in self._tasks:
                 self._tasks[key].cancel()
@@ -145,17 +149,14 @@ class BackgroundRunner:
                 self._run(begin, self._resume(begin))
         for key in orders.unknown:
             if key in self._running:
-                await self._store.begin(self._running[key])
+                await self._store.call(self._running[key])
 
 
 def make_job(request: Request, body: ResponsesRequest) -> Job:
     """Small: what is not set is left out, and so is the input, which is kept as items."""
-    fields = {
-        name: value for name, value in msgspec.structs.asdict(body).items() if value is not None
-    }
     headers = {**trace_headers(request), REQUEST_ID: request_id(request)}
     return Job(
-        msgspec.json.encode({**fields, "input": []}),
+        msgspec.json.encode(msgspec.structs.replace(body, input=[])),
         [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()],
     )
 

@@ -83,7 +83,7 @@ class AllowedToolsChoice(RequestBody, kw_only=True):
     tools: list[FunctionChoice]
 
 
-class ResponsesRequest(SamplingFields, kw_only=True):
+class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
     model: str | None = None
     """None: the one that is served."""
     input: str | list[msgspec.Raw]

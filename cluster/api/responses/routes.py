@@ -221,7 +221,7 @@ class ResponseRoutes:
         job = make_job(request, answer.body)
         again = detached_request(job)
         again.state.deadline = getattr(request.state, "deadline", None)
-        work = self._run(partial(self._serving.answer, again, params), writer)
+        work = partial(self._run, partial(self._serving.answer, again, params), writer)
         await self._background.begin(answer.key, answer.stored, job, work)
         return json_response(queued)
 
