@@ -76,6 +76,9 @@ class ResponseBody(Body, kw_only=True):
     user: str | None
     metadata: dict[str, str]
 
+    def fail(self, why: str) -> None:
+        self.status, self.error = "failed", ResponseFailure(message=why)
+
 
 class ResponseItemList(Body, kw_only=True):
     object: Literal["list"] = "list"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -30,7 +31,6 @@ from swell.cluster.api.responses.protocol import LOGPROBS, ResponsesRequest
 from swell.cluster.api.responses.response import (
     ResponseBody,
     ResponseDeleted,
-    ResponseFailure,
     begin_response,
     item_list,
 )
@@ -195,7 +195,7 @@ class ResponseRoutes:
             response.store = await self._store.keep(answer.key, answer.stored)
         elif not await self._background.store(answer.key, answer.stored):
             response.output = []
-            _mark_failed(response, "there is no room for the answer in serve.stored_response_bytes")
+            response.fail("there is no room for the answer in serve.stored_response_bytes")
             await self._background.store(answer.key, answer.stored)
 
     async def _count_reasoning(self, response: ResponseBody, reasoning: list[str]) -> None:
@@ -236,9 +236,8 @@ class ResponseRoutes:
         try:
             params = await self._process_chat(chat, size)
         except BadRequest as error:  # this ingress has other limits
-            _mark_failed(response, f"it could not be taken over by another ingress: {error}")
-            await self._background.store(answer.key, answer.stored)
-            return
+            response.fail(f"it could not be taken over by another ingress: {error}")
+            return await self._finalize(answer, [])
         again = detached_request(begun.job)
         handle = partial(self._serving.handle_admitted, again, params)
         await self._run(handle, self._writer(answer, params))
@@ -263,12 +262,12 @@ class ResponseRoutes:
                 "stream",
                 "unsupported_value",
             )
-        return _current_body(await self._store.found(Read(self._key(request))))
+        return _current_body(await self._find(request, Read))
 
     async def _cancel(self, request: Request) -> Response:
         """Also of one that has ended: the answer says how."""
         self._query(request)
-        found = await self._store.found(Cancel(self._key(request)))
+        found = await self._find(request, Cancel)
         if not found.kept.background:
             raise BadRequest(
                 f"the response {request.path_params['id']!r} was not made with background=true; "
@@ -280,7 +279,7 @@ class ResponseRoutes:
 
     async def _delete(self, request: Request) -> Response:
         self._query(request)
-        await self._store.found(Delete(self._key(request)))
+        await self._find(request, Delete)
         return json_response(ResponseDeleted(id=request.path_params["id"]))
 
     async def _input_items(self, request: Request) -> Response:
@@ -289,7 +288,7 @@ class ResponseRoutes:
         if order not in ("asc", "desc"):
             raise BadRequest(f"order={shown(order)} must be 'asc' or 'desc'", "order")
         limit = _limit(query.get("limit", str(_PAGE_ITEMS)))
-        found = await self._store.found(Read(self._key(request)))
+        found = await self._find(request, Read)
         page = item_list(
             items_of(found.kept),
             limit=limit,
@@ -298,8 +297,12 @@ class ResponseRoutes:
         )
         return json_response(page)
 
-    def _key(self, request: Request) -> str:
-        return store_key(self._user_keys.owner(request), request.path_params["id"])
+    async def _find(
+        self, request: Request, kind: type[Read] | type[Cancel] | type[Delete]
+    ) -> StoredLookup:
+        """What is under the id of the route."""
+        key = store_key(self._user_keys.owner(request), request.path_params["id"])
+        return await self._store.found(kind(key))
 
     def _query(self, request: Request, *known: str) -> dict[str, str]:
         """The checked query of a request that is authorized."""
@@ -335,12 +338,7 @@ def _conversation(
 
 
 def _limit(text: str) -> int:
-    if (
-        len(text) > len(str(_MAX_PAGE_ITEMS))
-        or not text.isascii()
-        or not text.isdigit()
-        or not 1 <= int(text) <= _MAX_PAGE_ITEMS
-    ):
+    if not re.fullmatch("[0-9]{1,3}", text) or not 1 <= int(text) <= _MAX_PAGE_ITEMS:
         raise BadRequest(
             f"limit={shown(text)} must be an integer between 1 and {_MAX_PAGE_ITEMS}", "limit"
         )
@@ -352,16 +350,11 @@ def _current_response(found: StoredLookup) -> ResponseBody:
     if found.status is StoredStatus.CANCELLED:
         response.status = "cancelled"
     if found.status is StoredStatus.LOST:
-        _mark_failed(
-            response,
+        response.fail(
             "the ingresses that computed the response are gone, one after the other; it is not "
             "computed again",
         )
     return response
-
-
-def _mark_failed(response: ResponseBody, why: str) -> None:
-    response.status, response.error = "failed", ResponseFailure(message=why)
 
 
 def _current_body(found: StoredLookup) -> Response:

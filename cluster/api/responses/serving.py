@@ -18,7 +18,6 @@ from swell.cluster.api.responses.response import (
     InputTokensDetails,
     OutputTokensDetails,
     ResponseBody,
-    ResponseFailure,
     ResponseUsage,
 )
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
@@ -70,8 +69,7 @@ class ResponsesWriter(ResponseWriter):
         for _ in self._writer.close("incomplete"):
             pass
         self.response.output = self._writer.items
-        self.response.status = "failed"
-        self.response.error = ResponseFailure(message=message)
+        self.response.fail(message)
 
     # ---------------------------------------------------------------- as a stream
 
