@@ -16,6 +16,7 @@ from swell.cluster.text.sampling_params import shown
 from swell.cluster.text.schema.decode import Decoded, read
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.unknown_fields import UnknownFields
+from swell.configs.schema import ServeConfig
 
 Body = TypeVar("Body", bound=RequestBody)
 
@@ -30,26 +31,20 @@ MAX_WARNED_CHARS = 64
 _RETRY = {"retry-after": "1"}
 
 
-def _no_count(ignored: Mapping[str, int]) -> None:
-    pass
-
-
 class BodyReader:
     """Reads the bodies of one ingress. Bytes count from their arrival until they are decoded."""
 
     def __init__(
         self,
-        max_body_bytes: int,
+        config: ServeConfig,
         offload: OffloadPool,
-        unknown: UnknownFields = "refuse",
-        on_ignored: Callable[[Mapping[str, int]], None] = _no_count,
+        on_ignored: Callable[[Mapping[str, int]], None],
     ) -> None:
-        """`unknown` is `serve.unknown_fields`; `on_ignored` counts fields of a history that were
-        ignored, by label."""
-        self._unknown = unknown
+        """`on_ignored` counts fields of a history that were ignored, by label."""
+        self._unknown = config.unknown_fields
         self._on_ignored = on_ignored
-        self._max_body_bytes = max_body_bytes
-        self._max_held_bytes = max_body_bytes * HELD_BODIES
+        self._max_body_bytes = config.max_body_bytes
+        self._max_held_bytes = config.max_body_bytes * HELD_BODIES
         self._offload = offload
         self.held_bytes = 0
         self._readers = 0

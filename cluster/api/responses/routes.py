@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -46,19 +46,13 @@ from swell.cluster.api.responses.response_store import (
 from swell.cluster.api.responses.serving import ResponsesWriter
 from swell.cluster.api.responses.store_client import ResponseStoreClient, store_key
 from swell.cluster.api.routing import json_response, route
-from swell.cluster.api.server.api_keys import ApiKeys
-from swell.cluster.api.serving_handler import ServingHandler
-from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.text.input_processor import AsyncInputProcessor, RequestParams
-from swell.cluster.text.offload import OffloadPool
+from swell.cluster.api.services import Services
+from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, shown
-from swell.configs.schema import ServeConfig
 
 _PAGE_ITEMS = 20
 _MAX_PAGE_ITEMS = 100
 _encode = msgspec.json.encode
-
-ReadBody = Callable[[Request, type[Any]], Awaitable[Any]]
 
 
 class _Answer(msgspec.Struct):
@@ -78,31 +72,20 @@ class _Answer(msgspec.Struct):
 
 
 class ResponseRoutes:
-    """`read` gives the checked body of a request. An answer is stored before its end is sent, so a
-    client that has seen the end and shows the same API key can continue it, through any ingress."""
+    """An answer is stored before its end is sent, so a client that has seen the end and shows the
+    same API key can continue it, through any ingress."""
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        model: str,
-        users: ApiKeys,
-        store: Any,
-        read: ReadBody,
-        input_processor: AsyncInputProcessor,
-        sampling_defaults: Mapping[str, Any],
-        serving: ServingHandler,
-        offload: OffloadPool,
-        llm: AsyncLLM,
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._user_keys = users
-        self._read = read
-        self._input_processor = input_processor
-        self._sampling_defaults = sampling_defaults
-        self._serving = serving
-        self._offload = offload
-        self._store = ResponseStoreClient(store)
+    def __init__(self, services: Services) -> None:
+        self._config = services.config.serve
+        self._model = services.model
+        self._access = services.access
+        self._read = services.read_for_answer
+        self._input_processor = services.input_processor
+        self._sampling_defaults = services.sampling_defaults
+        self._serving = services.serving
+        self._offload = services.offloads.bodies
+        self._store = ResponseStoreClient(services.store)
+        llm = services.llm
         self._background = BackgroundRunner(self._store, self._resume, lambda: llm.has_seen_engine)
 
     def routes(self) -> list[Route]:
@@ -124,9 +107,9 @@ class ResponseRoutes:
     # ---------------------------------------------------------------- an answer
 
     async def _create(self, request: Request) -> Any:
-        body: ResponsesRequest = await self._read(request, ResponsesRequest)
+        body = await self._read(request, ResponsesRequest)
         response = begin_response(body, self._model, store=self._should_store(body))
-        owner = self._user_keys.owner(request)
+        owner = self._access.check_user(request)
         found = await self._previous_response(owner, body.previous_response_id)
         if body.background and body.seed is None:  # another ingress must sample the same
             body.seed = secrets.randbits(SEED_BITS)
@@ -301,12 +284,12 @@ class ResponseRoutes:
         self, request: Request, kind: type[Read] | type[Cancel] | type[Delete]
     ) -> StoredLookup:
         """What is under the id of the route."""
-        key = store_key(self._user_keys.owner(request), request.path_params["id"])
+        key = store_key(self._access.check_user(request), request.path_params["id"])
         return await self._store.found(kind(key))
 
     def _query(self, request: Request, *known: str) -> dict[str, str]:
         """The checked query of a request that is authorized."""
-        self._user_keys.check(request)
+        self._access.check_user(request)
         query = dict(request.query_params)
         for name in query:
             if name not in known:

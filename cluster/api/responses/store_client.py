@@ -26,7 +26,7 @@ _UNAVAILABLE_S = 10.0
 
 
 def store_key(owner: str, id: str) -> str:
-    """The name under which the store has the response `id` of `owner` (`ApiKeys.owner`): who
+    """The name under which the store has the response `id` of `owner` (`Access.check_user`): who
     shows another key finds nothing under it. Where there are no keys, all share one namespace."""
     return f"{owner}/{id}" if owner else id
 

@@ -16,6 +16,7 @@ from swell.cluster.api.chat.protocol import ChatCompletionRequest as CHAT
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.api.protocol_base import error_body
+from swell.cluster.api.services import Services
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
@@ -37,7 +38,8 @@ def served() -> set[tuple[str, str]]:
     detokenizer = Detokenizer(tokenizers_for_tests.chat_tokenizer())
     text = TextServices(prompts, detokenizer, None, {})  # type: ignore[arg-type]
     client = SimpleNamespace(start=lambda: None)
-    ingress = Ingress(load({"model": {"path": "."}}), lambda *_, **__: client, None, None, text)  # type: ignore[arg-type]
+    config = load({"model": {"path": "."}})
+    ingress = Ingress(Services(config, lambda *_, **__: client, None, None, text))  # type: ignore[arg-type]
     routes = [route for route in ingress.app.routes if isinstance(route, Route)]
     return {
         (method.lower(), route.path.replace(":path}", "}"))
