@@ -11,10 +11,10 @@ from swell.cluster.api.responses.input_items import ITEMS, read_input
 from swell.cluster.api.responses.items import Item
 from swell.cluster.api.sampling_fields import SamplingFields, check_routing
 from swell.cluster.text.sampling_params import BadRequest, shown
-from swell.cluster.text.schema.chat_messages import check_count
+from swell.cluster.text.schema.chat_messages import FunctionDefinition, check_count
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.known_fields import RESPONSES
-from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+from swell.cluster.text.schema.request_body import RequestBody
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = (LOGPROBS, "reasoning.encrypted_content")
@@ -58,16 +58,8 @@ class TextOptions(RequestBody, kw_only=True):
     """Accepted; no chat template knows it."""
 
 
-class FunctionTool(HistoryPart, kw_only=True):
-    """A function that the model may call."""
-
-    type: Literal["function"] = "function"
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, an object; None: no arguments."""
-    strict: bool | None = None
-    """Hold the schema also where the model itself chooses to call."""
+class FunctionTool(FunctionDefinition, kw_only=True, tag_field="type", tag="function"):
+    """A function that the model may call: the same without the object around it."""
 
 
 class FunctionChoice(RequestBody, kw_only=True):
