@@ -7,10 +7,10 @@ from typing import Any, Literal
 import msgspec
 
 from swell.cluster.api.generation_body import StreamOptions
-from swell.cluster.api.responses.input_items import ITEMS, read_input
+from swell.cluster.api.responses.input_items import FORMS, InputMessage, read_input
 from swell.cluster.api.responses.items import Item
 from swell.cluster.api.sampling_fields import SamplingFields, check_routing
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.schema.chat_messages import FunctionDefinition, check_count
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.known_fields import RESPONSES
@@ -133,7 +133,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
         "image": (),
     }
     ECOSYSTEM = RESPONSES
-    PARTS = {"input": ITEMS, "tools": {"function": FunctionTool}}
+    PARTS = {"input": {None: InputMessage, **FORMS}, "tools": {"function": FunctionTool}}
 
     def check(self) -> None:
         self.refuse_unsupported()
@@ -156,13 +156,10 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
         tools: list[FunctionTool] = []
         check_count(self.tools)
         for index, tool in enumerate(self.tools or ()):
-            path = f"tools[{index}]"
-            if tool.get("type") != "function":
-                raise BadRequest(
-                    f"{path}.type={shown(tool.get('type'))} is not supported; only 'function' is",
-                    f"{path}.type",
-                    "unsupported_value",
-                )
+            path, kind = f"tools[{index}]", tool.get("type")
+            if kind != "function":
+                problem = "is not supported; only 'function' is"
+                raise bad_value(f"{path}.type", kind, problem, "unsupported_value")
             tools.append(_part(tool, FunctionTool, path))
         return tools
 
@@ -173,11 +170,12 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
             return choice  # type: ignore[return-value]  # a dict is in no tuple of strings
         kind = None if isinstance(choice, str) else _CHOICES.get(str(choice.get("type")))
         if isinstance(choice, str) or kind is None:
-            raise BadRequest(
-                f"tool_choice={shown(choice)} is not supported; it may be 'none', 'auto', "
-                "'required', {'type': 'function', 'name': NAME} or {'type': 'allowed_tools', "
-                "'mode': 'auto' or 'required', 'tools': [{'type': 'function', 'name': NAME}]}",
+            raise bad_value(
                 "tool_choice",
+                choice,
+                "is not supported; it may be 'none', 'auto', 'required', {'type': 'function', "
+                "'name': NAME} or {'type': 'allowed_tools', 'mode': 'auto' or 'required', "
+                "'tools': [{'type': 'function', 'name': NAME}]}",
                 "unsupported_value",
             )
         return _part(choice, kind, "tool_choice")  # type: ignore[no-any-return]
@@ -227,17 +225,10 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
     def _check_include(self) -> None:
         for index, name in enumerate(self.include or ()):
             if name not in INCLUDE:
-                raise BadRequest(
-                    f"include[{index}]={shown(name)} is not supported; it may be "
-                    f"{' or '.join(map(repr, INCLUDE))}",
-                    f"include[{index}]",
-                    "unsupported_value",
-                )
+                problem = f"is not supported; it may be {' or '.join(map(repr, INCLUDE))}"
+                raise bad_value(f"include[{index}]", name, problem, "unsupported_value")
         if self.top_logprobs and LOGPROBS not in (self.include or ()):
-            raise BadRequest(
-                f"top_logprobs={shown(self.top_logprobs)} needs include=[{LOGPROBS!r}]",
-                "top_logprobs",
-            )
+            raise bad_value("top_logprobs", self.top_logprobs, f"needs include=[{LOGPROBS!r}]")
 
 
 _CHOICES: dict[str, type[FunctionChoice | AllowedToolsChoice]] = {
