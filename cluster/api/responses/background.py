@@ -63,7 +63,6 @@ class BackgroundRunner:
         self._runner = uuid.uuid4().hex
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, Begin] = {}
-        self._wake = asyncio.Event()
         self._heartbeat_task: asyncio.Task[None] | None = None
         self._log = StructuredLogger("cluster.ingress")
 
@@ -108,7 +107,6 @@ class BackgroundRunner:
     def _run(self, begin: Begin, work: Work) -> None:
         self._running[begin.id] = begin
         self._tasks[begin.id] = asyncio.create_task(self._finish(begin.id, work))
-        self._wake.set()
 
     async def _finish(self, key: str, work: Work) -> None:
         try:
@@ -119,14 +117,13 @@ class BackgroundRunner:
             del self._tasks[key], self._running[key]
 
     async def _heartbeat_loop(self) -> None:
+        silent_s = 0.0
         while True:
-            self._wake.clear()
-            if not self._tasks:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(IDLE_HEARTBEAT_S):  # `wait_for` may swallow `close`
-                        await self._wake.wait()
-            if self._tasks:
-                await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
+            silent_s += HEARTBEAT_S
+            if not self._tasks and silent_s < IDLE_HEARTBEAT_S:
+                continue
+            silent_s = 0.0
             try:
                 await self._send_heartbeat()
             except StoreUnavailable:

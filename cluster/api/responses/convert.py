@@ -146,13 +146,13 @@ def _choice(choice: str | FunctionChoice | AllowedToolsChoice | None) -> ToolCho
 def _form(form: TextFormat | None) -> ResponseFormat | None:
     if form is None:
         return None
-    if form.type != "json_schema":
-        return ResponseFormat(type=form.type)
-    assert form.name is not None, "the form was checked"
-    schema = JsonSchemaFormat(
-        name=form.name, description=form.description, schema=form.schema, strict=form.strict
-    )
-    return ResponseFormat(type="json_schema", json_schema=schema)
+    schema = None
+    if form.type == "json_schema":
+        assert form.name is not None, "the form was checked"
+        schema = JsonSchemaFormat(
+            name=form.name, description=form.description, schema=form.schema, strict=form.strict
+        )
+    return ResponseFormat(type=form.type, json_schema=schema)
 
 
 def name_of(path: str) -> str:

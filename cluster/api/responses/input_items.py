@@ -171,13 +171,15 @@ class InputReasoning(InputItem, kw_only=True):
         )
 
 
-FORMS: Mapping[str, type[InputItem]] = {
+FORMS: Mapping[str | None, type[InputItem]] = {
     "message": InputMessage,
     "function_call": InputFunctionCall,
     "function_call_output": InputFunctionCallOutput,
     "reasoning": InputReasoning,
+    None: InputMessage,
 }
-"""By `type`; what has none is a message."""
+"""By `type`."""
+_TYPES = ", ".join(filter(None, FORMS))
 
 
 class _Kind(msgspec.Struct):
@@ -195,15 +197,12 @@ def read_input(value: str | Sequence[msgspec.Raw]) -> list[Item]:
 
 def _read(raw: bytes, path: str) -> Item:
     try:
-        kind = msgspec.json.decode(raw, type=_Kind).type or "message"
+        kind = msgspec.json.decode(raw, type=_Kind).type or None
     except msgspec.ValidationError:
-        raise BadRequest(
-            f"{path} must be an object whose type is one of {', '.join(FORMS)}",
-            path,
-            "invalid_type",
-        ) from None
+        message = f"{path} must be an object whose type is one of {_TYPES}"
+        raise BadRequest(message, path, "invalid_type") from None
     if kind not in FORMS:
-        problem = f"is not supported; it may be {', '.join(FORMS)}"
+        problem = f"is not supported; it may be {_TYPES}"
         raise bad_value(f"{path}.type", kind, problem, "unsupported_value")
     try:
         return decode(raw, FORMS[kind]).item()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from swell.cluster.api.generation_body import StreamOptions
-from swell.cluster.api.responses.input_items import FORMS, InputMessage, read_input
+from swell.cluster.api.responses.input_items import FORMS, read_input
 from swell.cluster.api.responses.items import Item
 from swell.cluster.api.sampling_fields import SamplingFields, check_routing
 from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
@@ -133,7 +133,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
         "image": (),
     }
     ECOSYSTEM = RESPONSES
-    PARTS = {"input": {None: InputMessage, **FORMS}, "tools": {"function": FunctionTool}}
+    PARTS = {"input": FORMS, "tools": {"function": FunctionTool}}
 
     def check(self) -> None:
         self.refuse_unsupported()
@@ -192,11 +192,9 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
                 "missing_field",
             )
         if form.type != "json_schema" and form.schema is not None:
-            raise BadRequest(
-                f"text.format.type={form.type!r} takes no text.format.schema; send "
-                "type='json_schema'",
-                "text.format.schema",
-            )
+            problem = "takes no text.format.schema; send type='json_schema'"
+            message = f"text.format.type={form.type!r} {problem}"
+            raise BadRequest(message, "text.format.schema")
 
     def _check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:

@@ -48,7 +48,7 @@ from swell.cluster.api.responses.store_client import ResponseStoreClient, store_
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.text.input_processor import RequestParams
-from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, shown
+from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, bad_value, shown
 
 _PAGE_ITEMS = 20
 _MAX_PAGE_ITEMS = 100
@@ -76,17 +76,12 @@ class ResponseRoutes:
     same API key can continue it, through any ingress."""
 
     def __init__(self, services: Services) -> None:
+        self._services = services
         self._config = services.config.serve
-        self._model = services.model
-        self._access = services.access
-        self._read = services.read_for_answer
-        self._input_processor = services.input_processor
-        self._sampling_defaults = services.sampling_defaults
-        self._serving = services.serving
-        self._offload = services.offloads.bodies
         self._store = ResponseStoreClient(services.store)
-        llm = services.llm
-        self._background = BackgroundRunner(self._store, self._resume, lambda: llm.has_seen_engine)
+        self._background = BackgroundRunner(
+            self._store, self._resume, lambda: services.llm.has_seen_engine
+        )
 
     def routes(self) -> list[Route]:
         return [
@@ -107,21 +102,23 @@ class ResponseRoutes:
     # ---------------------------------------------------------------- an answer
 
     async def _create(self, request: Request) -> Any:
-        body = await self._read(request, ResponsesRequest)
-        response = begin_response(body, self._model, store=self._should_store(body))
-        owner = self._access.check_user(request)
+        body = await self._services.read_for_answer(request, ResponsesRequest)
+        response = begin_response(body, self._services.model, store=self._should_store(body))
+        owner = self._services.access.check_user(request)
         found = await self._previous_response(owner, body.previous_response_id)
         if body.background and body.seed is None:  # another ingress must sample the same
             body.seed = secrets.randbits(SEED_BITS)
         size = body_bytes(request) + (0 if found is None else found.kept.size_bytes)
-        chat, items = await self._offload.run_sized(size, _conversation, body, found)
+        chat, items = await self._services.offloads.bodies.run_sized(
+            size, _conversation, body, found
+        )
         params = await with_deadline(request, self._process_chat(chat, size))
         response.temperature, response.top_p = params.params.temperature, params.params.top_p
         answer = _Answer(store_key(owner, response.id), items, body, response)
         writer = self._writer(answer, params)
         if body.background:
             return await self._begin(request, answer, params, writer)
-        reply = await self._serving.answer(request, params, writer)
+        reply = await self._services.serving.answer(request, params, writer)
         if params.stream:
             return reply
         await writer.finalize()
@@ -134,9 +131,9 @@ class ResponseRoutes:
         return ResponsesWriter(answer.response, params.make_parser, finalize, logprobs)
 
     async def _process_chat(self, chat: ChatCompletionRequest, size_bytes: int) -> RequestParams:
-        convert = partial(to_generation_request, chat, self._sampling_defaults)
+        convert = partial(to_generation_request, chat, self._services.sampling_defaults)
         try:
-            return await self._input_processor.process(convert, size_bytes)
+            return await self._services.input_processor.process(convert, size_bytes)
         except BadRequest as error:
             raise error.renamed(name_of) from None
 
@@ -188,7 +185,7 @@ class ResponseRoutes:
         count = 0
         for text in filter(None, reasoning):
             try:
-                count += await self._input_processor.count_tokens(text)
+                count += await self._services.input_processor.count_tokens(text)
             except BadRequest:  # written otherwise than the model did, it would not fit
                 count = usage.output_tokens
         usage.output_tokens_details.reasoning_tokens = min(count, usage.output_tokens)
@@ -204,7 +201,7 @@ class ResponseRoutes:
         job = make_job(request, answer.body)
         again = detached_request(job)
         again.state.deadline = getattr(request.state, "deadline", None)
-        work = partial(self._run, partial(self._serving.answer, again, params), writer)
+        work = partial(self._run, partial(self._services.serving.answer, again, params), writer)
         await self._background.begin(answer.key, answer.stored, job, work)
         return json_response(queued)
 
@@ -212,7 +209,7 @@ class ResponseRoutes:
         """Compute again, to the same answer, what another ingress has left."""
         assert begun.job is not None, "the store gives nothing else"
         size = begun.kept.size_bytes
-        body, response, chat = await self._offload.run_sized(
+        body, response, chat = await self._services.offloads.bodies.run_sized(
             size, restore_job, begun.job, begun.kept
         )
         answer = _Answer(begun.id, begun.kept.items, body, response)
@@ -222,7 +219,7 @@ class ResponseRoutes:
             response.fail(f"it could not be taken over by another ingress: {error}")
             return await self._finalize(answer, [])
         again = detached_request(begun.job)
-        handle = partial(self._serving.handle_admitted, again, params)
+        handle = partial(self._services.serving.handle_admitted, again, params)
         await self._run(handle, self._writer(answer, params))
 
     async def _run(
@@ -239,12 +236,8 @@ class ResponseRoutes:
     async def _retrieve(self, request: Request) -> Response:
         query = self._query(request, "stream", "include_obfuscation")
         if query.get("stream", "false") != "false":
-            raise BadRequest(
-                f"stream={shown(query['stream'])} is not supported: a stored response is not "
-                "streamed; leave it out",
-                "stream",
-                "unsupported_value",
-            )
+            problem = "is not supported: a stored response is not streamed; leave it out"
+            raise bad_value("stream", query["stream"], problem, "unsupported_value")
         return _current_body(await self._find(request, Read))
 
     async def _cancel(self, request: Request) -> Response:
@@ -269,27 +262,23 @@ class ResponseRoutes:
         query = self._query(request, "limit", "order", "after")
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise BadRequest(f"order={shown(order)} must be 'asc' or 'desc'", "order")
+            raise bad_value("order", order, "must be 'asc' or 'desc'")
         limit = _limit(query.get("limit", str(_PAGE_ITEMS)))
         found = await self._find(request, Read)
-        page = item_list(
-            items_of(found.kept),
-            limit=limit,
-            after=query.get("after"),
-            newest_first=order == "desc",
-        )
+        items, after = items_of(found.kept), query.get("after")
+        page = item_list(items, limit=limit, after=after, newest_first=order == "desc")
         return json_response(page)
 
     async def _find(
         self, request: Request, kind: type[Read] | type[Cancel] | type[Delete]
     ) -> StoredLookup:
         """What is under the id of the route."""
-        key = store_key(self._access.check_user(request), request.path_params["id"])
+        key = store_key(self._services.access.check_user(request), request.path_params["id"])
         return await self._store.found(kind(key))
 
     def _query(self, request: Request, *known: str) -> dict[str, str]:
         """The checked query of a request that is authorized."""
-        self._access.check_user(request)
+        self._services.access.check_user(request)
         query = dict(request.query_params)
         for name in query:
             if name not in known:
@@ -311,10 +300,11 @@ def _conversation(
     if found is not None:
         response = _current_response(found)
         if response.status not in ("completed", "incomplete"):
-            raise BadRequest(
-                f"previous_response_id={shown(body.previous_response_id)} is {response.status}; "
-                "only a response that is completed or incomplete can be continued",
+            raise bad_value(
                 "previous_response_id",
+                body.previous_response_id,
+                f"is {response.status}; only a response that is completed or incomplete can be "
+                "continued",
             )
         before = [*items_of(found.kept), *response.output]
     return chat_request(body, own, before), _encode([*before, *own])
@@ -322,9 +312,7 @@ def _conversation(
 
 def _limit(text: str) -> int:
     if not re.fullmatch("[0-9]{1,3}", text) or not 1 <= int(text) <= _MAX_PAGE_ITEMS:
-        raise BadRequest(
-            f"limit={shown(text)} must be an integer between 1 and {_MAX_PAGE_ITEMS}", "limit"
-        )
+        raise bad_value("limit", text, f"must be an integer between 1 and {_MAX_PAGE_ITEMS}")
     return int(text)
 
 
