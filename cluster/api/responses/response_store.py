@@ -50,7 +50,6 @@ class StoredResponse(msgspec.Struct, frozen=True):
     body: bytes
     items: bytes
     """Everything that the model was given, instructions apart: the items of the conversation."""
-    background: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -86,13 +85,12 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     id: str
     kept: StoredResponse
     runner: str
-    job: Job | None = None
-    """None: no other ingress can compute it."""
+    job: Job
     lost_runners: int = 0
 
     @property
     def size_bytes(self) -> int:
-        return self.kept.size_bytes + (self.job.size_bytes if self.job else 0)
+        return self.kept.size_bytes + self.job.size_bytes
 
     @property
     def is_last_attempt(self) -> bool:
@@ -188,7 +186,7 @@ class ResponseStore:
         self._deleted_while_running: dict[str, float] = {}
         """Deleted while running, and when their runners reported them last, as of a run."""
         self._clock = ListeningClock(LEASE_S)
-        self._listened_s = 0.0
+        self._now_s = self._listened_s = 0.0
         self._final_bytes = 0
         self._running_bytes = 0
         self._last_expiry_s = float("-inf")
@@ -202,47 +200,47 @@ class ResponseStore:
 
     def handle(self, request: StoreRequest, now_s: float) -> StoreReply:
         """One request of an ingress, at a monotonic time."""
-        self._listened_s = self._clock.advance(now_s)
+        self._now_s, self._listened_s = now_s, self._clock.advance(now_s)
         if isinstance(request, Heartbeat):
-            return self._on_heartbeat(request, now_s)
-        self._expire(now_s)
+            return self._on_heartbeat(request)
+        self._expire()
         match request:
             case RunnerExit(runner):
                 return self._on_runner_exit(runner)
             case Store(id, kept, runner):
-                return self._store(id, kept, runner, now_s)
+                return self._store(id, kept, runner)
             case Begin():
-                return self._begin(request, now_s)
+                return self._begin(request)
             case Read(id):
                 return self._lookup(id)
             case Cancel(id):
                 if id in self._running:
-                    self._stop(id, StoredStatus.CANCELLED, now_s)
+                    self._stop(id, StoredStatus.CANCELLED)
                 return self._lookup(id)
             case Delete(id):
-                return self._delete(id, now_s)
+                return self._delete(id)
 
-    def _store(self, id: str, kept: StoredResponse, runner: str, now_s: float) -> bool:
+    def _store(self, id: str, kept: StoredResponse, runner: str) -> bool:
         if id in self._deleted_while_running or id in self._final:
             return False
         run = self._running.get(id)
-        if run is not None and runner and run.begin.runner not in ("", runner):
+        if run is not None and run.begin.runner not in ("", runner):
             return False
         if not self._make_room(kept.size_bytes, run):
             return False
-        self._end(id, StoredLookup(kept, StoredStatus.DONE), now_s)
+        self._end(id, StoredLookup(kept, StoredStatus.DONE))
         return True
 
-    def _begin(self, begin: Begin, now_s: float) -> bool:
+    def _begin(self, begin: Begin) -> bool:
         id = begin.id
         known = id in self._final or id in self._running or id in self._deleted_while_running
         if known or not self._make_room(begin.size_bytes):
             return False
-        self._running[id] = _Run(begin, now_s, self._listened_s)
+        self._running[id] = _Run(begin, self._now_s, self._listened_s)
         self._running_bytes += begin.size_bytes
         return True
 
-    def _on_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> HeartbeatReply:
+    def _on_heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
         """A runner that sends one is not silent, however late its heartbeat is handled."""
         orders, runner = HeartbeatReply([], [], []), heartbeat.runner
         for id in heartbeat.ids:
@@ -256,13 +254,13 @@ class ResponseStore:
                 orders.stop.append(id)
             else:
                 orders.unknown.append(id)
-        self._expire(now_s)
+        self._expire()
         self._assign_orphans(heartbeat, orders)
         return orders
 
     def _on_runner_exit(self, runner: str) -> bool:
         for run in self._running.values():
-            if run.begin.runner == runner and run.begin.job is not None:
+            if run.begin.runner == runner:
                 self._assign(run, "")
         return True
 
@@ -272,7 +270,7 @@ class ResponseStore:
         last = any(begin.is_last_attempt for begin in begins if begin.runner == heartbeat.runner)
         size_bytes = 0
         for begin in begins:
-            if begin.runner or begin.job is None or (last and begin.is_last_attempt):
+            if begin.runner or (last and begin.is_last_attempt):
                 continue
             size_bytes += begin.size_bytes
             full = orders.taken and size_bytes > _MAX_TAKEOVER_BYTES
@@ -294,10 +292,10 @@ class ResponseStore:
         self._final.move_to_end(id)
         return self._final[id].found
 
-    def _delete(self, id: str, now_s: float) -> StoredLookup | None:
+    def _delete(self, id: str) -> StoredLookup | None:
         found = self._lookup(id)
         if id in self._running:
-            self._stop(id, StoredStatus.CANCELLED, now_s)
+            self._stop(id, StoredStatus.CANCELLED)
             self._deleted_while_running[id] = self._listened_s
         if found is not None:
             self._drop(id)
@@ -319,18 +317,18 @@ class ResponseStore:
     def _drop(self, id: str) -> None:
         self._final_bytes -= self._final.pop(id).found.kept.size_bytes
 
-    def _end(self, id: str, found: StoredLookup, now_s: float) -> None:
+    def _end(self, id: str, found: StoredLookup) -> None:
         """It is final, and runs no longer, whatever its runner reports."""
         run = self._running.pop(id, None)
         if run is not None:
             self._running_bytes -= run.begin.size_bytes
-        self._final[id] = _Final(found, now_s)
+        self._final[id] = _Final(found, self._now_s)
         self._final_bytes += found.kept.size_bytes
 
-    def _stop(self, id: str, status: StoredStatus, now_s: float) -> None:
-        self._end(id, StoredLookup(self._running[id].begin.kept, status), now_s)
+    def _stop(self, id: str, status: StoredStatus) -> None:
+        self._end(id, StoredLookup(self._running[id].begin.kept, status))
 
-    def _expire(self, now_s: float) -> None:
+    def _expire(self) -> None:
         """What runners have left, and what is too old; for the latter all are checked, so not too
         often."""
         for id, run in list(self._running.items()):
@@ -338,15 +336,15 @@ class ResponseStore:
             if begin.runner and self._listened_s - run.last_heartbeat_s > LEASE_S:
                 lost_runners = begin.lost_runners + 1
                 run.begin = msgspec.structs.replace(begin, runner="", lost_runners=lost_runners)
-                if begin.job is None or lost_runners >= MAX_LOST_RUNNERS:
-                    self._stop(id, StoredStatus.LOST, now_s)
-            elif not begin.runner and now_s - run.begun_s > self._limit_s:
-                self._stop(id, StoredStatus.LOST, now_s)
-        if now_s - self._last_expiry_s < HEARTBEAT_S:
+                if lost_runners >= MAX_LOST_RUNNERS:
+                    self._stop(id, StoredStatus.LOST)
+            elif not begin.runner and self._now_s - run.begun_s > self._limit_s:
+                self._stop(id, StoredStatus.LOST)
+        if self._now_s - self._last_expiry_s < HEARTBEAT_S:
             return
-        self._last_expiry_s = now_s
+        self._last_expiry_s = self._now_s
         for id, entry in list(self._final.items()):
-            if now_s - entry.final_s > self._limit_s:
+            if self._now_s - entry.final_s > self._limit_s:
                 self._drop(id)
         for id, last_heartbeat_s in list(self._deleted_while_running.items()):
             if self._listened_s - last_heartbeat_s > LEASE_S:

@@ -68,7 +68,7 @@ class _Answer(msgspec.Struct):
     @property
     def stored(self) -> StoredResponse:
         """What the store keeps of it now."""
-        return StoredResponse(_encode(self.response), self.items, self.response.background)
+        return StoredResponse(_encode(self.response), self.items)
 
 
 class ResponseRoutes:
@@ -207,7 +207,6 @@ class ResponseRoutes:
 
     async def _resume(self, begun: Begin) -> None:
         """Compute again, to the same answer, what another ingress has left."""
-        assert begun.job is not None, "the store gives nothing else"
         size = begun.kept.size_bytes
         body, response, chat = await self._services.offloads.bodies.run_sized(
             size, restore_job, begun.job, begun.kept
@@ -238,20 +237,22 @@ class ResponseRoutes:
         if query.get("stream", "false") != "false":
             problem = "is not supported: a stored response is not streamed; leave it out"
             raise bad_value("stream", query["stream"], problem, "unsupported_value")
-        return _current_body(await self._find(request, Read))
+        found = await self._find(request, Read)
+        is_current = found.status in (StoredStatus.DONE, StoredStatus.RUNNING)
+        return json_response(found.kept.body if is_current else _current_response(found))
 
     async def _cancel(self, request: Request) -> Response:
         """Also of one that has ended: the answer says how."""
         self._query(request)
-        found = await self._find(request, Cancel)
-        if not found.kept.background:
+        response = _current_response(await self._find(request, Cancel))
+        if not response.background:
             raise BadRequest(
                 f"the response {request.path_params['id']!r} was not made with background=true; "
                 "such a one is cancelled by closing its connection",
                 "id",
                 "not_in_background",
             )
-        return _current_body(found)
+        return json_response(response)
 
     async def _delete(self, request: Request) -> Response:
         self._query(request)
@@ -326,9 +327,3 @@ def _current_response(found: StoredLookup) -> ResponseBody:
             "computed again",
         )
     return response
-
-
-def _current_body(found: StoredLookup) -> Response:
-    if found.status in (StoredStatus.CANCELLED, StoredStatus.LOST):
-        return json_response(_current_response(found))
-    return json_response(found.kept.body)

@@ -107,7 +107,7 @@ def test_what_has_cost_ingresses_again_and_again_has_failed(tmp_path: Path) -> N
             begun = await server.ask(background=True)
             (begin,) = server.response_store.of(Begin)
             body = begin.kept.body.replace(begun.id.encode(), b"resp_dead")
-            kept = StoredResponse(body, begin.kept.items, background=True)
+            kept = StoredResponse(body, begin.kept.items)
             dead = Begin("resp_dead", kept, "gone", begin.job, MAX_LOST_RUNNERS - 1)
             assert server.response_store.store.handle(dead, server.response_store.now_s)
             assert (await retrieve("resp_dead")).status == "in_progress"
