@@ -158,13 +158,11 @@ def make_job(request: Request, body: ResponsesRequest) -> Job:
     )
 
 
-def restore_job(
-    job: Job, kept: StoredResponse
-) -> tuple[ResponsesRequest, ResponseBody, ChatCompletionRequest]:
+def restore_job(begun: Begin) -> tuple[ResponsesRequest, ResponseBody, ChatCompletionRequest]:
     """What another ingress had begun, as typed bodies."""
-    body = decode(job.body, ResponsesRequest)
-    response = msgspec.json.decode(kept.body, type=ResponseBody)
-    return body, response, chat_request(body, (), items_of(kept))
+    body = decode(begun.job.body, ResponsesRequest)
+    response = msgspec.json.decode(begun.kept.body, type=ResponseBody)
+    return body, response, chat_request(body, (), items_of(begun.kept))
 
 
 def items_of(kept: StoredResponse) -> list[Item]:

@@ -24,25 +24,18 @@ from swell.cluster.text.parsers import deltas as parts
 
 
 class OutputItemWriter:
-    """Parts in, events out; `items` are what the events carry. One item is open at a time, and it
-    ends where a part belongs to another: parts of one kind that follow each other are one item.
-    """
+    """Parts in, events out; `items` gets what the events carry. One item is open at a time, and it
+    ends where a part belongs to another: parts of one kind that follow each other are one item. The
+    last of them holds its text only once it is closed."""
 
-    def __init__(self) -> None:
-        self.items: list[OutputItem] = []
-        """The last of them holds its text only once it is closed."""
+    def __init__(self, items: list[OutputItem]) -> None:
+        self._items = items
         self._open: OutputItem | None = None
         self._texts: list[str] = []
         """Of the open item, as the next two."""
         self._logprobs: list[ChatTokenLogprob] = []
         self._place: dict[str, Any] = {}
         """What every event within it has."""
-
-    @property
-    def reasoning(self) -> list[str]:
-        """The texts of the closed reasoning items."""
-        found = [item.content for item in self.items if isinstance(item, ReasoningItem)]
-        return [part.text for content in found for part in content]
 
     def write(
         self, part: parts.AnswerDelta, logprobs: Sequence[ChatTokenLogprob] = ()
@@ -69,7 +62,7 @@ class OutputItemWriter:
 
     def finish(self, status: Status) -> Iterator[Event]:
         """Nothing follows. An answer without text is one empty message."""
-        if not self.items:
+        if not self._items:
             yield from self._begin_message()
         yield from self.close(status)
 
@@ -94,7 +87,7 @@ class OutputItemWriter:
                 item.arguments = text
                 yield events.ArgumentsDone(**self._place, name=item.name, arguments=text)
         item.status = status
-        yield events.ItemDone(output_index=len(self.items) - 1, item=item)
+        yield events.ItemDone(output_index=len(self._items) - 1, item=item)
         self._open = None
 
     def _begin_message(self) -> Iterator[Event]:
@@ -107,9 +100,9 @@ class OutputItemWriter:
         """`part`: that of the item's content, before its text."""
         yield from self.close()
         self._open, self._texts, self._logprobs = item, [], []
-        index = len(self.items)
+        index = len(self._items)
         self._place = {"item_id": item.id, "output_index": index}
-        self.items.append(item)
+        self._items.append(item)
         yield events.ItemAdded(output_index=index, item=msgspec.structs.replace(item))
         if part is not None:
             yield events.PartAdded(**self._place, part=part)

@@ -245,13 +245,12 @@ def _part(value: dict[str, Any], kind: type[Any], path: str) -> Any:
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
     """OpenAI's limits."""
-    if metadata is None:
-        return
-    if len(metadata) > MAX_METADATA:
+    pairs = metadata or {}
+    if len(pairs) > MAX_METADATA:
         raise BadRequest(
-            f"metadata holds {len(metadata)} pairs; at most {MAX_METADATA} are allowed", "metadata"
+            f"metadata holds {len(pairs)} pairs; at most {MAX_METADATA} are allowed", "metadata"
         )
-    for key, value in metadata.items():
+    for key, value in pairs.items():
         if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
             raise BadRequest(
                 f"metadata[{shown(key)}]: a key may have {MAX_METADATA_KEY_CHARS} characters and "

@@ -27,6 +27,7 @@ from swell.cluster.api.responses.background import (
     restore_job,
 )
 from swell.cluster.api.responses.convert import chat_request, name_of
+from swell.cluster.api.responses.items import ReasoningItem
 from swell.cluster.api.responses.protocol import LOGPROBS, ResponsesRequest
 from swell.cluster.api.responses.response import (
     ResponseBody,
@@ -164,11 +165,11 @@ class ResponseRoutes:
                 "previous_response_not_found",
             ) from None
 
-    async def _finalize(self, answer: _Answer, reasoning: list[str]) -> None:
+    async def _finalize(self, answer: _Answer) -> None:
         """Store a response that has ended. Where another ingress computes it now, neither the
         answer nor the failure is stored."""
         response = answer.response
-        await self._count_reasoning(response, reasoning)
+        await self._count_reasoning(response)
         if not response.store:
             return
         if not response.background:
@@ -178,12 +179,12 @@ class ResponseRoutes:
             response.fail("there is no room for the answer in serve.stored_response_bytes")
             await self._background.store(answer.key, answer.stored)
 
-    async def _count_reasoning(self, response: ResponseBody, reasoning: list[str]) -> None:
-        usage = response.usage
+    async def _count_reasoning(self, response: ResponseBody) -> None:
+        usage, count = response.usage, 0
         if usage is None:
             return
-        count = 0
-        for text in filter(None, reasoning):
+        reasoning = [item for item in response.output if isinstance(item, ReasoningItem)]
+        for text in [part.text for item in reasoning for part in item.content if part.text]:
             try:
                 count += await self._services.input_processor.count_tokens(text)
             except BadRequest:  # written otherwise than the model did, it would not fit
@@ -208,15 +209,14 @@ class ResponseRoutes:
     async def _resume(self, begun: Begin) -> None:
         """Compute again, to the same answer, what another ingress has left."""
         size = begun.kept.size_bytes
-        body, response, chat = await self._services.offloads.bodies.run_sized(
-            size, restore_job, begun.job, begun.kept
-        )
+        restored = await self._services.offloads.bodies.run_sized(size, restore_job, begun)
+        body, response, chat = restored
         answer = _Answer(begun.id, begun.kept.items, body, response)
         try:
             params = await self._process_chat(chat, size)
         except BadRequest as error:  # this ingress has other limits
             response.fail(f"it could not be taken over by another ingress: {error}")
-            return await self._finalize(answer, [])
+            return await self._finalize(answer)
         again = detached_request(begun.job)
         handle = partial(self._services.serving.handle_admitted, again, params)
         await self._run(handle, self._writer(answer, params))

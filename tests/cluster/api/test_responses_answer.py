@@ -43,10 +43,9 @@ def cuts(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(edges)] or [""]
 
 
-def make(top_logprobs: int | None = None, settled: list[str] | None = None) -> ResponsesWriter:
-    async def finalize(reasoning: list[str]) -> None:
-        if settled is not None:
-            settled.extend(reasoning)
+def make(top_logprobs: int | None = None) -> ResponsesWriter:
+    async def finalize() -> None:
+        pass
 
     ids = map("call_{}".format, itertools.count())
     body = ResponsesRequest(model="m", input="hello", metadata={"a": "b"})
