@@ -51,6 +51,21 @@ class TextFormat(RequestBody, kw_only=True):
     schema: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def check(self) -> None:
+        if self.type == "json_schema" and (self.schema is None or self.name is None):
+            missing = "schema" if self.schema is None else "name"
+            raise BadRequest(
+                f"text.format.type='json_schema' needs text.format.{missing}",
+                f"text.format.{missing}",
+                "missing_field",
+            )
+        if self.type != "json_schema" and self.schema is not None:
+            raise BadRequest(
+                f"text.format.type={self.type!r} takes no text.format.schema; send "
+                "type='json_schema'",
+                "text.format.schema",
+            )
+
 
 class TextOptions(RequestBody, kw_only=True):
     format: TextFormat | None = None
@@ -139,7 +154,8 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
         self.refuse_unsupported()
         if self.reasoning is not None:
             self.reasoning.refuse_unsupported("reasoning.")
-        self._check_text()
+        if self.text is not None and self.text.format is not None:
+            self.text.format.check()
         self._check_stream()
         self._check_include()
         check_metadata(self.metadata)
@@ -179,22 +195,6 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
                 "unsupported_value",
             )
         return _part(choice, kind, "tool_choice")  # type: ignore[no-any-return]
-
-    def _check_text(self) -> None:
-        form = self.text.format if self.text else None
-        if form is None:
-            return
-        if form.type == "json_schema" and (form.schema is None or form.name is None):
-            missing = "schema" if form.schema is None else "name"
-            raise BadRequest(
-                f"text.format.type='json_schema' needs text.format.{missing}",
-                f"text.format.{missing}",
-                "missing_field",
-            )
-        if form.type != "json_schema" and form.schema is not None:
-            problem = "takes no text.format.schema; send type='json_schema'"
-            message = f"text.format.type={form.type!r} {problem}"
-            raise BadRequest(message, "text.format.schema")
 
     def _check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:
