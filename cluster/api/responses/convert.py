@@ -87,7 +87,7 @@ def chat_messages(items: Iterable[Item]) -> list[ChatMessage]:
     for item in items:
         turn = messages[-1] if messages and messages[-1].role == "assistant" else None
         begun = turn if turn and turn.content is None and turn.tool_calls is None else None
-        """The turn, if there is only reasoning in it."""
+        """The turn, where it has only reasoning."""
         match item:
             case ReasoningItem():
                 text = "\n".join(part.text for part in item.content or item.summary)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -37,9 +37,7 @@ class OutputItemWriter:
         self._place: dict[str, Any] = {}
         """What every event within it has."""
 
-    def write(
-        self, part: parts.AnswerDelta, logprobs: Sequence[ChatTokenLogprob] = ()
-    ) -> Iterator[Event]:
+    def write(self, part: parts.AnswerDelta, logprobs: list[ChatTokenLogprob]) -> Iterator[Event]:
         """`logprobs` are those of a content's tokens."""
         match part:
             case parts.Content(text):
@@ -58,7 +56,7 @@ class OutputItemWriter:
                 assert isinstance(self._open, FunctionCallItem), "calls come one after the other"
         if text:
             self._texts.append(text)
-            yield self._delta(text, list(logprobs))
+            yield self._delta(text, logprobs)
 
     def finish(self, status: Status) -> Iterator[Event]:
         """Nothing follows. An answer without text is one empty message."""

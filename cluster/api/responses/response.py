@@ -94,9 +94,7 @@ class ResponseDeleted(Body, kw_only=True):
     deleted: Literal[True] = True
 
 
-def begin_response(
-    body: ResponsesRequest, model: str, *, store: bool, now_s: float | None = None
-) -> ResponseBody:
+def begin_response(body: ResponsesRequest, model: str, *, store: bool) -> ResponseBody:
     """The response to a request before there is anything of it."""
     form: dict[str, Any] = {"type": "text"}
     if body.text and body.text.format:
@@ -106,7 +104,7 @@ def begin_response(
         )
     return ResponseBody(
         id=new_id("resp"),
-        created_at=int(time.time() if now_s is None else now_s),
+        created_at=int(time.time()),
         status="in_progress",
         background=bool(body.background),
         instructions=body.instructions,
