@@ -19,7 +19,7 @@ import msgspec
 from swell.cluster.api.admin.protocol import ModelList
 from swell.cluster.api.tokenize import TokenizeResponse
 from swell.cluster.cli.console import print_table
-from swell.cluster.cli.http_client import Client, ServerError
+from swell.cluster.cli.http_client import Client, ServerError, read_events
 
 _TEXTS = (
     "The quick brown fox jumps over the lazy dog, twice a day.",
@@ -129,7 +129,7 @@ async def measure(client: Client, body: bytes, expected_tokens: int) -> Sample:
     end = b""
     try:
         async with client.open("POST", "/v1/completions", body) as response:
-            async for data in response.events():
+            async for data in read_events(response):
                 now = time.perf_counter()
                 if b'"choices":[]' in data:
                     end = data

@@ -23,7 +23,7 @@ from swell.cluster.api.chat.protocol import ChatChunk
 from swell.cluster.cli.child_process import ServerProcess
 from swell.cluster.cli.console import plain, print_table, short
 from swell.cluster.cli.demo_screen import open_screen
-from swell.cluster.cli.http_client import Client, ServerError
+from swell.cluster.cli.http_client import Client, ServerError, read_events
 
 _CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
 _ENGINES = 2
@@ -124,7 +124,7 @@ async def stream_answer(client: Client, model: str, answer: Answer) -> None:
     try:
         async with client.open("POST", "/v1/chat/completions", body) as response:
             answer.engines = response.headers.get("x-swell-engine", "?")
-            async for data in response.events():
+            async for data in read_events(response):
                 chunk = msgspec.json.decode(data, type=ChatChunk)
                 for choice in chunk.choices:
                     if isinstance(choice.delta.content, str) and choice.delta.content:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import io
+import json
 import logging
 import os
 import shutil
@@ -14,10 +16,10 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
-
-import httpx
 
 from swell.cluster.cli import ray_settings
 from swell.cluster.control import actor_names
@@ -34,6 +36,8 @@ _SERVE_S = 10.0
 """What Serve itself needs to end replicas."""
 _LOCAL_CPUS = 16
 """Logical CPUs of a Ray that we start ourselves: our actors reserve next to nothing."""
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""No proxy is between a server and the command that starts it."""
 
 
 class StartupError(RuntimeError):
@@ -212,10 +216,10 @@ def _wait_until_ready(url: str, stop: threading.Event) -> bool:
 def _poll_ready(url: str) -> tuple[str | None, bool]:
     """What is waited for (None: nothing), and whether the first start has failed."""
     try:
-        answer = httpx.get(f"{url}/ready", timeout=10, trust_env=False)
-    except httpx.TransportError:
+        with _OPENER.open(f"{url}/ready", timeout=10):
+            return None, False
+    except urllib.error.HTTPError as answer:
+        error = json.load(answer)["error"]
+        return error["message"], error["code"] == "cluster_failed"
+    except (OSError, http.client.HTTPException):
         return "the ingress does not answer", False
-    if answer.status_code == 200:
-        return None, False
-    error = answer.json()["error"]
-    return error["message"], error["code"] == "cluster_failed"

@@ -12,7 +12,7 @@ import msgspec
 
 from swell.cluster.api.admin.protocol import ModelList
 from swell.cluster.api.chat.protocol import ChatChunk
-from swell.cluster.cli.http_client import Client, ServerError
+from swell.cluster.cli.http_client import Client, ServerError, read_events
 
 _PROMPT = "> "
 _HELP = "Ctrl-C stops an answer, /clear forgets the conversation, /quit or Ctrl-D leaves"
@@ -59,7 +59,7 @@ class Conversation:
         }
         body = msgspec.json.encode(request)
         async with self._client.open("POST", "/v1/chat/completions", body) as response:
-            async for data in response.events():
+            async for data in read_events(response):
                 for choice in msgspec.json.decode(data, type=ChatChunk).choices:
                     text = choice.delta.content
                     if isinstance(text, str) and text:
