@@ -10,8 +10,9 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, quantiles
 from typing import Any
 
 import msgspec
@@ -262,20 +263,13 @@ def summarize(samples: Sequence[Sample], duration_s: float, arguments: dict[str,
     )
 
 
-def percentiles_ms(seconds: Iterator[float]) -> Percentiles | None:
-    values = sorted(1000 * value for value in seconds)
+def percentiles_ms(seconds: Iterable[float]) -> Percentiles | None:
+    """Linear between the two nearest ranks, as numpy's default."""
+    values = [1000 * value for value in seconds]
     if not values:
         return None
-    mean = sum(values) / len(values)
-    return Percentiles(mean, *(percentile(values, share) for share in (0.5, 0.9, 0.99)))
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Linear between the two nearest ranks, as numpy's default."""
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
+    return Percentiles(fmean(values), cuts[49], cuts[89], cuts[98])
 
 
 def print_report(report: Report) -> None:
@@ -287,14 +281,11 @@ def print_report(report: Report) -> None:
         ("total tokens/s", f"{report.total_tokens_per_s:.1f}"),
     ]
     print_table("throughput", ("", "value"), rows)
-    latencies = (("TTFT", report.ttft_ms), ("ITL", report.itl_ms), ("end to end", report.e2e_ms))
-    print_table("latency in ms", ("", "mean", "p50", "p90", "p99"), map(_latency_row, latencies))
+    spans = (("TTFT", report.ttft_ms), ("ITL", report.itl_ms), ("end to end", report.e2e_ms))
+    latencies = []
+    for name, known in spans:
+        values = [f"{ms:.2f}" for ms in msgspec.structs.astuple(known)] if known else ["-"] * 4
+        latencies.append((name, *values))
+    print_table("latency in ms", ("", "mean", "p50", "p90", "p99"), latencies)
     if report.first_error:
         print(f"first failure: {report.first_error}")
-
-
-def _latency_row(item: tuple[str, Percentiles | None]) -> list[str]:
-    name, percentiles = item
-    if percentiles is None:
-        return [name, "-", "-", "-", "-"]
-    return [name, *(f"{value:.2f}" for value in msgspec.structs.astuple(percentiles))]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from swell.cluster.cli import bench
-from swell.cluster.cli.bench import Sample, percentile, random_prompts, summarize
+from swell.cluster.cli.bench import Percentiles, Sample, percentiles_ms, random_prompts, summarize
 from swell.cluster.cli.http_client import Client, ServerError, normal_url, read_events
 from swell.cluster.cli.main import main
 from tests.cluster.fake_server import FakeServer, running
@@ -103,10 +105,14 @@ def test_nothing_succeeded() -> None:
 
 
 def test_percentiles() -> None:
-    values = [float(value) for value in range(1, 102)]
-    assert [percentile(values, share) for share in (0, 0.5, 0.9, 0.99, 1)] == [1, 51, 91, 100, 101]
-    assert percentile([3.0], 0.99) == 3
-    assert percentile([1.0, 2.0], 0.5) == 1.5
+    values = [value / 1000 for value in range(1, 102)]
+    random.Random(0).shuffle(values)
+    known = percentiles_ms(values)
+    assert known is not None
+    assert msgspec.structs.astuple(known) == pytest.approx((51, 51, 91, 100))
+    assert percentiles_ms([0.003]) == Percentiles(3, 3, 3, 3)
+    assert percentiles_ms([0.002, 0.001]) == Percentiles(1.5, 1.5, pytest.approx(1.9), 1.99)
+    assert percentiles_ms([]) is None
 
 
 def test_prompts_repeat_with_their_seed() -> None:
