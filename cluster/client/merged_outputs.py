@@ -68,18 +68,16 @@ class MergedOutputs:
 
     async def __anext__(self) -> OutputBatch:
         """Raises what a request failed with, after everything that was there before."""
-        if self._first is not None:
-            first, self._first = self._first, None
+        first, self._first = self._first, None
+        if first is not None:
             return first
-        while self._unfinished or self._error:
-            batch = self._take()
-            if batch:
-                return batch
+        while not (batch := self._take()):
             if self._error is not None:
                 raise self._error
-            if self._unfinished:
-                await self._ready.wait()
-        raise StopAsyncIteration
+            if not self._unfinished:
+                raise StopAsyncIteration
+            await self._ready.wait()
+        return batch
 
     def _take(self) -> OutputBatch:
         batch: OutputBatch = []

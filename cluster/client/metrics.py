@@ -38,7 +38,7 @@ class Histogram:
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         """`bounds`: the largest value of each bucket, ascending; one more has what is above."""
-        self.name = name
+        self.name = f"swell_{name}"
         self._text = text
         self._bounds = bounds
         self.numbers = [0.0] * (len(bounds) + 2)
@@ -59,7 +59,7 @@ class Counter:
     """One number, or one for each value of a label; the values are fixed."""
 
     def __init__(self, name: str, text: str, label: str = "", values: Sequence[str] = ()) -> None:
-        self.name = name
+        self.name = f"swell_{name}"
         self._text = text
         self._label = label
         self._places = {value: place for place, value in enumerate(values or [""])}
@@ -83,71 +83,57 @@ class PrometheusStats(StatsSink, Collector):
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._parts: list[Histogram | Counter] = []
-        self._other_counts: Counts = {}
-
-        histogram, counter = self._histogram, self._counter
-        self._first_token = histogram(
+        self._first_token = Histogram(
             "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BUCKETS_S
         )
-        self._inter_token = histogram(
+        self._inter_token = Histogram(
             "inter_token_latency_seconds", "Between two tokens of an answer.", TOKEN_BUCKETS_S
         )
-        self._e2e = histogram(
+        self._e2e = Histogram(
             "e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S
         )
-        self._queue = histogram(
+        self._queue = Histogram(
             "request_queue_time_seconds", "Arrival to first schedule.", REQUEST_BUCKETS_S
         )
-        self._prefill = histogram(
+        self._prefill = Histogram(
             "request_prefill_time_seconds", "First schedule to first token.", REQUEST_BUCKETS_S
         )
-        self._decode = histogram(
+        self._decode = Histogram(
             "request_decode_time_seconds", "First token to last token.", REQUEST_BUCKETS_S
         )
-        self._request_prompt = histogram(
+        self._request_prompt = Histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", TOKEN_COUNT_BUCKETS
         )
-        self._request_generation = histogram(
+        self._request_generation = Histogram(
             "request_generation_tokens", "Generated tokens of a request.", TOKEN_COUNT_BUCKETS
         )
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
-        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self._success = counter(
+        self._prompt_tokens = Counter("prompt_tokens", "Prompt tokens processed.")
+        self._generation_tokens = Counter("generation_tokens", "Tokens generated.")
+        self._success = Counter(
             "request_success",
             "Requests that ended, by reason.",
             "finished_reason",
             [str(reason) for reason in FinishReason],
         )
-        self._resubmitted = counter(
+        self._resubmitted = Counter(
             "resubmitted_requests", "Requests that moved to another engine."
         )
-        self._refused = counter(
+        self._refused = Counter(
             "refused_requests",
             "Requests that were not taken in: too many wait.",
             "reason",
             ["too_many_waiting_requests", "too_many_waiting_tokens"],
         )
-        self._ignored = counter(
+        self._ignored = Counter(
             "ignored_fields",
             "Unknown fields in messages, calls and tools of requests, which were ignored.",
             "field",
             IGNORED_FIELDS,
         )
+        self._metrics = [m for m in vars(self).values() if isinstance(m, Histogram | Counter)]
+        self._other_counts: Counts = {}
+        self.registry = CollectorRegistry()
         self.registry.register(self)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"swell_{name}", text, buckets)
-        self._parts.append(histogram)
-        return histogram
-
-    def _counter(
-        self, name: str, text: str, label: str = "", values: Sequence[str] = ()
-    ) -> Counter:
-        counter = Counter(f"swell_{name}", text, label, values)
-        self._parts.append(counter)
-        return counter
 
     def record(self, stats: IterationStats) -> None:
         if stats.num_output_tokens:
@@ -160,12 +146,11 @@ class PrometheusStats(StatsSink, Collector):
         for request in stats.finished:
             self._success.inc(value=request.finish_reason)
             self._e2e.observe(request.e2e_s)
-            spans: tuple[tuple[Histogram, float | None], ...] = (
+            for histogram, known_s in (
                 (self._queue, request.queue_s),
                 (self._prefill, request.prefill_s),
                 (self._decode, request.decode_s),
-            )
-            for histogram, known_s in spans:
+            ):
                 if known_s is not None:
                     histogram.observe(known_s)
             self._request_prompt.observe(request.num_prompt_tokens)
@@ -186,7 +171,7 @@ class PrometheusStats(StatsSink, Collector):
 
     def counts(self) -> Counts:
         """The counters of this ingress."""
-        return {part.name: part.numbers for part in self._parts}
+        return {metric.name: metric.numbers for metric in self._metrics}
 
     def set_other_counts(self, counts: Counts) -> None:
         """The sum of those of all other ingresses."""
@@ -194,8 +179,8 @@ class PrometheusStats(StatsSink, Collector):
 
     def collect(self) -> Iterator[Metric]:
         total = add(self.counts(), self._other_counts)
-        for part in self._parts:
-            yield part.to_family(total[part.name])
+        for metric in self._metrics:
+            yield metric.to_family(total[metric.name])
 
     def render(self) -> bytes:
         """The text of `/metrics`."""
