@@ -10,6 +10,7 @@ Serve's proxy, where one runs, reaches the same routes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -159,15 +160,10 @@ class IngressDeployment:
         found = contact.coordinator
         connect = partial(AsyncEngineCoreClient, found.address, found.keys)
         self._ingress = await build_ingress(config, connect, manager, store)
-        self._edge = EdgeServer(
-            self._ingress.app,
-            config.serve.host,
-            contact.port,
-            config.cluster.drain_timeout_s,
-            config.serve,
-        )
+        limits, drain_s = config.serve, config.cluster.drain_timeout_s
+        self._edge = EdgeServer(self._ingress.app, limits.host, contact.port, drain_s, limits)
         await self._edge.start()
-        StructuredLogger("cluster.app").info("listening", host=config.serve.host, port=contact.port)
+        StructuredLogger("cluster.app").info("listening", host=limits.host, port=contact.port)
         freeze_gc()
 
     async def check_health(self) -> None:
@@ -196,20 +192,17 @@ async def _is_deleting(name: str) -> bool:
     """Whether Serve deletes it; else it replaces one replica, or the whole by another version, and
     a successor comes. A controller that has just died is back after some seconds; if none answers,
     none is there that could start a successor."""
-    found = None
-    try:
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_STATUS_TIMEOUT_S):
             while True:
                 try:
                     found = (await asyncio.to_thread(serve.status)).applications.get(name)
-                    break
+                    return found is None or found.status == ApplicationStatus.DELETING
                 except Exception as error:
                     text = f"{type(error).__name__}: {error}"
                     StructuredLogger("cluster.app").warning("no status", error=text)
                     await asyncio.sleep(_STATUS_POLL_S)
-    except TimeoutError:
-        return True
-    return found is None or found.status == ApplicationStatus.DELETING
+    return True
 
 
 def application(config: Config) -> serve.Application:

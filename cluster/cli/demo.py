@@ -236,7 +236,6 @@ async def run_with_server(config: str, port: int) -> None:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     server = ServerProcess(config, port)
-    record = None
     try:
         async with asyncio.timeout(_TOTAL_S):
             url = await server.start(_READY_S)
@@ -248,10 +247,8 @@ async def run_with_server(config: str, port: int) -> None:
         lines = "\n".join(f"  | {line}" for line in server.last_lines)
         raise DemoFailed(f"{error}; the server's last lines:\n{lines}") from None
     finally:
-        if record is None:
-            await server.stop()
+        trouble = await server.stop()
     print_summary(record)
-    trouble = await server.stop()
     if trouble:
         raise DemoFailed(trouble)
     print("shutdown     clean: exit code 0, and no process is left")

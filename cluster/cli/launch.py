@@ -45,32 +45,26 @@ class StartupError(RuntimeError):
 
 
 def serve(args: argparse.Namespace) -> int:
-    overrides = dict(args.set)
-    if args.host is not None:
-        overrides["serve.host"] = args.host
-    if args.port is not None:
-        overrides["serve.port"] = args.port
-    serve_forever(load(args.config, overrides), args.address)
-    return 0
-
-
-def serve_forever(config: Config, address: str | None) -> None:
     """Serve until SIGINT or SIGTERM, then drain and end everything that was started.
 
     Raises ConfigError and StartupError; nothing is left running then.
     """
+    own = {"serve.host": args.host, "serve.port": args.port}
+    own = {key: value for key, value in own.items() if value is not None}
+    config = load(args.config, {**dict(args.set), **own})
     check(config)
     config = claim_port(config)
     stop = threading.Event()
     _on_signals(lambda *_: stop.set())
-    with _ray(address):
+    with _ray(args.address):
         _on_signals(lambda *_: stop.set())  # Ray has set its own
-        with _application(config, own_ray=address is None) as url:
+        with _application(config, own_ray=args.address is None) as url:
             if _wait_until_ready(url, stop):
                 print(f"ready: {url}", flush=True)
                 stop.wait()
             _on_signals(signal.SIG_IGN)
             print("stopping: streams may finish", flush=True)
+    return 0
 
 
 def _on_signals(handler: Any) -> None:
