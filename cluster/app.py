@@ -38,7 +38,6 @@ from swell.configs.schema import Config, ConfigError, load, parse_override
 from swell.coordinator.coordinator import CoordinatorContact
 from swell.coordinator.ports import free_port, next_free_port
 
-_ACTOR_OPTIONS = {"num_cpus": 0}
 _SERVE_PROXY_PORT = 8000
 """Where `serve run` starts Serve's proxy."""
 _STOP_TIMEOUT_S = 20.0
@@ -67,9 +66,6 @@ class Contact(msgspec.Struct, frozen=True):
     """Where all ingresses of the application listen."""
 
 
-@serve.deployment(
-    name="Manager", num_replicas=1, max_ongoing_requests=1000, ray_actor_options=_ACTOR_OPTIONS
-)
 class ManagerDeployment:
     """`ClusterManager` under Serve's supervision."""
 
@@ -137,17 +133,6 @@ class ManagerDeployment:
             await self._manager.leave()
 
 
-RESPONSE_STORE: Any = serve.deployment(
-    name="ResponseStore",
-    num_replicas=1,
-    max_ongoing_requests=1000,
-    ray_actor_options=_ACTOR_OPTIONS,
-)(ResponseStoreService)
-"""`ResponseStoreService` under Serve's supervision. Large bodies pass through neither the manager
-nor the coordinator, and its process loads nothing of ours but the store."""
-
-
-@serve.deployment(name="Ingress", max_ongoing_requests=100_000, ray_actor_options=_ACTOR_OPTIONS)
 @serve.ingress()
 class IngressDeployment:
     """`Ingress` under Serve's supervision, with its own HTTP server."""
@@ -207,18 +192,21 @@ async def _is_deleting(name: str) -> bool:
 
 def application(config: Config) -> serve.Application:
     """The Serve application of a configuration whose port is known to be usable. With port 0 the
-    manager chooses one, and it stays the application's."""
-    manager: Any = ManagerDeployment
-    ingress: Any = IngressDeployment
-    options, limits = _supervision(config), config.serve
+    manager chooses one, and it stays the application's.
+
+    Stored responses have a process of their own: large bodies pass through neither the manager nor
+    the coordinator, and it loads nothing of ours but the store.
+    """
+    limits, options = config.serve, _actor_options(config)
+    one = {"num_replicas": 1, "max_ongoing_requests": 1000, **options}
+    many = {"num_replicas": limits.ingress_replicas, "max_ongoing_requests": 100_000, **options}
+    manager = serve.deployment(name="Manager", **one)(ManagerDeployment).bind(config)
     store = None
     if limits.stored_responses:
-        store = RESPONSE_STORE.options(**options).bind(
+        store = serve.deployment(name="ResponseStore", **one)(ResponseStoreService).bind(
             limits.stored_responses, limits.stored_response_bytes, limits.stored_response_age_s
         )
-    return ingress.options(num_replicas=limits.ingress_replicas, **options).bind(
-        config, manager.options(**options).bind(config), store
-    )
+    return serve.deployment(name="Ingress", **many)(IngressDeployment).bind(config, manager, store)
 
 
 def shutdown_s(config: Config) -> float:
@@ -226,10 +214,11 @@ def shutdown_s(config: Config) -> float:
     return config.cluster.drain_timeout_s + _STOP_TIMEOUT_S
 
 
-def _supervision(config: Config) -> dict[str, float]:
-    """Serve's limits: a replica that was stopped is replaced after about `stall_timeout_s`."""
+def _actor_options(config: Config) -> dict[str, Any]:
+    """With Serve's limits: a replica that was stopped is replaced after about `stall_timeout_s`."""
     check_s = max(_SHORTEST_CHECK_S, config.cluster.stall_timeout_s / (2 * _HEALTH_CHECKS))
     return {
+        "ray_actor_options": {"num_cpus": 0},
         "graceful_shutdown_timeout_s": shutdown_s(config),
         "health_check_timeout_s": check_s,
         "health_check_period_s": min(check_s, 10.0),

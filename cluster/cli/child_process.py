@@ -53,8 +53,7 @@ class ServerProcess:
         return url
 
     async def _relay_until(self, prefix: str | None) -> str | None:
-        """Print lines until one begins with `prefix`, and return its rest. None: the output has
-        ended."""
+        """Print lines up to one with `prefix`, and return its rest; None if none came."""
         assert self._process is not None and self._process.stdout is not None
         async for raw in self._process.stdout:
             line = raw.decode(errors="replace").rstrip()

@@ -194,11 +194,9 @@ def _wait_until_ready(url: str, stop: threading.Event) -> bool:
     """Print what the start waits for until the cluster is ready. False: stopped meanwhile."""
     started, reported = time.monotonic(), ""
     while not stop.is_set():
-        reason, failed = _poll_ready(url)
+        reason = _not_ready_reason(url)
         if reason is None:
             return True
-        if failed:
-            raise StartupError(reason)
         if reason != reported:
             seconds = time.monotonic() - started
             print(f"[{seconds:5.1f} s] {reason}", file=sys.stderr, flush=True)
@@ -207,13 +205,15 @@ def _wait_until_ready(url: str, stop: threading.Event) -> bool:
     return False
 
 
-def _poll_ready(url: str) -> tuple[str | None, bool]:
-    """What is waited for (None: nothing), and whether the first start has failed."""
+def _not_ready_reason(url: str) -> str | None:
+    """What is waited for; None: nothing. Raises StartupError if the first start has failed."""
     try:
         with _OPENER.open(f"{url}/ready", timeout=10):
-            return None, False
+            return None
     except urllib.error.HTTPError as answer:
         error = json.load(answer)["error"]
-        return error["message"], error["code"] == "cluster_failed"
     except (OSError, http.client.HTTPException):
-        return "the ingress does not answer", False
+        return "the ingress does not answer"
+    if error["code"] == "cluster_failed":
+        raise StartupError(error["message"])
+    return str(error["message"])
