@@ -53,7 +53,7 @@ class _Usage(msgspec.Struct):
 class _LastEvent(msgspec.Struct):
     """What is read of a stream's last event: every server sends it."""
 
-    usage: _Usage | None = None
+    usage: _Usage
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -105,9 +105,8 @@ async def _load(args: argparse.Namespace) -> tuple[list[Sample], float]:
     """Send all requests, `concurrency` at a time; their samples and the duration in seconds."""
     client = Client(args.url, args.api_key)
     model = await _model(client, args.input_tokens + args.output_tokens)
-    prompts = random_prompts(
-        await _token_ids(client, model), args.input_tokens, args.requests, args.seed
-    )
+    ids = await _token_ids(client, model)
+    prompts = random_prompts(ids, args.input_tokens, args.requests, args.seed)
     warm = await measure(client, _body(model, prompts[0][:_WARM_TOKENS], 1), 1)
     if warm.error:
         raise ServerError(f"the first request failed: {warm.error}")
@@ -141,24 +140,15 @@ async def measure(client: Client, body: bytes, expected_tokens: int) -> Sample:
                     sample.ttft_s = now - started
                 last = now
         sample.e2e_s = time.perf_counter() - started
-        _read_usage(sample, end, expected_tokens)
+        usage = msgspec.json.decode(end, type=_LastEvent).usage
+        sample.prompt_tokens, sample.output_tokens = usage.prompt_tokens, usage.completion_tokens
+        if sample.output_tokens != expected_tokens:
+            sample.error = f"{sample.output_tokens} tokens came, {expected_tokens} were asked for"
     except ServerError as error:
         sample.error = str(error)
-    return sample
-
-
-def _read_usage(sample: Sample, event: bytes, expected_tokens: int) -> None:
-    try:
-        usage = msgspec.json.decode(event, type=_LastEvent).usage
     except msgspec.DecodeError:
-        usage = None
-    if not usage:
         sample.error = "the stream brought no usage"
-        return
-    sample.prompt_tokens = usage.prompt_tokens
-    sample.output_tokens = usage.completion_tokens
-    if usage.completion_tokens != expected_tokens:
-        sample.error = f"{usage.completion_tokens} tokens came, {expected_tokens} were asked for"
+    return sample
 
 
 def _body(model: str, prompt: list[int], output_tokens: int) -> bytes:

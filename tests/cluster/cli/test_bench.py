@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -85,6 +85,23 @@ def test_a_cut_stream_is_a_failure(
     assert "the stream ended before its [DONE]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        (b'{"choices":[]}', "no usage"),
+        (b'{"choices":[],"usage":null}', "no usage"),
+        (b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":4}}', "4 tokens came, 5"),
+    ],
+)
+def test_a_stream_without_the_right_usage_is_a_failure(end: bytes, error: str) -> None:
+    async def read(client: Client) -> Sample:
+        return await bench.measure(client, b"{}", 5)
+
+    wire = b'data: {"choices":[{"text":"ab"}]}\n\ndata: ' + end + b"\n\ndata: [DONE]\n\n"
+    sample = with_answer(wire, {}, 1000, read)
+    assert error in (sample.error or "")
+
+
 def test_what_does_not_fit_is_refused(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--url", fake.url, "--input-tokens", "500"]) == 1
     assert "exceed the 512" in capsys.readouterr().err
@@ -120,8 +137,13 @@ def test_prompts_repeat_with_their_seed() -> None:
     assert random_prompts(range(9), 5, 3, 1) != random_prompts(range(9), 5, 3, 2)
 
 
-def events_of(wire: bytes, headers: dict[str, str], step: int) -> list[bytes]:
-    """The events of an answer whose body arrives `step` bytes at a time."""
+T = TypeVar("T")
+
+
+def with_answer(
+    wire: bytes, headers: dict[str, str], step: int, use: Callable[[Client], Awaitable[T]]
+) -> T:
+    """What comes of a client whose server answers with a body `step` bytes at a time."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -132,13 +154,20 @@ def events_of(wire: bytes, headers: dict[str, str], step: int) -> list[bytes]:
             await asyncio.sleep(0)
         writer.close()
 
-    async def read() -> list[bytes]:
+    async def run() -> T:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             host, port = server.sockets[0].getsockname()
-            async with Client(f"http://{host}:{port}").open("GET", "/") as response:
-                return [event async for event in read_events(response)]
+            return await use(Client(f"http://{host}:{port}"))
 
-    return asyncio.run(read())
+    return asyncio.run(run())
+
+
+def events_of(wire: bytes, headers: dict[str, str], step: int) -> list[bytes]:
+    async def read(client: Client) -> list[bytes]:
+        async with client.open("GET", "/") as response:
+            return [event async for event in read_events(response)]
+
+    return with_answer(wire, headers, step, read)
 
 
 def chunked(*pieces: bytes) -> bytes:
