@@ -88,15 +88,12 @@ class MergedOutputs:
                     continue
                 if output.finished:
                     del self._unfinished[number]
-                merged = self._merge(number, output)
+                answer = output.outputs[0]
+                if answer.finish_reason == "error":
+                    raise RequestFailed(str(answer.stop_reason or "the request failed"))
+                merged = self._parents[number // self._children].add(output)
                 if merged is not None:
                     batch.append((number, merged))
         except Exception as error:
             self._error = error
         return batch
-
-    def _merge(self, number: int, output: RequestOutput) -> RequestOutput | None:
-        (completion,) = output.outputs
-        if completion.finish_reason == "error":
-            raise RequestFailed(str(completion.stop_reason or "the request failed"))
-        return self._parents[number // self._children].add(output)

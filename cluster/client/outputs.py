@@ -11,6 +11,7 @@ from typing import overload
 import msgspec
 
 from swell.cluster.text.token_texts import Texts, TokenTexts
+from swell.worker.sample.wire import TokenLogprobs
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -56,18 +57,10 @@ class LogprobTable(Sequence[dict[int, Logprob] | None]):
     at_beginning: int = 0
     """Number of leading positions at which tokens have the texts of a beginning."""
 
-    def append(
-        self,
-        token_ids: list[int],
-        logprobs: list[float],
-        rank: int,
-        offset: int,
-        *,
-        at_beginning: bool = False,
-    ) -> None:
-        self.token_ids.append(token_ids)
-        self.logprobs.append(logprobs)
-        self.ranks.append(rank)
+    def append(self, token: TokenLogprobs, offset: int, *, at_beginning: bool = False) -> None:
+        self.token_ids.append(token.token_ids)
+        self.logprobs.append(token.logprobs)
+        self.ranks.append(token.rank)
         self.offsets.append(offset)
         self.at_beginning += at_beginning
 
