@@ -211,4 +211,4 @@ def test_a_manager_that_is_stopped_as_it_is_woken_stops(turns: int) -> None:
 def test_serve_asks_in_the_loop_that_does_the_work() -> None:
     """Without a method of ours Serve asks another thread, which answers whatever hangs here."""
     for deployment in (ManagerDeployment, IngressDeployment):
-        assert asyncio.iscoroutinefunction(deployment.func_or_class.check_health)
+        assert asyncio.iscoroutinefunction(deployment.check_health)
