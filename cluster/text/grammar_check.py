@@ -12,15 +12,12 @@ its standard input and starts again after a check that ended it. Linux only, as 
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 
 CPU_S = 0.5
@@ -82,25 +79,17 @@ class GrammarChecker:
     def _request(self, process: subprocess.Popen[bytes], line: bytes) -> str | None:
         """The process's answer to a line; None if it gives none."""
         assert process.stdin is not None and process.stdout is not None
+        patience = threading.Timer(WALL_S, process.kill)
+        patience.start()
         try:
             process.stdin.write(line)
             process.stdin.flush()
+            received = process.stdout.readline()
         except BrokenPipeError:
             return None
-        output = process.stdout.fileno()
-        poll = select.poll()
-        poll.register(output, select.POLLIN)
-        deadline, received = time.monotonic() + WALL_S, b""
-        while not received.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
-                process.kill()
-                return None
-            part = os.read(output, 1 << 16)
-            if not part:
-                return None
-            received += part
-        return str(json.loads(received))
+        finally:
+            patience.cancel()
+        return str(json.loads(received)) if received.endswith(b"\n") else None
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
         """Its exit status."""
