@@ -60,6 +60,15 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
     def flush(self) -> str:
         return self._decode(b"", True)
 
+    def token_bytes(self, token_id: int, *, at_beginning: bool = False) -> bytes:
+        return self.table[token_id]
+
+    def whole_text(self, token_id: int) -> str:
+        try:
+            return self.table[token_id].decode()
+        except UnicodeDecodeError:
+            return ""
+
     def _context_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
         """As many as hold one character."""
         tail, size = super()._context_tokens(token_ids), 0
