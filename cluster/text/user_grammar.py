@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
 
 MAX_GBNF_BYTES = 32 * 1024
 """Converting is quadratic in the number of rules: a second for the worst of this length."""
@@ -32,9 +32,7 @@ def lark_of(grammar: str, param: str) -> str:
     `BadRequest`."""
     lark = _from_gbnf(grammar, param) if _GBNF_RULE.search(grammar) else grammar
     if lark.lstrip().startswith("{"):
-        raise BadRequest(
-            f"{param}={shown(lark)} is neither Lark nor GBNF", param, "invalid_grammar"
-        )
+        raise bad_value(param, lark, "is neither Lark nor GBNF", "invalid_grammar")
     for token in _lark_tokens(lark):
         raise BadRequest(
             f"{param} names the token {shown(token)}; only text can be asked for", param
