@@ -141,11 +141,12 @@ class InputProcessor(msgspec.Struct, frozen=True):
                     compile_grammar, params.structured_outputs, request.structured_outputs_field
                 )
             return self._build(request, params, self._tokenize(request), ContentParser), compiles
-        request_format = self.formats.of(request, request.prompt)
+        self.formats.check_tools(request.prompt.template.tools)
         prompts = self._tokenize(request)
-        if request_format.keeps_special_tokens:
+        end = self.prompts.text(prompts[0][-TAIL_TOKENS:])
+        answer = self.formats.of(request, request.prompt, end)
+        if answer.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        answer = request_format.of(self.prompts.text(prompts[0][-TAIL_TOKENS:]))
         return self._build(request, params, prompts, answer.make_parser), answer.grammar
 
     def _tokenize(self, request: GenerationRequest) -> list[list[int]]:
