@@ -11,7 +11,7 @@ import msgspec
 from swell.cluster.text.bad_words import bad_words_token_ids
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.generation_request import Conversation, GenerationRequest, Prompt
-from swell.cluster.text.model_formats import ModelFormats
+from swell.cluster.text.model_formats import AnswerFormat, ModelFormats
 from swell.cluster.text.offload import OffloadPools
 from swell.cluster.text.parsers.base import ContentParser, Parser
 from swell.cluster.text.prompts import PromptProcessor
@@ -133,26 +133,44 @@ class InputProcessor(msgspec.Struct, frozen=True):
     def prepare(self, request: GenerationRequest) -> tuple[RequestParams, CompileGrammar | None]:
         """All but the grammar, and what compiles it."""
         self._check_priority(request.priority)
-        params = request.params
-        if not isinstance(request.prompt, Conversation) or self.formats is None:
-            compiles = None
-            if params.structured_outputs is not None:
-                compiles = partial(
-                    compile_grammar, params.structured_outputs, request.structured_outputs_field
-                )
-            return self._build(request, params, self._tokenize(request), ContentParser), compiles
-        self.formats.check_tools(request.prompt.template.tools)
         prompts = self._tokenize(request)
-        end = self.prompts.text(prompts[0][-TAIL_TOKENS:])
-        answer = self.formats.of(request, request.prompt, end)
+        answer = self._answer_format(request, prompts)
+        params, vocab_size = request.params, self.prompts.vocab_size
         if answer.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        return self._build(request, params, prompts, answer.make_parser), answer.grammar
+        validate(params, vocab_size=vocab_size)
+        params = resolve_prompt_logprobs(params, sum(map(len, prompts)), vocab_size)
+        processed = RequestParams(
+            prompts=self._processed_prompts(request, params, prompts),
+            text_start=_text_start(request),
+            params=params,
+            eos_token_ids=self.eos_token_ids,
+            bad_words=bad_words_token_ids(
+                self.prompts.tokenizer, params.bad_words, vocab_size=vocab_size
+            ),
+            make_parser=answer.make_parser,
+            stream=request.stream,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            data_parallel_rank=request.data_parallel_rank,
+        )
+        return processed, answer.grammar
+
+    def _answer_format(self, request: GenerationRequest, prompts: list[list[int]]) -> AnswerFormat:
+        if isinstance(request.prompt, Conversation) and self.formats is not None:
+            end = self.prompts.text(prompts[0][-TAIL_TOKENS:])
+            return self.formats.of(request, request.prompt, end)
+        form, grammar = request.params.structured_outputs, None
+        if form is not None:
+            grammar = partial(compile_grammar, form, request.structured_outputs_field)
+        return AnswerFormat(keeps_special_tokens=False, make_parser=ContentParser, grammar=grammar)
 
     def _tokenize(self, request: GenerationRequest) -> list[list[int]]:
         if self.max_children is not None:
             count = 1 if isinstance(request.prompt, Conversation) else len(request.prompt)
             check_num_children(count, request.params, self.max_children)
+        if isinstance(request.prompt, Conversation) and self.formats is not None:
+            self.formats.check_tools(request.prompt.template.tools)
         return self.tokenize(request.prompt, request.tokenize_options, request.prompt_field)
 
     def tokenize(
@@ -170,31 +188,6 @@ class InputProcessor(msgspec.Struct, frozen=True):
                 "unsupported_value",
             )
         return [self.prompts.chat_prompt(prompt.messages, prompt.template, options)]
-
-    def _build(
-        self,
-        request: GenerationRequest,
-        params: SamplingParams,
-        prompts: list[list[int]],
-        make_parser: Callable[[], Parser],
-    ) -> RequestParams:
-        vocab_size = self.prompts.vocab_size
-        validate(params, vocab_size=vocab_size)
-        params = resolve_prompt_logprobs(params, sum(map(len, prompts)), vocab_size)
-        return RequestParams(
-            prompts=self._processed_prompts(request, params, prompts),
-            text_start=_text_start(request),
-            params=params,
-            eos_token_ids=self.eos_token_ids,
-            bad_words=bad_words_token_ids(
-                self.prompts.tokenizer, params.bad_words, vocab_size=vocab_size
-            ),
-            make_parser=make_parser,
-            stream=request.stream,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            data_parallel_rank=request.data_parallel_rank,
-        )
 
     def _processed_prompts(
         self, request: GenerationRequest, params: SamplingParams, prompts: list[list[int]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ from swell.cluster.text.incremental_detokenizer import (
 MAX_RUN_TOKENS = 64
 _INNER_BYTES = range(0x80, 0xC0)
 """Of a character, all but the first."""
+_STAGES = re.compile(r"(Replace ?|Strip ?)*(?P<bytes>ByteFallback ?)?(Fuse ?(?P<strip>Strip)?)?")
+"""Stages that read one token at a time, then at most ByteFallback, then at most Fuse, then at most
+a Strip of the beginning."""
 
 
 class DecoderShape(NamedTuple):
@@ -32,24 +36,18 @@ class DecoderShape(NamedTuple):
 
     @staticmethod
     def parse(stages: list[dict[str, Any]]) -> DecoderShape | None:
-        """Stages that read one token at a time, then at most ByteFallback, then at most
-        Fuse, then at most a Strip of the beginning."""
         kinds = [stage["type"] for stage in stages]
         if not kinds or kinds in (["Metaspace"], ["WordPiece"]):
             return DecoderShape(first_differs=True)
-        local = 0
-        while local < len(kinds) and kinds[local] in ("Replace", "Strip"):
-            local += 1
-        tail, last = kinds[local:], stages[-1]
-        byte_fallback = tail[:1] == ["ByteFallback"]
-        tail = tail[1:] if byte_fallback else tail
-        if tail in ([], ["Fuse"]):
-            return DecoderShape(byte_fallback=byte_fallback)
-        if tail == ["Fuse", "Strip"] and last["stop"] == 0:
-            return DecoderShape(
-                byte_fallback=byte_fallback, strip_char=last["content"], strip_chars=last["start"]
-            )
-        return None
+        found = _STAGES.fullmatch(" ".join(kinds))
+        if found is None:
+            return None
+        shape, strip = DecoderShape(byte_fallback=bool(found["bytes"])), stages[-1]
+        if not found["strip"]:
+            return shape
+        if strip["stop"]:
+            return None
+        return shape._replace(strip_char=strip["content"], strip_chars=strip["start"])
 
 
 def byte_of_token(token: str) -> int | None:

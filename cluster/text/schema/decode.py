@@ -172,11 +172,10 @@ def _explain_validation(
 ) -> BadRequest:
     """msgspec gives the rule and the path; the value is looked up in the body."""
     rule, path, name = _Rejection.parse(str(error))
+    full = f"{path}.{name}" if path else name
     if str(error).startswith(_UNKNOWN):
-        full = _join(path, name)
         return BadRequest(_unknown_field(full, name, path, kind), full, "unknown_field")
     if str(error).startswith(_MISSING):
-        full = _join(path, name)
         return BadRequest(f"the required field {full!r} is missing", full, "missing_field")
     if not path:
         return BadRequest(f"the body is wrong: {rule}", None, "invalid_type")
@@ -190,10 +189,6 @@ def _unknown_field(full: str, name: str, path: str, kind: type[RequestBody]) -> 
     near = difflib.get_close_matches(name[:100], known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"the field {shown(full)} is unknown{hint}"
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _lookup(body: bytes, path: str) -> tuple[bool, Any]:
