@@ -89,11 +89,10 @@ class Detokenizer:
         """The detokenizer of a new answer to a prompt. After special tokens alone every answer is a
         beginning."""
         incremental = self._start[skip_special_tokens]()
+        has_text = not self._special.issuperset(prompt_token_ids)
         if text_start is TextStart.VERBATIM:
             incremental.skip_beginning()
-        elif text_start is TextStart.CONTINUATION and not self._special.issuperset(
-            prompt_token_ids
-        ):
+        elif text_start is TextStart.CONTINUATION and has_text:
             incremental.prime_with_prompt(prompt_token_ids)
         return incremental
 

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from swell.cluster.text.chat_template import TemplateOptions
-from swell.cluster.text.sampling_params import BadRequest, SamplingParams, bad_value
+from swell.cluster.text.sampling_params import SamplingParams, bad_value
 from swell.cluster.text.schema.chat_messages import ChatMessage, ToolChoice
 from swell.cluster.text.truncation import PLAIN_TEXT, TokenizeOptions
+from swell.cluster.text.validate_params import check_length
 
 Prompt = str | list[int]
 """A text, or token ids."""
@@ -72,8 +73,5 @@ def split_prompts(prompt: str | Sequence[Any]) -> list[Prompt]:
             "lists of token ids"
         )
         raise bad_value("prompt", parts, rule)
-    if len(parts) > MAX_PROMPTS:
-        raise BadRequest(
-            f"prompt holds {len(parts)} prompts; at most {MAX_PROMPTS} are allowed", "prompt"
-        )
+    check_length("prompt", parts, "prompts", MAX_PROMPTS)
     return parts

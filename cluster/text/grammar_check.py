@@ -93,14 +93,9 @@ class GrammarChecker:
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
         """Its exit status."""
-        assert process.stdin is not None and process.stdout is not None
         self._process = None
-        process.stdout.close()
-        try:
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # what was not written yet has no reader any more
-        return process.wait()
+        process.communicate()  # closes its pipes and waits for its end
+        return process.returncode
 
 
 def _serve(limits: Mapping[str, int], cpu_s: float) -> None:

@@ -20,6 +20,7 @@ from swell.cluster.text.incremental_detokenizer import (
 MAX_RUN_TOKENS = 64
 _INNER_BYTES = range(0x80, 0xC0)
 """Of a character, all but the first."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
 _STAGES = re.compile(r"(Replace ?|Strip ?)*(?P<bytes>ByteFallback ?)?(Fuse ?(?P<strip>Strip)?)?")
 """Stages that read one token at a time, then at most ByteFallback, then at most Fuse, then at most
 a Strip of the beginning."""
@@ -51,12 +52,8 @@ class DecoderShape(NamedTuple):
 
 
 def byte_of_token(token: str) -> int | None:
-    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
-        return None
-    try:
-        return int(token[3:5], 16)
-    except ValueError:
-        return None
+    found = _BYTE_TOKEN.fullmatch(token)
+    return int(found[1], 16) if found else None
 
 
 class Piece(NamedTuple):

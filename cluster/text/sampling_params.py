@@ -151,9 +151,9 @@ def shown(value: object) -> str:
     return f"an {'object' if isinstance(value, dict) else 'array'} of {len(value)}"
 
 
-def bad_value(path: str, value: object, rule: str, code: str | None = None) -> BadRequest:
-    """The error of one field: its path, its value, and the rule that this breaks."""
-    return BadRequest(f"{path}={shown(value)} {rule}", path, code)
+def bad_value(path: str, value: object, problem: str, code: str | None = None) -> BadRequest:
+    """A field whose value is wrong. `problem` follows the value, as "must be at least 1"."""
+    return BadRequest(f"{path}={shown(value)} {problem}", path, code)
 
 
 def child_sampling_params(params: SamplingParams) -> list[SamplingParams]:

@@ -11,6 +11,7 @@ import msgspec
 
 from swell.cluster.text.sampling_params import BadRequest, Field, bad_value, shown
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+from swell.cluster.text.validate_params import check_length
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that every chat template is taken to know; any other must be one of the template's own."""
@@ -301,10 +302,7 @@ def call_rules(choice: ToolChoice | None) -> CallRules:
 
 
 def check_count(tools: Sequence[object] | None) -> None:
-    if tools is not None and len(tools) > MAX_TOOLS:
-        raise BadRequest(
-            f"tools holds {len(tools)} tools; at most {MAX_TOOLS} are allowed", "tools"
-        )
+    check_length("tools", tools or (), "tools", MAX_TOOLS)
 
 
 def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -> None:
