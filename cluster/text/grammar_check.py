@@ -37,10 +37,9 @@ _TOKEN_IDS = re.compile(r"<\[[0-9,*^-]+\]>")
 class GrammarChecker:
     """Checks one grammar at a time; safe to call from several threads."""
 
-    def __init__(self, limits: Mapping[str, int], cpu_s: float = CPU_S) -> None:
-        """`limits`: arguments of `llguidance.LLParserLimits`; `cpu_s`: longest check."""
-        self._limits = dict(limits)
-        self._cpu_s = cpu_s
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        """`limits`: arguments of `llguidance.LLParserLimits`."""
+        self._limits = json.dumps(limits)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -55,7 +54,7 @@ class GrammarChecker:
                 return reason
             status = self._end(process)
         if status == -signal.SIGPROF:
-            return f"it takes more than {self._cpu_s:g} s to compile"
+            return f"it takes more than {CPU_S:g} s to compile"
         if status == -signal.SIGKILL:
             return f"it is not compiled within {WALL_S:g} s"
         return f"it needs more than {MEMORY_BYTES >> 20} MiB, or nests too deeply"
@@ -69,7 +68,7 @@ class GrammarChecker:
     def _start(self) -> subprocess.Popen[bytes]:
         # -P: this file's folder holds modules of ours whose names are the standard library's.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, json.dumps([self._limits, self._cpu_s])],
+            [sys.executable, "-P", __file__, self._limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -98,13 +97,13 @@ class GrammarChecker:
         return process.returncode
 
 
-def _serve(limits: Mapping[str, int], cpu_s: float) -> None:
+def _serve(limits: Mapping[str, int]) -> None:
     """Answer every line of standard input with the reason for which its grammar is refused."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
         # Its signal is not caught, so it ends the process.
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
         reason = _reason(json.loads(line), limits)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reason[:MAX_REASON_CHARS]), flush=True)
@@ -128,6 +127,6 @@ def _reason(lark: str, limits: Mapping[str, int]) -> str:
 
 if __name__ == "__main__":
     threading.stack_size(STACK_BYTES)
-    worker = threading.Thread(target=_serve, args=json.loads(sys.argv[1]))
+    worker = threading.Thread(target=_serve, args=[json.loads(sys.argv[1])])
     worker.start()
     worker.join()
