@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import NamedTuple
 
 import msgspec
@@ -175,6 +175,12 @@ def num_utf8_bytes(name: str, text: str) -> int:
         raise BadRequest(f"{name} holds a lone surrogate, which is no text", name) from None
 
 
+def check_length(path: str, items: Sized, what: str, limit: int) -> None:
+    """Refuse a list, or what else has a length, that is too long."""
+    if len(items) > limit:
+        raise BadRequest(f"{path} holds {len(items)} {what}; at most {limit} are allowed", path)
+
+
 def check_total_chars(name: str, texts: list[str], limit: int) -> None:
     """Refuse strings that have more characters together than `limit`."""
     chars = sum(map(len, texts))
@@ -191,8 +197,7 @@ def _check_strings(name: str, value: object, limit: int, limit_chars: int) -> No
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list):
         raise bad_value(name, value, "must be a string or a list of strings")
-    if len(strings) > limit:
-        raise BadRequest(f"{name} holds {len(strings)} strings; at most {limit} are allowed", name)
+    check_length(name, strings, "strings", limit)
     for index, text in enumerate(strings):
         path = f"{name}[{index}]" if isinstance(value, list) else name
         if not isinstance(text, str) or not text:
@@ -206,19 +211,14 @@ def _check_strings(name: str, value: object, limit: int, limit_chars: int) -> No
 def _check_tokens(name: str, token_ids: object, limit: int, vocab_size: int) -> None:
     if not isinstance(token_ids, list):
         raise bad_value(name, token_ids, "must be a list of token ids")
-    if len(token_ids) > limit:
-        raise BadRequest(f"{name} holds {len(token_ids)} ids; at most {limit} are allowed", name)
+    check_length(name, token_ids, "ids", limit)
     check_token_ids(name, token_ids, vocab_size)
 
 
 def _check_bias(bias: object, vocab_size: int) -> None:
     if not isinstance(bias, dict):
         raise bad_value("logit_bias", bias, "must map token ids to numbers")
-    if len(bias) > MAX_BIASED_TOKENS:
-        raise BadRequest(
-            f"logit_bias holds {len(bias)} tokens; at most {MAX_BIASED_TOKENS} are allowed",
-            "logit_bias",
-        )
+    check_length("logit_bias", bias, "tokens", MAX_BIASED_TOKENS)
     for token, value in bias.items():
         path = f"logit_bias[{shown(token)}]"
         if type(token) is not int or not 0 <= token < vocab_size:

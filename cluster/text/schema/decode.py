@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -39,6 +40,7 @@ _JSON_TYPE_NAMES = {
 }
 
 
+_QUOTED = re.compile("`([^`]*)`")
 _UNKNOWN = "Object contains unknown field"
 _MISSING = "Object missing required field"
 
@@ -138,6 +140,10 @@ def _is_text(text: str) -> bool:
     return True
 
 
+def _json_types(quoted: re.Match[str]) -> str:
+    return " or ".join(_JSON_TYPE_NAMES.get(one, one) for one in quoted[1].split(" | "))
+
+
 class _Rejection(NamedTuple):
     """What msgspec's message says; it gives text alone."""
 
@@ -157,12 +163,7 @@ class _Rejection(NamedTuple):
         if not found:
             rule, path = message, ""
         name = rule[rule.find("`") + 1 : max(rule.rfind("`"), 0)]
-        texts = rule.split("`")
-        for place in range(1, len(texts) - 1, 2):
-            types = texts[place].split(" | ")
-            texts[place] = " or ".join(_JSON_TYPE_NAMES.get(one, one) for one in types)
-        unpaired = "`" if len(texts) % 2 == 0 else ""
-        rule = "".join(texts[:-1]) + unpaired + texts[-1]
+        rule = _QUOTED.sub(_json_types, rule)
         path = path.rstrip("`").removeprefix("$").removeprefix(".")
         return cls(rule[:1].lower() + rule[1:], path, name)
 
@@ -172,11 +173,10 @@ def _explain_validation(
 ) -> BadRequest:
     """msgspec gives the rule and the path; the value is looked up in the body."""
     rule, path, name = _Rejection.parse(str(error))
+    full = f"{path}.{name}" if path else name
     if str(error).startswith(_UNKNOWN):
-        full = _join(path, name)
         return BadRequest(_unknown_field(full, name, path, kind), full, "unknown_field")
     if str(error).startswith(_MISSING):
-        full = _join(path, name)
         return BadRequest(f"the required field {full!r} is missing", full, "missing_field")
     if not path:
         return BadRequest(f"the body is wrong: {rule}", None, "invalid_type")
@@ -190,10 +190,6 @@ def _unknown_field(full: str, name: str, path: str, kind: type[RequestBody]) -> 
     near = difflib.get_close_matches(name[:100], known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"the field {shown(full)} is unknown{hint}"
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _lookup(body: bytes, path: str) -> tuple[bool, Any]:

@@ -130,10 +130,9 @@ def _struct_info(kind: type[msgspec.Struct]) -> _StructInfo:
     names = {field.encode_name for field in info.fields}
     if info.tag_field is not None:
         names.add(info.tag_field)
-    parts: dict[str, StructTypes] = {}
-    for field in info.fields:
-        if kinds := _struct_types(field.type):
-            parts[field.encode_name] = kinds
+    parts: dict[str, StructTypes] = {
+        field.encode_name: kinds for field in info.fields if (kinds := _struct_types(field.type))
+    }
     if issubclass(kind, RequestBody):
         parts |= kind.PARTS
     is_history = issubclass(kind, HistoryPart)
