@@ -7,15 +7,16 @@ once. The result is, byte for byte, what the typed chunks of `chat/` and `comple
 from __future__ import annotations
 
 import msgspec
-from msgspec import UNSET
 
-from swell.cluster.api.chat.protocol import ChatChunk, ChatChunkChoice, ChatDelta
+from swell.cluster.api.chat.protocol import ChatChunk, ChatDelta
 from swell.cluster.api.completions.protocol import CompletionChunk
 from swell.cluster.api.logprobs import ChatLogprobs, CompletionLogprobs
 from swell.cluster.api.protocol_base import Usage
 
 DONE = b"data: [DONE]\n\n"
 
+_CLOSE = b"}\n\n"
+"""The end of a chunk and of its event."""
 _encode = msgspec.json.encode
 
 
@@ -51,7 +52,6 @@ class _Stream:
 
     def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
         self._empty = self._kind(id=id, created=created, model=model, choices=[])
-        self._no_usage = None if include_usage else UNSET
         head = {"id": id, "object": self._empty.object, "created": created, "model": model}
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":'
         self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
@@ -100,21 +100,14 @@ class ChatStream(_Stream):
         self,
         index: int = 0,
         prompt_token_ids: list[int] | None = None,
-        usage: Usage | None = None,
+        fields: ChunkFields = TEXT_ONLY,
     ) -> bytes:
-        """The first event of a choice: who speaks."""
-        delta = ChatDelta(role="assistant", content="")
+        """The first event of a choice: who speaks. `prompt_token_ids` are the chunk's own."""
+        event = self.delta(ChatDelta(role="assistant", content=""), index, fields)
         if prompt_token_ids is None:
-            return self.delta(
-                delta, index, TEXT_ONLY if usage is None else ChunkFields(usage=usage)
-            )
-        chunk = msgspec.structs.replace(
-            self._empty,
-            choices=[ChatChunkChoice(index=index, delta=delta)],
-            usage=self._no_usage if usage is None else usage,
-            prompt_token_ids=prompt_token_ids,
-        )
-        return event(chunk)
+            return event
+        ids = b',"prompt_token_ids":' + _encode(prompt_token_ids)
+        return event.removesuffix(_CLOSE) + ids + _CLOSE
 
     def chunk(self, text: str, index: int = 0, fields: ChunkFields = TEXT_ONLY) -> bytes:
         return self._chunk(index, b'"delta":{"content":' + _encode(text) + b"}", fields)

@@ -18,7 +18,7 @@ from swell.cluster.api.chat.protocol import (
     ToolCall,
     ToolCallDelta,
 )
-from swell.cluster.api.logprobs import ChatLogprobs, chat_logprobs, name_by_id, prompt_logprobs_body
+from swell.cluster.api.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs_body
 from swell.cluster.api.output_parts import parse_output
 from swell.cluster.api.protocol_base import Usage
 from swell.cluster.api.response_writer import ResponseWriter, choice_usage, usage_of
@@ -114,16 +114,15 @@ class ChatResponseWriter(ResponseWriter):
 
     def _begin(self, output: RequestOutput) -> Iterable[bytes]:
         """The role of all choices. They answer one prompt, whose token ids come with the first."""
-        body, used = self._body, None
-        ids = output.prompt_token_ids if body.return_token_ids else None
-        if body.continuous_usage:
-            used = usage_of([output], 0)
+        ids = output.prompt_token_ids if self._body.return_token_ids else None
+        fields = TEXT_ONLY
+        if self._body.continuous_usage:
+            fields = ChunkFields(usage=usage_of([output], 0))
         for choice in range(self.n):
             self._parsers[choice] = self._make_parser()
-            yield self._stream.role(choice, ids if choice == 0 else None, used)
+            yield self._stream.role(choice, ids if choice == 0 else None, fields)
             if self._echoed:
-                more = TEXT_ONLY if used is None else ChunkFields(usage=used)
-                yield self._stream.chunk(self._echoed, choice, more)
+                yield self._stream.chunk(self._echoed, choice, fields)
 
     def _event(self, choice: int, part: parts.AnswerDelta, fields: ChunkFields) -> bytes:
         match part:
@@ -156,8 +155,8 @@ class ChatResponseWriter(ResponseWriter):
     def _logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
         if part.logprobs is None:
             return None
-        names = name_by_id if self._body.return_tokens_as_token_ids else None
-        return chat_logprobs(part.logprobs, self._body.top_logprobs or 0, names)
+        by_id = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(part.logprobs, self._body.top_logprobs or 0, by_id=by_id)
 
     def _reason(self, part: CompletionOutput, *, called: bool) -> str | None:
         """OpenAI says `tool_calls` where the model chose to call, and `stop` where it had to."""

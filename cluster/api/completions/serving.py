@@ -10,7 +10,6 @@ from swell.cluster.api.completions.protocol import Completion, CompletionChoice,
 from swell.cluster.api.logprobs import (
     CompletionLogprobs,
     completion_logprobs,
-    name_by_id,
     prompt_logprobs_body,
 )
 from swell.cluster.api.protocol_base import Usage, usage
@@ -97,12 +96,11 @@ class CompletionResponseWriter(ResponseWriter):
         """Of a stream's outputs the first alone has those of the prompt."""
         if self._body.logprobs is None or part.logprobs is None:
             return None
-        echo = output.prompt_logprobs if self._body.echo else None
         return completion_logprobs(
             part.logprobs,
             self._body.logprobs,
-            name_of=name_by_id if self._body.return_tokens_as_token_ids else None,
-            echo=echo,
+            by_id=bool(self._body.return_tokens_as_token_ids),
+            echo=output.prompt_logprobs if self._body.echo else None,
             echoed_chars=echoed_chars,
         )
 

@@ -101,6 +101,21 @@ def test_chunks_are_the_typed_ones(
         assert payload(got) == msgspec.json.encode(chunk)
 
 
+@settings(max_examples=50, deadline=None)
+@given(RESTS, st.none() | st.lists(st.integers(0, 10**6), max_size=3), st.booleans())
+def test_the_role_is_the_typed_chunk(
+    rest: ChunkFields, ids: list[int] | None, with_usage: bool
+) -> None:
+    fields = choice_fields(1, rest)
+    rest = rest if rest is TEXT_ONLY else msgspec.structs.replace(rest, prompt_token_ids=None)
+    choice = ChatChunkChoice(delta=ChatDelta(role="assistant", content=""), **fields)
+    tail: dict[str, Any] = {"usage": None} if with_usage else {}
+    tail |= {} if ids is None else {"prompt_token_ids": ids}
+    chunk = ChatChunk(id="x-1", created=7, model="m", choices=[choice], **tail)
+    stream = sse.ChatStream("x-1", 7, "m", include_usage=with_usage)
+    assert payload(stream.role(1, ids, rest)) == msgspec.json.encode(chunk)
+
+
 @pytest.mark.parametrize("with_usage", [True, False])
 def test_a_chat_stream_as_the_client_reads_it(with_usage: bool) -> None:
     stream = sse.ChatStream("c", 1, "m", include_usage=with_usage)
