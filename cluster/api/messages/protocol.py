@@ -7,7 +7,6 @@ Anthropic's; they mean what they do for chat completions.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from swell.cluster.api.messages.blocks import (
@@ -53,12 +52,10 @@ class InputMessage(HistoryPart, kw_only=True):
             where = f"{path}.content[{index}]"
             home = _ROLE_OF_BLOCK.get(type(block), self.role)
             if home != self.role or (self.role == "system" and not isinstance(block, TextBlock)):
-                elsewhere = f"; it belongs into one of role {home!r}" if home != self.role else ""
-                raise bad_value(
-                    f"{where}.type",
-                    block.__struct_config__.tag,
-                    f"stands in a message of role {self.role!r}{elsewhere}",
-                )
+                problem = f"stands in a message of role {self.role!r}"
+                if home != self.role:
+                    problem += f"; it belongs into one of role {home!r}"
+                raise bad_value(f"{where}.type", block.type, problem)
             block.check_at(where)
 
     @property
@@ -204,30 +201,19 @@ class CountTokensRequest(RequestBody, kw_only=True):
         self._check_tools()
 
     def _check_calls(self) -> None:
-        """Every result answers an earlier call, and the last call has its result."""
+        """Every result answers an earlier call, and the last message makes no call."""
         called: set[str] = set()
-        for path, block in self._blocks():
-            if isinstance(block, ToolUseBlock):
-                called.add(block.id)
-            elif isinstance(block, ToolResultBlock) and block.tool_use_id not in called:
-                raise bad_value(
-                    f"{path}.tool_use_id",
-                    block.tool_use_id,
-                    "is the id of no earlier tool_use block",
-                )
-        last = len(self.messages) - 1
-        for index, block in enumerate(self.messages[last].blocks):
-            if isinstance(block, ToolUseBlock):
-                raise BadRequest(
-                    f"messages[{last}].content[{index}] calls {shown(block.name)}, and no message "
-                    "follows with its tool_result",
-                    f"messages[{last}].content[{index}]",
-                )
-
-    def _blocks(self) -> Iterator[tuple[str, ContentBlock]]:
         for place, message in enumerate(self.messages):
             for index, block in enumerate(message.blocks):
-                yield f"messages[{place}].content[{index}]", block
+                path = f"messages[{place}].content[{index}]"
+                if isinstance(block, ToolResultBlock) and block.tool_use_id not in called:
+                    problem = "is the id of no earlier tool_use block"
+                    raise bad_value(f"{path}.tool_use_id", block.tool_use_id, problem)
+                if isinstance(block, ToolUseBlock):
+                    if message is self.messages[-1]:
+                        problem = "and no message follows with its tool_result"
+                        raise BadRequest(f"{path} calls {shown(block.name)}, {problem}", path)
+                    called.add(block.id)
 
     def _check_tools(self) -> None:
         tools, choice = self.tools or [], self.tool_choice
