@@ -21,7 +21,6 @@ from swell.cluster.api.messages.protocol import (
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
-    Thinking,
     ToolChoice,
 )
 from swell.cluster.text.chat_template import TemplateOptions
@@ -82,7 +81,7 @@ def conversation(body: CountTokensRequest) -> Conversation:
         template=template,
         tool_choice=None if choice is None else _tool_choice(choice),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
-        thinking_token_budget=_budget(body.thinking),
+        thinking_token_budget=body.thinking.token_budget if body.thinking else None,
     )
 
 
@@ -99,19 +98,10 @@ def template_variables(body: CountTokensRequest) -> dict[str, Any]:
 
 
 def _tool_choice(choice: ToolChoice) -> chat.ToolChoice:
-    match choice.type:
-        case "auto" | "none":
-            return choice.type
-        case "any":
-            return "required"
-    assert choice.name is not None, "the choice was checked"
-    return chat.NamedToolChoice(type="function", function=chat.FunctionName(name=choice.name))
-
-
-def _budget(thinking: Thinking | None) -> int | None:
-    if thinking is None:
-        return None
-    return 0 if thinking.type == "disabled" else thinking.budget_tokens
+    if choice.type == "tool":
+        assert choice.name is not None, "the choice was checked"
+        return chat.NamedToolChoice(type="function", function=chat.FunctionName(name=choice.name))
+    return "required" if choice.type == "any" else choice.type
 
 
 def chat_messages(body: CountTokensRequest) -> list[chat.ChatMessage]:

@@ -144,6 +144,10 @@ class Thinking(RequestBody, kw_only=True):
     display: Literal["summarized", "omitted"] | None = None
     """omitted: the text of thinking blocks stays empty."""
 
+    @property
+    def token_budget(self) -> int | None:
+        return 0 if self.type == "disabled" else self.budget_tokens
+
 
 class OutputFormat(RequestBody, kw_only=True):
     type: Literal["json_schema"]
