@@ -46,6 +46,14 @@ class ErrorBody(Body, kw_only=True):
     error: ErrorDetail
 
 
-def error_body(message: str, **fields: str | None) -> bytes:
-    """OpenAI's error body as JSON; `fields` are others of `ErrorDetail`."""
-    return msgspec.json.encode(ErrorBody(error=ErrorDetail(message=message, **fields)))
+def error_body(
+    message: str,
+    *,
+    type: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+) -> bytes:
+    """OpenAI's error body as JSON."""
+    return msgspec.json.encode(
+        ErrorBody(error=ErrorDetail(message=message, type=type, param=param, code=code))
+    )

@@ -22,13 +22,11 @@ from swell.cluster.client.outputs import RequestOutput, RequestOutputKind
 from swell.cluster.client.request_state import RequestState
 from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPool
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.sampling_params import bad_value
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _SUBMIT_BATCH_TOKENS = 20_000
 """Prompt tokens that are submitted at once: some milliseconds."""
-_BYTES_PER_TOKEN = 1
-"""Of an answer, as work: a token is written faster than one is read."""
 _CHILD_OVERHEAD_TOKENS = 500
 """What a child costs beside its prompt."""
 
@@ -64,7 +62,7 @@ class ServingHandler:
                 ending.close()
                 usage = usage_of(prompts, outputs.num_output_tokens)
                 whole = await self._offload.run_sized(
-                    _BYTES_PER_TOKEN * sum(map(_tokens, prompts)),
+                    sum(map(_tokens, prompts)),  # a token is written as fast as a byte is read
                     lambda: msgspec.json.encode(answer.full_response(prompts, usage)),
                 )
                 return json_response(whole, headers={ENGINES: outputs.served_ranks})
@@ -121,10 +119,8 @@ class ServingHandler:
     def _check_rank(self, rank: int | None) -> None:
         active = self._llm.active_ranks
         if rank is not None and active and rank not in active:
-            raise BadRequest(
-                f"data_parallel_rank={rank} takes no requests; the engines are {active}",
-                "data_parallel_rank",
-            )
+            problem = f"takes no requests; the engines are {active}"
+            raise bad_value("data_parallel_rank", rank, problem)
 
 
 def trace_headers(request: Request) -> dict[str, str]:
