@@ -156,16 +156,6 @@ def bad_value(path: str, value: object, problem: str, code: str | None = None) -
     return BadRequest(f"{path}={shown(value)} {problem}", path, code)
 
 
-def bad_value(path: str, value: object, problem: str, code: str | None = None) -> BadRequest:
-    """A field whose value is wrong. `problem` follows the value, as "must be at least 1"."""
-    return BadRequest(f"{path}={shown(value)} {problem}", path, code)
-
-
-def bad_value(path: str, value: object, problem: str, code: str | None = None) -> BadRequest:
-    """A field whose value is wrong. `problem` follows the value, as "must be at least 1"."""
-    return BadRequest(f"{path}={shown(value)} {problem}", path, code)
-
-
 def child_sampling_params(params: SamplingParams) -> list[SamplingParams]:
     """The parameters of each child: child i samples with `seed + i`, within 63 bits, or, without a
     seed, with a random one of its own that is chosen later. Children that will be ranked return log
