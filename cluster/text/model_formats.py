@@ -30,6 +30,7 @@ from swell.cluster.text.parsers.constrained import (
 )
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.detection import detect_reasoning, detect_tools
+from swell.cluster.text.parsers.grammar import GrammarBuilder
 from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
 from swell.cluster.text.schema.chat_messages import CallRules, ToolDefinition, call_rules
 from swell.cluster.text.structured_output import compile_grammar, grammar_fragment
@@ -178,11 +179,9 @@ class ModelFormats:
         if kind is not None and rules is not None:
             names = rules.names
             try:
-                calls = kind.calls(
-                    [tool for tool in tools if names is None or tool.name in names],
-                    parallel=not rules.single,
-                    special=self._added,
-                )
+                wanted = [tool for tool in tools if names is None or tool.name in names]
+                builder = GrammarBuilder(wanted, not rules.single, self._added)
+                calls = kind.call_grammar(builder)
             except ValueError as error:
                 raise BadRequest(f"tools: {error}", "tools") from None
         try:
