@@ -10,6 +10,7 @@ Serve's proxy, where one runs, reaches the same routes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -39,7 +40,6 @@ from swell.coordinator.contact import CoordinatorContact
 from swell.coordinator.ground import ThreadGround
 from swell.coordinator.ports import free_port, next_free_port
 
-_ACTOR_OPTIONS = {"num_cpus": 0}
 _SERVE_PROXY_PORT = 8000
 """Where `serve run` starts Serve's proxy."""
 _STOP_TIMEOUT_S = 20.0
@@ -68,9 +68,6 @@ class Contact(msgspec.Struct, frozen=True):
     """Where all ingresses of the application listen."""
 
 
-@serve.deployment(
-    name="Manager", num_replicas=1, max_ongoing_requests=1000, ray_actor_options=_ACTOR_OPTIONS
-)
 class ManagerDeployment:
     """`ClusterManager` under Serve's supervision."""
 
@@ -141,17 +138,6 @@ class ManagerDeployment:
             await self._manager.leave()
 
 
-RESPONSE_STORE: Any = serve.deployment(
-    name="ResponseStore",
-    num_replicas=1,
-    max_ongoing_requests=1000,
-    ray_actor_options=_ACTOR_OPTIONS,
-)(ResponseStoreService)
-"""`ResponseStoreService` under Serve's supervision. Large bodies pass through neither the manager
-nor the coordinator, and its process loads nothing of ours but the store."""
-
-
-@serve.deployment(name="Ingress", max_ongoing_requests=100_000, ray_actor_options=_ACTOR_OPTIONS)
 @serve.ingress()
 class IngressDeployment:
     """`Ingress` under Serve's supervision, with its own HTTP server."""
@@ -165,15 +151,10 @@ class IngressDeployment:
         ground = ThreadGround(silence_s=config.cluster.stall_timeout_s)
         connect = partial(AsyncEngineCoreClient, found.address, found.keys, ground=ground)
         self._ingress = await build_ingress(config, connect, manager, store)
-        self._edge = EdgeServer(
-            self._ingress.app,
-            config.serve.host,
-            contact.port,
-            config.cluster.drain_timeout_s,
-            config.serve,
-        )
+        limits, drain_s = config.serve, config.cluster.drain_timeout_s
+        self._edge = EdgeServer(self._ingress.app, limits.host, contact.port, drain_s, limits)
         await self._edge.start()
-        StructuredLogger("cluster.app").info("listening", host=config.serve.host, port=contact.port)
+        StructuredLogger("cluster.app").info("listening", host=limits.host, port=contact.port)
         freeze_gc()
 
     async def check_health(self) -> None:
@@ -202,36 +183,36 @@ async def _is_deleting(name: str) -> bool:
     """Whether Serve deletes it; else it replaces one replica, or the whole by another version, and
     a successor comes. A controller that has just died is back after some seconds; if none answers,
     none is there that could start a successor."""
-    found = None
-    try:
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_STATUS_TIMEOUT_S):
             while True:
                 try:
                     found = (await asyncio.to_thread(serve.status)).applications.get(name)
-                    break
+                    return found is None or found.status == ApplicationStatus.DELETING
                 except Exception as error:
                     text = f"{type(error).__name__}: {error}"
                     StructuredLogger("cluster.app").warning("no status", error=text)
                     await asyncio.sleep(_STATUS_POLL_S)
-    except TimeoutError:
-        return True
-    return found is None or found.status == ApplicationStatus.DELETING
+    return True
 
 
 def application(config: Config) -> serve.Application:
     """The Serve application of a configuration whose port is known to be usable. With port 0 the
-    manager chooses one, and it stays the application's."""
-    manager: Any = ManagerDeployment
-    ingress: Any = IngressDeployment
-    options, limits = _supervision(config), config.serve
+    manager chooses one, and it stays the application's.
+
+    Stored responses have a process of their own: large bodies pass through neither the manager nor
+    the coordinator, and it loads nothing of ours but the store.
+    """
+    limits, options = config.serve, _actor_options(config)
+    one = {"num_replicas": 1, "max_ongoing_requests": 1000, **options}
+    many = {"num_replicas": limits.ingress_replicas, "max_ongoing_requests": 100_000, **options}
+    manager = serve.deployment(name="Manager", **one)(ManagerDeployment).bind(config)
     store = None
     if limits.stored_responses:
-        store = RESPONSE_STORE.options(**options).bind(
+        store = serve.deployment(name="ResponseStore", **one)(ResponseStoreService).bind(
             limits.stored_responses, limits.stored_response_bytes, limits.stored_response_age_s
         )
-    return ingress.options(num_replicas=limits.ingress_replicas, **options).bind(
-        config, manager.options(**options).bind(config), store
-    )
+    return serve.deployment(name="Ingress", **many)(IngressDeployment).bind(config, manager, store)
 
 
 def shutdown_s(config: Config) -> float:
@@ -239,10 +220,11 @@ def shutdown_s(config: Config) -> float:
     return config.cluster.drain_timeout_s + _STOP_TIMEOUT_S
 
 
-def _supervision(config: Config) -> dict[str, float]:
-    """Serve's limits: a replica that was stopped is replaced after about `stall_timeout_s`."""
+def _actor_options(config: Config) -> dict[str, Any]:
+    """With Serve's limits: a replica that was stopped is replaced after about `stall_timeout_s`."""
     check_s = max(_SHORTEST_CHECK_S, config.cluster.stall_timeout_s / (2 * _HEALTH_CHECKS))
     return {
+        "ray_actor_options": {"num_cpus": 0},
         "graceful_shutdown_timeout_s": shutdown_s(config),
         "health_check_timeout_s": check_s,
         "health_check_period_s": min(check_s, 10.0),

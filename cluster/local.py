@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,6 @@ from swell.cluster.text.generation_config import read_generation_config
 from swell.cluster.text.generation_request import (
     Conversation,
     GenerationRequest,
-    Prompt,
     split_prompts,
 )
 from swell.cluster.text.input_processor import InputProcessor, RequestParams
@@ -26,7 +25,7 @@ from swell.cluster.text.model_folder import check
 from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
-from swell.cluster.text.truncation import PLAIN_TEXT, TEMPLATE_TEXT
+from swell.cluster.text.truncation import TEMPLATE_TEXT
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load
 from swell.engine.core import EngineCore
@@ -87,7 +86,13 @@ class LLM:
             prompts = [p if isinstance(p, str | int) else list(p) for p in prompts]  # type: ignore[assignment]
         each = split_prompts(prompts)
         fields = [f"prompt[{index}]" for index in range(len(each))] if len(each) > 1 else ["prompt"]
-        return self._run([[one] for one in each], fields, sampling_params, use_tqdm)
+        requests = [
+            GenerationRequest(prompt=[prompt], params=params, prompt_field=field)
+            for prompt, params, field in zip(
+                each, self._params(sampling_params, len(each)), fields, strict=True
+            )
+        ]
+        return self._run(requests, use_tqdm)
 
     def chat(
         self,
@@ -100,16 +105,21 @@ class LLM:
         """Answer one conversation, or each of several; with `continue_final_message` the answer
         goes on with the last message."""
         one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Iterable[Any] = [messages] if one else messages
+        talks: Sequence[Any] = [messages] if one else messages
         options = TemplateOptions(
             add_generation_prompt=not continue_final_message,
             continue_final_message=continue_final_message,
         )
-        prompts = [
-            Conversation(messages=self._prompts.chat_messages(talk), template=options)
-            for talk in conversations
+        requests = [
+            GenerationRequest(
+                prompt=Conversation(messages=self._prompts.chat_messages(talk), template=options),
+                params=params,
+                prompt_field="messages",
+                tokenize_options=TEMPLATE_TEXT,
+            )
+            for talk, params in zip(talks, self._params(sampling_params, len(talks)), strict=True)
         ]
-        return self._run(prompts, ["messages"] * len(prompts), sampling_params, use_tqdm)
+        return self._run(requests, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of a call without `sampling_params`: what the model's generation_config.json says,
@@ -134,33 +144,24 @@ class LLM:
         if hasattr(self, "_core"):
             self.close()
 
-    def _run(
-        self,
-        prompts: Sequence[list[Prompt] | Conversation],
-        fields: Sequence[str],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        """Check everything, then queue everything; what is queued is answered, or dropped.
-        `fields`: what error messages call each prompt."""
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        requests = [
-            self._input_processor.process(
-                GenerationRequest(
-                    prompt=prompt,
-                    params=params,
-                    prompt_field=field,
-                    tokenize_options=TEMPLATE_TEXT
-                    if isinstance(prompt, Conversation)
-                    else PLAIN_TEXT,
-                )
+    def _params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        """Those of each prompt."""
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise ValueError(
+                f"{len(params)} sampling params for {count} prompts; give one or {count}"
             )
-            for prompt, field, params in zip(
-                prompts, fields, _params_per_prompt(sampling_params, len(prompts)), strict=True
-            )
-        ]
-        parents = {str(next(self._ids)): ParentRequest(one.params, _KIND) for one in requests}
+        return list(params)
+
+    def _run(self, requests: Sequence[GenerationRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Check everything, then queue everything; what is queued is answered, or dropped."""
+        processed = [self._input_processor.process(request) for request in requests]
+        parents = {str(next(self._ids)): ParentRequest(one.params, _KIND) for one in processed}
         if not self._clean:  # the user's interrupt came while the last call was being forgotten
             self._reset()
         with Progress(disable=not use_tqdm, transient=False) as progress:
@@ -168,8 +169,8 @@ class LLM:
             try:
                 self._clean = False
                 answers: dict[str, RequestOutput] = {}
-                for external_id, request in zip(parents, requests, strict=True):
-                    self._submit(external_id, request)
+                for external_id, one in zip(parents, processed, strict=True):
+                    self._submit(external_id, one)
                 while self._core.has_work:
                     for outputs in self._core.step().values():
                         done = self._processor.process_outputs(outputs)
@@ -224,13 +225,3 @@ class LLM:
         self._processor = OutputProcessor(self._detokenizer)
         self._core.reset()
         self._clean = True
-
-
-def _params_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams], count: int
-) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling params for {count} prompts; give one or {count}")
-    return list(params)

@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from swell.cluster.api.http_errors import HTTPError
-from swell.cluster.api.server.content_encoding import ACCEPTED, UnknownEncoding, body_decoder
+from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
+from swell.cluster.api.server.content_encoding import body_decoder
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import shown
 from swell.cluster.text.schema.decode import Decoded, read
 from swell.cluster.text.schema.request_body import RequestBody
-from swell.cluster.text.schema.unknown_fields import UnknownFields
+from swell.configs.schema import ServeConfig
 
 Body = TypeVar("Body", bound=RequestBody)
 
@@ -27,11 +27,6 @@ MAX_WARNED = 16
 """Fields that the header of a warning names."""
 MAX_WARNED_CHARS = 64
 """Of each name."""
-_RETRY = {"retry-after": "1"}
-
-
-def _no_count(ignored: Mapping[str, int]) -> None:
-    pass
 
 
 class BodyReader:
@@ -39,17 +34,15 @@ class BodyReader:
 
     def __init__(
         self,
-        max_body_bytes: int,
+        config: ServeConfig,
         offload: OffloadPool,
-        unknown: UnknownFields = "refuse",
-        on_ignored: Callable[[Mapping[str, int]], None] = _no_count,
+        on_ignored: Callable[[Mapping[str, int]], None],
     ) -> None:
-        """`unknown` is `serve.unknown_fields`; `on_ignored` counts fields of a history that were
-        ignored, by label."""
-        self._unknown = unknown
+        """`on_ignored` counts fields of a history that were ignored, by label."""
+        self._unknown = config.unknown_fields
         self._on_ignored = on_ignored
-        self._max_body_bytes = max_body_bytes
-        self._max_held_bytes = max_body_bytes * HELD_BODIES
+        self._max_body_bytes = config.max_body_bytes
+        self._max_held_bytes = config.max_body_bytes * HELD_BODIES
         self._offload = offload
         self.held_bytes = 0
         self._readers = 0
@@ -68,7 +61,7 @@ class BodyReader:
                     self._check_room(size)
             request.state.body_bytes = size
             decoded: Decoded[Body] = await self._offload.run_sized(
-                size, _decoded, parts, kind, self._unknown
+                size, lambda: read(b"".join(parts), kind, self._unknown)
             )
             self._on_ignored(decoded.stripped.ignored)
             request.state.aliases = decoded.stripped.aliases
@@ -88,7 +81,7 @@ class BodyReader:
                 f"serve.max_body_bytes={self._max_body_bytes}; try again later",
                 "too_many_bodies",
                 "server_error",
-                _RETRY,
+                RETRY_AFTER,
             )
 
 
@@ -109,10 +102,7 @@ async def read_json_parts(
     """The body of a JSON request as it comes, unpacked. Raises HTTPError before more than the limit
     came, or was unpacked, and BadRequest where it cannot be unpacked."""
     require_json(request)
-    try:
-        unpack = body_decoder(request)
-    except UnknownEncoding as error:
-        raise HTTPError(415, str(error), headers={"accept-encoding": ACCEPTED}) from None
+    decoder = body_decoder(request)
     too_long = HTTPError(
         413, f"the body has more than {limit_name}={limit_bytes} bytes", "request_too_large"
     )
@@ -122,16 +112,19 @@ async def read_json_parts(
     size = came = 0
     async for part in request.stream():
         came += len(part)
-        for piece in unpack.pieces(part):
-            size += len(piece)
-            if max(size, came) > limit_bytes:
-                raise too_long
-            yield piece
-            if piece is not part:
-                await asyncio.sleep(0)
         if came > limit_bytes:
             raise too_long
-    unpack.end()
+        if decoder is None:
+            yield part
+            continue
+        for piece in decoder.pieces(part):
+            size += len(piece)
+            if size > limit_bytes:
+                raise too_long
+            yield piece
+            await asyncio.sleep(0)
+    if decoder is not None:
+        decoder.end()
 
 
 async def read_short_body(request: Request, limit_bytes: int) -> bytes:
@@ -153,7 +146,3 @@ def warning_of(paths: list[str]) -> str | None:
     named = ", ".join(ascii(path)[1:-1][:MAX_WARNED_CHARS] for path in paths[:MAX_WARNED])
     more = f" and {len(paths) - MAX_WARNED} more" if len(paths) > MAX_WARNED else ""
     return f"unknown fields were ignored: {named}{more}"
-
-
-def _decoded(parts: list[bytes], kind: type[Body], unknown: UnknownFields) -> Decoded[Body]:
-    return read(b"".join(parts), kind, unknown)

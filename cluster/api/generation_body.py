@@ -13,6 +13,7 @@ from swell.cluster.text.sampling_params import (
     Field,
     SamplingParams,
     StructuredOutputs,
+    bad_value,
     shown,
 )
 from swell.cluster.text.schema.request_body import RequestBody
@@ -45,22 +46,15 @@ class ResponseFormat(RequestBody, kw_only=True):
         if self.type == "json_schema":
             if self.json_schema is None or self.json_schema.schema is None:
                 raise BadRequest(
-                    [
-                        Field("response_format.type"),
-                        "='json_schema' needs ",
-                        Field("response_format.json_schema.schema"),
-                    ],
+                    "response_format.type='json_schema' needs response_format.json_schema.schema",
                     "response_format.json_schema",
                     "missing_field",
                 )
             return StructuredOutputs(json=self.json_schema.schema)
         if self.json_schema is not None:
             raise BadRequest(
-                [
-                    f"response_format.type={self.type!r} takes no ",
-                    Field("response_format.json_schema"),
-                    "; send type='json_schema'",
-                ],
+                f"response_format.type={self.type!r} takes no response_format.json_schema; send "
+                "type='json_schema'",
                 "response_format",
             )
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
@@ -109,46 +103,40 @@ class GenerationBody(SamplingFields, kw_only=True):
     @property
     def continuous_usage(self) -> bool:
         options = self.stream_options
-        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
+        return options is not None and bool(options.continuous_usage_stats)
 
     def check(self) -> None:
         self.refuse_unsupported()
         self._check_stream()
-        if self.stream and self.prompt_logprobs is not None:
-            raise BadRequest(
-                f"prompt_logprobs={shown(self.prompt_logprobs)} is not told in a stream; leave out "
-                "stream=true",
-                "prompt_logprobs",
-            )
-        sampled = 1 if self.best_of is None else self.best_of
-        if self.stream and sampled > (self.n or 1):
-            raise BadRequest(
-                f"best_of={shown(self.best_of)} above n={self.n or 1} cannot be streamed: the best "
-                "are known at the end; leave out stream=true",
-                "best_of",
-            )
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
-            self._check_truncation(self.truncate_prompt_tokens)
+        tokens = self.truncate_prompt_tokens
+        if tokens is not None and tokens < 1 and tokens != FIT_CONTEXT:
+            problem = "must be at least 1, or -1 for the model's window"
+            raise bad_value("truncate_prompt_tokens", tokens, problem)
         check_routing(self.cache_salt, self.data_parallel_rank, self.priority)
         self.form()
 
-    def _check_truncation(self, tokens: int) -> None:
-        if tokens != FIT_CONTEXT:
-            raise BadRequest(
-                f"truncate_prompt_tokens={shown(tokens)} must be at least 1, or -1 for the "
-                "model's window",
-                "truncate_prompt_tokens",
-            )
-
     def _check_stream(self) -> None:
-        if self.stream_options is None:
-            return
         if not self.stream:
-            raise BadRequest("stream_options is only allowed with stream=true", "stream_options")
-        if self.stream_options.continuous_usage_stats and not self.stream_options.include_usage:
+            if self.stream_options is not None:
+                raise BadRequest(
+                    "stream_options is only allowed with stream=true", "stream_options"
+                )
+            return
+        if self.continuous_usage and not self.include_usage:
             raise BadRequest(
                 "stream_options.continuous_usage_stats=true needs include_usage=true beside it",
                 "stream_options.continuous_usage_stats",
+            )
+        if self.prompt_logprobs is not None:
+            problem = "is not told in a stream; leave out stream=true"
+            raise bad_value("prompt_logprobs", self.prompt_logprobs, problem)
+        n = self.n or 1
+        if (1 if self.best_of is None else self.best_of) > n:
+            raise bad_value(
+                "best_of",
+                self.best_of,
+                f"above n={n} cannot be streamed: the best are known at the end; leave out "
+                "stream=true",
             )
 
     def answer_max_tokens(self) -> int | None:
@@ -166,7 +154,15 @@ class GenerationBody(SamplingFields, kw_only=True):
         return TokenizeOptions(add_special_tokens if given is None else given, truncation)
 
     def forms(self) -> dict[str, StructuredOutputs]:
-        found = super().forms()
+        """The forms that are given for the answer, by the path of the field that gives each."""
+        found: dict[str, StructuredOutputs] = {}
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs
+        values = _alias_values(self)
+        if values != _NO_ALIAS:
+            for (name, own), value in zip(STRUCTURED_OUTPUT_ALIASES.items(), values, strict=True):
+                if value is not None and (own, value) != ("json_object", False):
+                    found[name] = StructuredOutputs(**{own: value})
         given = self.response_format.structured() if self.response_format else None
         if given is not None:
             schema = given.json is not None
@@ -175,26 +171,14 @@ class GenerationBody(SamplingFields, kw_only=True):
 
     def form(self) -> StructuredOutputs | None:
         """The form that the answer must have."""
-        return self._form()[1]
-
-    @property
-    def structured_outputs_field(self) -> str | None:
-        """The path of the field that gives the form, if it is not `structured_outputs`."""
-        path, _ = self._form()
-        return None if path == "structured_outputs" else path
-
-    def _form(self) -> tuple[str | None, StructuredOutputs | None]:
         forms = self.forms()
-        if not forms:
-            return None, None
         if len(forms) > 1:
             one, other, *_ = (path.split(".")[0] for path in forms)
             raise BadRequest(
                 [Field(other), " and ", Field(one), " both give a form for the answer; send one"],
                 one,
             )
-        ((path, form),) = forms.items()
-        return path, form
+        return next(iter(forms.values()), None)
 
     def endpoint_sampling_params(self) -> Mapping[str, Any]:
         """Sampling parameters that this endpoint writes in a way of its own."""
@@ -210,12 +194,11 @@ class GenerationBody(SamplingFields, kw_only=True):
     ) -> GenerationRequest:
         """This body in the common form; `own` are fields of the endpoint alone, and the other
         arguments are those of `sampling_params` and `tokenize_options`. Raises `BadRequest`."""
-        params = self.sampling_params(defaults)
-        structured = params.structured_outputs is not None
+        form_field = next(iter(self.forms()), None)
         return GenerationRequest(
             prompt=prompt,
-            params=params,
-            structured_outputs_field=self.structured_outputs_field if structured else None,
+            params=self.sampling_params(defaults),
+            structured_outputs_field=None if form_field == "structured_outputs" else form_field,
             tokenize_options=self.tokenize_options(add_special_tokens=add_special_tokens),
             stream=bool(self.stream),
             priority=self.priority or 0,
@@ -240,6 +223,20 @@ class GenerationBody(SamplingFields, kw_only=True):
             **sampling, max_tokens=self.answer_max_tokens(), structured_outputs=self.form()
         )
 
+
+STRUCTURED_OUTPUT_ALIASES = {
+    "guided_json": "json",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+"""Earlier names of vLLM, and those of SGLang -> the same field of `structured_outputs`."""
+_alias_values = attrgetter(*STRUCTURED_OUTPUT_ALIASES)
+_NO_ALIAS = (None,) * len(STRUCTURED_OUTPUT_ALIASES)
 
 _CONVERTED_FIELDS = {"max_tokens", "logit_bias", "structured_outputs", "logprobs"}
 SHARED_FIELDS = tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail
 from swell.cluster.client.admission import TooManyWaiting
 from swell.cluster.client.deadline import RequestTimedOut
 from swell.cluster.client.request_state import EngineGone, RequestFailed
@@ -12,27 +13,15 @@ from swell.cluster.client.router import NoEngine
 from swell.cluster.text.sampling_params import BadRequest
 from swell.configs.log import StructuredLogger
 
-_RETRY_AFTER = {"retry-after": "1"}
-ENGINE_ERRORS = (EngineGone, NoEngine, RequestFailed, RequestTimedOut)
+RETRY_AFTER = {"retry-after": "1"}
+_ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str]] = {
+    EngineGone: (500, "server_error", "engine_failed"),
+    NoEngine: (503, "server_error", "no_engine"),
+    RequestFailed: (500, "server_error", "request_failed"),
+    RequestTimedOut: (408, "timeout_error", "request_timeout"),
+}
+ENGINE_ERRORS = tuple(_ENGINE_ERRORS)
 """What may end an answer that has begun."""
-
-
-class HTTPError(Exception):
-    """An answer with a status of its own."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        kind: str = "invalid_request_error",
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.kind = kind
-        self.headers = headers or {}
 
 
 class ErrorInfo(NamedTuple):
@@ -47,28 +36,44 @@ class ErrorInfo(NamedTuple):
     headers: Mapping[str, str] = {}
 
 
+class HTTPError(Exception):
+    """An answer with a status of its own."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.info = ErrorInfo(status, message, kind, None, code, headers or {})
+
+
+def error_body(error: ErrorInfo) -> ErrorBody:
+    """As OpenAI's API tells it."""
+    return ErrorBody(
+        error=ErrorDetail(
+            message=error.message, type=error.kind, param=error.param, code=error.code
+        )
+    )
+
+
 def error_info(error: Exception) -> ErrorInfo:
     match error:
+        case HTTPError():
+            return error.info
         case BadRequest():
             status = 404 if error.code == "model_not_found" else 400
             return ErrorInfo(status, error.message, param=error.param, code=error.code)
-        case HTTPError():
-            return ErrorInfo(
-                error.status, str(error), error.kind, code=error.code, headers=error.headers
-            )
         case TooManyWaiting():
             again = {"retry-after": str(error.retry_after_s)}
             return ErrorInfo(429, str(error), "rate_limit_exceeded", code=error.code, headers=again)
-        case RequestTimedOut():
-            return ErrorInfo(408, str(error), "timeout_error", code="request_timeout")
-        case NoEngine():
-            return ErrorInfo(
-                503, str(error), "server_error", code="no_engine", headers=_RETRY_AFTER
-            )
-        case EngineGone():
-            return ErrorInfo(500, str(error), "server_error", code="engine_failed")
-        case RequestFailed():
-            return ErrorInfo(500, str(error), "server_error", code="request_failed")
+    for known, (status, kind, code) in _ENGINE_ERRORS.items():
+        if isinstance(error, known):
+            headers = RETRY_AFTER if status == 503 else {}
+            return ErrorInfo(status, str(error), kind, code=code, headers=headers)
     StructuredLogger("cluster.ingress").error(
         "unexpected", error=f"{type(error).__name__}: {error}"
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from swell.cluster.api.protocol_base import Body
 from swell.cluster.client.outputs import LogprobTable
 
@@ -54,8 +52,6 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 """For each prompt token, by token id: the token itself, then the most likely; null for the first.
 Not OpenAI's."""
 
-NameOf = Callable[[int], str]
-"""The name of a token: its text, unless the request wants another."""
 MIN_LOGPROB = -9999.0
 """Sent instead of anything below: JSON has no infinity."""
 
@@ -65,7 +61,7 @@ def finite(logprob: float) -> float:
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
-def name_by_id(token_id: int) -> str:
+def _name_by_id(token_id: int) -> str:
     """As vLLM's `return_tokens_as_token_ids` has it: also for what is no text alone."""
     return f"token_id:{token_id}"
 
@@ -74,41 +70,48 @@ def completion_logprobs(
     answer: LogprobTable,
     top: int,
     *,
-    name_of: NameOf | None = None,
+    by_id: bool = False,
     echo: LogprobTable | None = None,
     echoed_chars: int = 0,
 ) -> CompletionLogprobs:
     """Of a completion, or of one delta of it.
 
-    `top`: how many of the most likely tokens are listed beside each token. With `echo`, the tokens
-    of the prompt come first: in a stream, with the first delta alone. `echoed_chars` are those of
-    the echoed text: the answer's offsets count from behind them, in every delta.
+    `top`: how many of the most likely tokens are listed beside each token; of equal names the first
+    is kept. `by_id`: tokens are named by their ids, not by their texts. With `echo`, the tokens of
+    the prompt come first: in a stream, with the first delta alone. `echoed_chars` are those of the
+    echoed text: the answer's offsets count from behind them, in every delta.
     """
     body = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    if echo is not None:
-        _append(body, echo, top, 0, name_of)
-    _append(body, answer, top, echoed_chars, name_of)
+    for table, shift in ((echo, 0), (answer, echoed_chars)):
+        if table is None:
+            continue
+        columns = zip(table.token_ids, table.logprobs, strict=True)
+        for index, (token_ids, logprobs) in enumerate(columns):
+            name = _name_by_id if by_id else table.texts_at(index).text
+            listed: dict[str, float] = {}
+            for token_id, logprob in zip(token_ids[: 1 + top], logprobs[: 1 + top], strict=False):
+                listed.setdefault(name(token_id), finite(logprob))
+            body.tokens.append(name(token_ids[0]))
+            body.token_logprobs.append(finite(logprobs[0]) if logprobs else None)
+            body.top_logprobs.append(listed if logprobs else None)
+        body.text_offset += [offset + shift for offset in table.offsets]
     return body
 
 
-def chat_logprobs(answer: LogprobTable, top: int, name_of: NameOf | None = None) -> ChatLogprobs:
+def chat_logprobs(answer: LogprobTable, top: int, *, by_id: bool = False) -> ChatLogprobs:
     """Of a chat answer, or of one delta of it, with the `top` most likely tokens for each."""
     content = []
     columns = zip(answer.token_ids, answer.logprobs, strict=True)
     for index, (token_ids, logprobs) in enumerate(columns):
         texts = answer.texts_at(index)
-        name = name_of or texts.text
+        name = _name_by_id if by_id else texts.text
+        first, *others = (
+            TopLogprob(token=name(id), logprob=finite(logprob), bytes=list(texts[id]))
+            for id, logprob in zip(token_ids[: 1 + top], logprobs[: 1 + top], strict=True)
+        )
         content.append(
             ChatTokenLogprob(
-                token=name(token_ids[0]),
-                logprob=finite(logprobs[0]),
-                bytes=list(texts[token_ids[0]]),
-                top_logprobs=[
-                    TopLogprob(token=name(id), logprob=finite(logprob), bytes=list(texts[id]))
-                    for id, logprob in zip(
-                        token_ids[1 : 1 + top], logprobs[1 : 1 + top], strict=True
-                    )
-                ],
+                token=first.token, logprob=first.logprob, bytes=first.bytes, top_logprobs=others
             )
         )
     return ChatLogprobs(content=content)
@@ -127,29 +130,3 @@ def prompt_logprobs_body(prompt: LogprobTable) -> PromptLogprobs:
         }
         for position in prompt
     ]
-
-
-def _append(
-    body: CompletionLogprobs, table: LogprobTable, top: int, shift: int, name_of: NameOf | None
-) -> None:
-    """Add a table's positions, `shift` characters further on."""
-    for index, (token_ids, logprobs) in enumerate(
-        zip(table.token_ids, table.logprobs, strict=True)
-    ):
-        name = name_of or table.texts_at(index).text
-        body.tokens.append(name(token_ids[0]))
-        body.token_logprobs.append(finite(logprobs[0]) if logprobs else None)
-        body.top_logprobs.append(_by_name(name, token_ids, logprobs, top))
-    body.text_offset += [offset + shift for offset in table.offsets]
-
-
-def _by_name(
-    name: NameOf, token_ids: list[int], logprobs: list[float], top: int
-) -> dict[str, float] | None:
-    """The token at this position, then the most likely; of equal names the first is kept."""
-    if not logprobs:
-        return None
-    by_name: dict[str, float] = {}
-    for token_id, logprob in zip(token_ids[: 1 + top], logprobs[: 1 + top], strict=True):
-        by_name.setdefault(name(token_id), finite(logprob))
-    return by_name

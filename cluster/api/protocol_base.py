@@ -44,16 +44,3 @@ class ErrorDetail(Body, kw_only=True):
 
 class ErrorBody(Body, kw_only=True):
     error: ErrorDetail
-
-
-def error_body(
-    message: str,
-    *,
-    type: str = "invalid_request_error",
-    param: str | None = None,
-    code: str | None = None,
-) -> bytes:
-    """OpenAI's error body as JSON."""
-    return msgspec.json.encode(
-        ErrorBody(error=ErrorDetail(message=message, type=type, param=param, code=code))
-    )

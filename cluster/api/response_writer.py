@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 import msgspec
 
-from swell.cluster.api.http_errors import ENGINE_ERRORS, ErrorInfo, error_info
-from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail, Usage, usage
+from swell.cluster.api.http_errors import ENGINE_ERRORS, ErrorInfo, error_body, error_info
+from swell.cluster.api.protocol_base import Usage, usage
 from swell.cluster.api.sse import comment, event
 from swell.cluster.client.merged_outputs import OutputBatch
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
@@ -51,8 +51,7 @@ class ResponseWriter(ABC):
 
     def stream_error(self, error: ErrorInfo) -> Iterable[bytes]:
         """The last events of one that did not."""
-        detail = ErrorDetail(message=error.message, type=error.kind, code=error.code)
-        yield event(ErrorBody(error=detail))
+        yield event(error_body(error))
 
     def stream_done(self) -> Iterable[bytes]:
         """The very last event, however the stream went."""

@@ -13,9 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from swell.cluster.api.http_errors import HTTPError, error_info
+from swell.cluster.api.http_errors import HTTPError, error_body, error_info
 from swell.cluster.api.messages.message import messages_error, messages_status
-from swell.cluster.api.protocol_base import error_body
 from swell.cluster.text.field_path import rename_roots
 from swell.cluster.text.sampling_params import BadRequest, shown
 
@@ -47,13 +46,12 @@ def error_response(error: Exception, request: Request) -> Response:
     """The error in the form and with the status of the route's API."""
     if isinstance(error, BadRequest):
         error = error.renamed(rename_roots(getattr(request.state, "aliases", {})))
-    status, message, kind, param, code, headers = error_info(error)
-    if _is_anthropic(request):
-        status = messages_status(status)
-        body: Any = messages_error(message, status, request_id(request))
-    else:
-        body = error_body(message, type=kind, param=param, code=code)
-    return json_response(body, status, headers)
+    info = error_info(error)
+    if not _is_anthropic(request):
+        return json_response(error_body(info), info.status, info.headers)
+    status = messages_status(info.status)
+    body = messages_error(info.message, status, request_id(request))
+    return json_response(body, status, info.headers)
 
 
 def _is_anthropic(request: Request) -> bool:
@@ -107,29 +105,23 @@ def route(path: str, handler: Handler, *methods: str) -> Route:
 
 
 async def no_such_route(request: Request, error: Exception) -> Any:
-    """A path or a method that does not exist; Starlette knows which. It lists the methods of the
-    first route of a path only, and HTTP requires all of them."""
-
-    async def refuse(request: Request) -> Any:
-        path = f"{request.method} {request.url.path}"
-        if getattr(error, "status_code", 404) != 405:
-            raise HTTPError(404, f"{path} does not exist; see /openapi.json", "not_found")
-        raise HTTPError(
-            405,
-            f"{path} is not allowed; see /openapi.json",
-            "not_found",
-            headers={"allow": ", ".join(_methods_at(request))},
-        )
-
-    return await with_error_handling(refuse)(request)
+    """A path or a method that does not exist."""
+    return await _refuse(request)
 
 
-def _methods_at(request: Request) -> list[str]:
+@with_error_handling
+async def _refuse(request: Request) -> Any:
+    """HTTP requires all methods of a path; Starlette knows those of its first route alone."""
+    path = f"{request.method} {request.url.path}"
     methods: set[str] = set()
     for one in request.app.routes:
         if isinstance(one, Route) and one.matches(request.scope)[0] is not Match.NONE:
             methods |= one.methods or set()
-    return sorted(methods)
+    if not methods:
+        raise HTTPError(404, f"{path} does not exist; see /openapi.json", "not_found")
+    allow = {"allow": ", ".join(sorted(methods))}
+    refusal = f"{path} is not allowed; see /openapi.json"
+    raise HTTPError(405, refusal, "not_found", headers=allow)
 
 
 class StripTrailingSlash:

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
-from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs, shown
+from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs, bad_value
 from swell.cluster.text.schema.request_body import RequestBody
-
-STRUCTURED_OUTPUT_ALIASES = {
-    "guided_json": "json",
-    "guided_json_object": "json_object",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "json_schema": "json",
-    "regex": "regex",
-    "ebnf": "grammar",
-}
-"""Earlier names of vLLM, and those of SGLang -> the same field of `structured_outputs`."""
-_alias_values = attrgetter(*STRUCTURED_OUTPUT_ALIASES)
-_NO_ALIAS = (None,) * len(STRUCTURED_OUTPUT_ALIASES)
 
 
 class SamplingFields(RequestBody, kw_only=True):
@@ -62,19 +47,6 @@ class SamplingFields(RequestBody, kw_only=True):
     data_parallel_rank: int | None = None
     """Ask for one engine."""
 
-    def forms(self) -> dict[str, StructuredOutputs]:
-        """The forms that are given, by the path of the field that gives each."""
-        found: dict[str, StructuredOutputs] = {}
-        if self.structured_outputs is not None:
-            found["structured_outputs"] = self.structured_outputs
-        values = _alias_values(self)
-        if values == _NO_ALIAS:
-            return found
-        for (name, own), value in zip(STRUCTURED_OUTPUT_ALIASES.items(), values, strict=True):
-            if value is not None and (own, value) != ("json_object", False):
-                found[name] = StructuredOutputs(**{own: value})
-        return found
-
 
 MAX_SALT_CHARS = 1024
 
@@ -82,18 +54,14 @@ MAX_SALT_CHARS = 1024
 def check_routing(cache_salt: str | None, rank: int | None, priority: int | None) -> None:
     """The fields that say where and when, not what."""
     if cache_salt == "":
-        raise BadRequest("cache_salt='' must not be empty; leave it out", "cache_salt")
+        raise bad_value("cache_salt", "", "must not be empty; leave it out")
     if cache_salt is not None and len(cache_salt) > MAX_SALT_CHARS:
         raise BadRequest(
             f"cache_salt has {len(cache_salt)} characters; at most {MAX_SALT_CHARS} are allowed",
             "cache_salt",
         )
     if rank is not None and not 0 <= rank < 2**31:
-        raise BadRequest(
-            f"data_parallel_rank={shown(rank)} must be at least 0 and name an engine that serves",
-            "data_parallel_rank",
-        )
+        problem = "must be at least 0 and name an engine that serves"
+        raise bad_value("data_parallel_rank", rank, problem)
     if priority is not None and not -(2**31) <= priority < 2**31:
-        raise BadRequest(
-            f"priority={shown(priority)} must be between {-(2**31)} and {2**31 - 1}", "priority"
-        )
+        raise bad_value("priority", priority, f"must be between {-(2**31)} and {2**31 - 1}")

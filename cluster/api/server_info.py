@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 
 from starlette.requests import Request
@@ -14,39 +15,38 @@ from swell.cluster.api.admin.protocol import (
     Health,
     ModelCard,
     ModelList,
+    Readiness,
     ServerInfo,
     ServerLoad,
     Version,
 )
+from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.api.routing import json_response, route
-from swell.cluster.api.server.api_keys import ApiKeys
-from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.text.prompts import PromptProcessor
+from swell.cluster.api.services import Services
 from swell.cluster.text.sampling_params import BadRequest
-from swell.configs.schema import Config
 
 VERSION = importlib.metadata.version("swell")
+_MANAGER_TIMEOUT_S = 5.0
+"""How long a probe waits for what the manager knows."""
 
 
 class ServerRoutes:
-    """`/health`, `/ping`, `/version` and `/load` are open, as `/metrics` is. The others describe
-    the model and how it is served, to those who may use it."""
+    """`/v1/models` and `/server_info` describe the model and how it is served, to those who may use
+    it. The others are open."""
 
-    def __init__(
-        self,
-        config: Config,
-        users: ApiKeys,
-        llm: AsyncLLM,
-        prompts: PromptProcessor,
-    ) -> None:
-        self._config = config
-        self._user_keys = users
-        self._llm = llm
-        self._prompts = prompts
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._config = services.config
+        self._llm = services.llm
+        self._prompts = services.prompts
 
     def routes(self) -> list[Route]:
         return [
             route("/health", self._health, "GET"),
+            route("/ready", self._ready, "GET"),
+            route("/metrics", self._metrics, "GET"),
+            route("/openapi.json", self._openapi, "GET"),
             route("/ping", self._health, "GET", "POST"),
             route("/version", self._version, "GET"),
             route("/load", self._load, "GET"),
@@ -58,6 +58,30 @@ class ServerRoutes:
     async def _health(self, request: Request) -> Response:
         return json_response(Health())
 
+    async def _ready(self, request: Request) -> Response:
+        """200 if an engine can make progress. A silent coordinator alone is no reason against it:
+        serving goes on with the engines that were there."""
+        state = self._llm.check_ready()
+        if state.ranks:
+            coordinator = "silent" if state.coordinator_silent else "ok"
+            return json_response(Readiness(engines=state.ranks, coordinator=coordinator))
+        if state.reason:
+            raise HTTPError(503, state.reason, "no_progress", "server_error")
+        try:
+            async with asyncio.timeout(_MANAGER_TIMEOUT_S):
+                reason, failed = await self._services.manager.not_ready_reason.remote()
+        except Exception as error:  # whatever keeps the manager from answering
+            reason, failed = f"no engine, and no word of the manager: {error!r}", False
+        code = "cluster_failed" if failed else "starting"
+        raise HTTPError(503, reason, code, "server_error")
+
+    async def _metrics(self, request: Request) -> Response:
+        metrics = self._services.metrics.render()
+        return Response(metrics, media_type="text/plain; version=0.0.4")
+
+    async def _openapi(self, request: Request) -> Response:
+        return json_response(openapi_document(self._config.serve.unknown_fields))
+
     async def _version(self, request: Request) -> Response:
         return json_response(Version(version=VERSION))
 
@@ -67,7 +91,7 @@ class ServerRoutes:
         return json_response(ServerLoad(server_load=busy))
 
     async def _server_info(self, request: Request) -> Response:
-        self._user_keys.check(request)
+        self._services.access.check_user(request)
         config = self._config
         return json_response(
             ServerInfo(
@@ -84,11 +108,11 @@ class ServerRoutes:
         )
 
     async def _models(self, request: Request) -> Response:
-        self._user_keys.check(request)
+        self._services.access.check_user(request)
         return json_response(ModelList(data=[self._card()]))
 
     async def _one_model(self, request: Request) -> Response:
-        self._user_keys.check(request)
+        self._services.access.check_user(request)
         model = request.path_params["model"]
         if model != self._config.model.served_name:
             raise BadRequest(f"the model {model!r} does not exist", "model", "model_not_found")

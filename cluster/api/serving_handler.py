@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -21,13 +22,11 @@ from swell.cluster.client.outputs import RequestOutput, RequestOutputKind
 from swell.cluster.client.request_state import RequestState
 from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPool
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.sampling_params import bad_value
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _SUBMIT_BATCH_TOKENS = 20_000
 """Prompt tokens that are submitted at once: some milliseconds."""
-_BYTES_PER_TOKEN = 1
-"""Of an answer, as work: a token is written faster than one is read."""
 _CHILD_OVERHEAD_TOKENS = 500
 """What a child costs beside its prompt."""
 
@@ -51,21 +50,20 @@ class ServingHandler:
     ) -> Any:
         """The same for what was admitted before, perhaps by an ingress that is gone."""
         states: list[RequestState] = []
-        timer: asyncio.TimerHandle | None = None
         kind = RequestOutputKind.DELTA if request_params.stream else RequestOutputKind.FINAL_ONLY
-        try:
+        with ExitStack() as ending:
+            # What has not ended then has no reader any more.
+            ending.callback(lambda: self._llm.abort([state.request_id for state in states]))
             await self._submit(request, request_params, kind, states)
-            timer = self._arm_deadline_timer(request, states)
+            self._arm_deadline_timer(request, states, ending)
             outputs = MergedOutputs(states, request_params.params, kind)
             if not request_params.stream:
                 prompts = await run_until_disconnect(request.receive, outputs.whole())
-                self._abort_all(states, timer)
+                ending.close()
+                usage = usage_of(prompts, outputs.num_output_tokens)
                 whole = await self._offload.run_sized(
-                    _BYTES_PER_TOKEN * sum(map(_tokens, prompts)),
-                    self._full_response,
-                    answer,
-                    prompts,
-                    outputs.num_output_tokens,
+                    sum(map(_tokens, prompts)),  # a token is written as fast as a byte is read
+                    lambda: msgspec.json.encode(answer.full_response(prompts, usage)),
                 )
                 return json_response(whole, headers={ENGINES: outputs.served_ranks})
             # The status line waits for the first token: what fails before it has a status.
@@ -76,20 +74,7 @@ class ServingHandler:
             events = answer.stream(
                 outputs, len(states), sent_engines=ranks, engines=lambda: outputs.served_ranks
             )
-            return EventStreamResponse(
-                events, {ENGINES: ranks}, on_end=lambda: self._abort_all(states, timer)
-            )
-        except BaseException:
-            self._abort_all(states, timer)
-            raise
-
-    def _full_response(
-        self, answer: ResponseWriter, prompts: list[RequestOutput], completion_tokens: int
-    ) -> bytes:
-        """The body as JSON; `prompts`: the answers to each prompt."""
-        return msgspec.json.encode(
-            answer.full_response(prompts, usage_of(prompts, completion_tokens))
-        )
+            return EventStreamResponse(events, {ENGINES: ranks}, on_end=ending.pop_all().close)
 
     async def _submit(
         self,
@@ -101,12 +86,10 @@ class ServingHandler:
         """All children of all prompts, appended to `states`: the caller ends those that are there
         if this fails before its end. Other tasks run in between."""
         self._check_rank(request_params.data_parallel_rank)
-        headers = trace_headers(request) or None
+        headers, id = trace_headers(request) or None, request_id(request)
         work = 0
         for prompt in request_params.prompts:
-            for child in request_params.children(
-                request_id(request), prompt, trace_headers=headers
-            ):
+            for child in request_params.children(id, prompt, trace_headers=headers):
                 states.append(
                     self._llm.submit(
                         child.core,
@@ -123,29 +106,21 @@ class ServingHandler:
                     await asyncio.sleep(0)
 
     def _arm_deadline_timer(
-        self, request: Request, states: Sequence[RequestState]
-    ) -> asyncio.TimerHandle | None:
-        """The timer that ends the requests at their client's deadline, if it has one."""
+        self, request: Request, states: Sequence[RequestState], ending: ExitStack
+    ) -> None:
+        """End the requests at their client's deadline, if it has one."""
         deadline: Deadline | None = getattr(request.state, "deadline", None)
-        if deadline is None:
-            return None
-        ids = [state.request_id for state in states]
-        loop = asyncio.get_running_loop()
-        return loop.call_at(deadline.at_s, self._llm.expire, ids, deadline.timeout_s)
-
-    def _abort_all(self, states: Sequence[RequestState], timer: asyncio.TimerHandle | None) -> None:
-        """Abort those that have not ended: their outputs have no reader any more."""
-        if timer is not None:
-            timer.cancel()
-        self._llm.abort([state.request_id for state in states])
+        if deadline is not None:
+            ids = [state.request_id for state in states]
+            loop = asyncio.get_running_loop()
+            timer = loop.call_at(deadline.at_s, self._llm.expire, ids, deadline.timeout_s)
+            ending.callback(timer.cancel)
 
     def _check_rank(self, rank: int | None) -> None:
         active = self._llm.active_ranks
         if rank is not None and active and rank not in active:
-            raise BadRequest(
-                f"data_parallel_rank={rank} takes no requests; the engines are {active}",
-                "data_parallel_rank",
-            )
+            problem = f"takes no requests; the engines are {active}"
+            raise bad_value("data_parallel_rank", rank, problem)
 
 
 def trace_headers(request: Request) -> dict[str, str]:

@@ -7,32 +7,32 @@ once. The result is, byte for byte, what the typed chunks of `chat/` and `comple
 from __future__ import annotations
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from swell.cluster.api.chat.protocol import ChatChunk, ChatChunkChoice, ChatDelta
+from swell.cluster.api.chat.protocol import ChatChunk, ChatDelta
 from swell.cluster.api.completions.protocol import CompletionChunk
 from swell.cluster.api.logprobs import ChatLogprobs, CompletionLogprobs
 from swell.cluster.api.protocol_base import Usage
 
 DONE = b"data: [DONE]\n\n"
 
+_CLOSE = b"}\n\n"
+"""The end of a chunk and of its event."""
 _encode = msgspec.json.encode
 
 
-class ChunkFields(msgspec.Struct, frozen=True):
-    """What a chunk has beside its text."""
+class ChunkFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What a choice of a chunk has behind its text, in this order."""
 
+    logprobs: ChatLogprobs | CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: ChatLogprobs | CompletionLogprobs | None = None
-    token_ids: list[int] | None = None
-    usage: Usage | None = None
-    """Of the choice so far."""
-    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 TEXT_ONLY = ChunkFields()
-"""A chunk that is text alone."""
+"""A choice that is text alone."""
 
 
 def event(body: msgspec.Struct) -> bytes:
@@ -45,37 +45,35 @@ def comment(text: str) -> bytes:
 
 
 class _Stream:
-    """What completions and chat streams share; `_kind` is the type of their chunks."""
+    """What completions and chat streams share."""
 
     _kind: type[CompletionChunk] | type[ChatChunk]
+    """The type of their chunks."""
+    _text: bytes
+    """The field of a choice that has text, with a place for this."""
 
     def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
         self._empty = self._kind(id=id, created=created, model=model, choices=[])
-        self._no_usage = None if include_usage else UNSET
         head = {"id": id, "object": self._empty.object, "created": created, "model": model}
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":'
-        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._text_only_tail = (
-            b',"logprobs":null,"finish_reason":null,"stop_reason":null' + self._end
-        )
+        self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._text_only_tail = b"," + _encode(TEXT_ONLY)[1:] + self._end
 
-    def _chunk(self, index: int, content: bytes, fields: ChunkFields) -> bytes:
-        """`content` is the choice's text or delta with its key."""
-        if fields is TEXT_ONLY:
+    def chunk(
+        self,
+        text: str,
+        index: int = 0,
+        fields: ChunkFields = TEXT_ONLY,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """More text of a choice; `usage` is that of the choice so far."""
+        return self._chunk(self._text % _encode(text), index, fields, usage)
+
+    def _chunk(self, content: bytes, index: int, fields: ChunkFields, usage: Usage | None) -> bytes:
+        if fields is TEXT_ONLY and usage is None:
             return b"%b%d,%b%b" % (self._head, index, content, self._text_only_tail)
-        ids = b"" if fields.token_ids is None else b',"token_ids":' + _encode(fields.token_ids)
-        if fields.prompt_token_ids is not None:
-            ids += b',"prompt_token_ids":' + _encode(fields.prompt_token_ids)
-        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b%b' % (
-            self._head,
-            index,
-            content,
-            _encode(fields.logprobs),
-            _encode(fields.finish_reason),
-            _encode(fields.stop_reason),
-            ids,
-            self._end if fields.usage is None else b'}],"usage":%b}\n\n' % _encode(fields.usage),
-        )
+        end = self._end if usage is None else b'],"usage":%b}\n\n' % _encode(usage)
+        return b"%b%d,%b,%b%b" % (self._head, index, content, _encode(fields)[1:], end)
 
     def usage(self, usage: Usage) -> bytes:
         """The last event of a stream with `include_usage`: no choices."""
@@ -86,15 +84,14 @@ class CompletionStream(_Stream):
     """The events of one streamed `/v1/completions` answer."""
 
     _kind = CompletionChunk
-
-    def chunk(self, text: str, index: int = 0, fields: ChunkFields = TEXT_ONLY) -> bytes:
-        return self._chunk(index, b'"text":' + _encode(text), fields)
+    _text = b'"text":%b'
 
 
 class ChatStream(_Stream):
     """The events of one streamed `/v1/chat/completions` answer."""
 
     _kind = ChatChunk
+    _text = b'"delta":{"content":%b}'
 
     def role(
         self,
@@ -102,22 +99,14 @@ class ChatStream(_Stream):
         prompt_token_ids: list[int] | None = None,
         usage: Usage | None = None,
     ) -> bytes:
-        """The first event of a choice: who speaks."""
-        delta = ChatDelta(role="assistant", content="")
+        """The first event of a choice: who speaks. `prompt_token_ids` are the chunk's own."""
+        event = self.delta(ChatDelta(role="assistant", content=""), index, TEXT_ONLY, usage)
         if prompt_token_ids is None:
-            return self.delta(
-                delta, index, TEXT_ONLY if usage is None else ChunkFields(usage=usage)
-            )
-        chunk = msgspec.structs.replace(
-            self._empty,
-            choices=[ChatChunkChoice(index=index, delta=delta)],
-            usage=self._no_usage if usage is None else usage,
-            prompt_token_ids=prompt_token_ids,
-        )
-        return event(chunk)
+            return event
+        ids = b',"prompt_token_ids":' + _encode(prompt_token_ids)
+        return event.removesuffix(_CLOSE) + ids + _CLOSE
 
-    def chunk(self, text: str, index: int = 0, fields: ChunkFields = TEXT_ONLY) -> bytes:
-        return self._chunk(index, b'"delta":{"content":' + _encode(text) + b"}", fields)
-
-    def delta(self, delta: ChatDelta, index: int = 0, fields: ChunkFields = TEXT_ONLY) -> bytes:
-        return self._chunk(index, b'"delta":' + _encode(delta), fields)
+    def delta(
+        self, delta: ChatDelta, index: int, fields: ChunkFields, usage: Usage | None = None
+    ) -> bytes:
+        return self._chunk(b'"delta":' + _encode(delta), index, fields, usage)

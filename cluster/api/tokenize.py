@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -13,11 +12,9 @@ from starlette.routing import Route
 from swell.cluster.api.body_reader import body_bytes
 from swell.cluster.api.protocol_base import Body
 from swell.cluster.api.routing import json_response, route
+from swell.cluster.api.services import Services
 from swell.cluster.text.chat_template import TemplateOptions
 from swell.cluster.text.generation_request import Conversation, Prompt
-from swell.cluster.text.input_processor import AsyncInputProcessor
-from swell.cluster.text.offload import OffloadPool
-from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.chat_messages import (
     ChatMessage,
@@ -28,8 +25,6 @@ from swell.cluster.text.schema.chat_messages import (
 from swell.cluster.text.schema.known_fields import DETOKENIZE, TOKENIZE
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.truncation import TokenizeOptions
-
-ReadBody = Callable[[Request, type[Any]], Awaitable[Any]]
 
 
 class TokenizeRequest(RequestBody, kw_only=True):
@@ -96,19 +91,11 @@ def tokenize_input(body: TokenizeRequest) -> tuple[list[Prompt] | Conversation, 
 
 
 class TokenizeRoutes:
-    """`read` gives the checked body of a request."""
-
-    def __init__(
-        self,
-        read: ReadBody,
-        processor: AsyncInputProcessor,
-        prompts: PromptProcessor,
-        offload: OffloadPool,
-    ) -> None:
-        self._read = read
-        self._processor = processor
-        self._prompts = prompts
-        self._offload = offload
+    def __init__(self, services: Services) -> None:
+        self._read = services.read
+        self._processor = services.input_processor
+        self._prompts = services.prompts
+        self._offload = services.offloads.bodies
 
     def routes(self) -> list[Route]:
         return [
@@ -117,7 +104,7 @@ class TokenizeRoutes:
         ]
 
     async def _tokenize(self, request: Request) -> Response:
-        body: TokenizeRequest = await self._read(request, TokenizeRequest)
+        body = await self._read(request, TokenizeRequest)
         size = body_bytes(request)
         ids = await self._processor.tokenize(lambda: tokenize_input(body), size)
         return json_response(await self._offload.run_sized(size, self._response, body, ids))
@@ -132,6 +119,6 @@ class TokenizeRoutes:
         )
 
     async def _detokenize(self, request: Request) -> Response:
-        body: DetokenizeRequest = await self._read(request, DetokenizeRequest)
+        body = await self._read(request, DetokenizeRequest)
         text = await self._offload.run_sized(body_bytes(request), self._prompts.decode, body.tokens)
         return json_response(DetokenizeResponse(prompt=text))

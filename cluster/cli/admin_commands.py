@@ -47,12 +47,17 @@ def status(args: argparse.Namespace) -> int:
 
 def scale(args: argparse.Namespace) -> int:
     request = ScaleRequest(engines=args.engines, drain_timeout_s=args.drain_timeout)
-    return asyncio.run(_change(Client(args.url, args.api_key), "/admin/scale", request))
+    return _change(args, "/admin/scale", request)
 
 
 def drain(args: argparse.Namespace) -> int:
-    request = DrainRequest(rank=args.rank)
-    return asyncio.run(_change(Client(args.url, args.api_key), "/admin/drain", request))
+    return _change(args, "/admin/drain", DrainRequest(rank=args.rank))
+
+
+def _change(args: argparse.Namespace, path: str, request: RequestBody) -> int:
+    request.check()
+    asyncio.run(change_engines(Client(args.url, args.api_key), path, request))
+    return 0
 
 
 def _switch(args: argparse.Namespace, path: str) -> int:
@@ -65,9 +70,9 @@ pause = partial(_switch, path="/admin/pause")
 resume = partial(_switch, path="/admin/resume")
 
 
-async def _change(client: Client, path: str, request: RequestBody) -> int:
-    """Request a change and show its phases until it is over. Raises ServerError if it fails."""
-    request.check()
+async def change_engines(client: Client, path: str, request: RequestBody) -> ClusterState:
+    """Request a change and print its phases until it is over; the state then. Raises ServerError
+    if it fails."""
     await client.post(path, request, Accepted)
     started, reported = time.monotonic(), ""
     while True:
@@ -81,7 +86,7 @@ async def _change(client: Client, path: str, request: RequestBody) -> int:
                 reason = state.rescale.error or "no reason is known"
                 raise ServerError(f"the change failed, {_summary(state)}: {reason}")
             case "idle":
-                return 0
+                return state
         await asyncio.sleep(_POLL_S)
 
 

@@ -10,8 +10,9 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, quantiles
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ import msgspec
 from swell.cluster.api.admin.protocol import ModelList
 from swell.cluster.api.tokenize import TokenizeResponse
 from swell.cluster.cli.console import print_table
-from swell.cluster.cli.http_client import Client, ServerError
+from swell.cluster.cli.http_client import Client, ServerError, read_events
 
 _TEXTS = (
     "The quick brown fox jumps over the lazy dog, twice a day.",
@@ -52,7 +53,7 @@ class _Usage(msgspec.Struct):
 class _LastEvent(msgspec.Struct):
     """What is read of a stream's last event: every server sends it."""
 
-    usage: _Usage | None = None
+    usage: _Usage
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -104,9 +105,8 @@ async def _load(args: argparse.Namespace) -> tuple[list[Sample], float]:
     """Send all requests, `concurrency` at a time; their samples and the duration in seconds."""
     client = Client(args.url, args.api_key)
     model = await _model(client, args.input_tokens + args.output_tokens)
-    prompts = random_prompts(
-        await _token_ids(client, model), args.input_tokens, args.requests, args.seed
-    )
+    ids = await _token_ids(client, model)
+    prompts = random_prompts(ids, args.input_tokens, args.requests, args.seed)
     warm = await measure(client, _body(model, prompts[0][:_WARM_TOKENS], 1), 1)
     if warm.error:
         raise ServerError(f"the first request failed: {warm.error}")
@@ -129,7 +129,7 @@ async def measure(client: Client, body: bytes, expected_tokens: int) -> Sample:
     end = b""
     try:
         async with client.open("POST", "/v1/completions", body) as response:
-            async for data in response.events():
+            async for data in read_events(response):
                 now = time.perf_counter()
                 if b'"choices":[]' in data:
                     end = data
@@ -140,24 +140,15 @@ async def measure(client: Client, body: bytes, expected_tokens: int) -> Sample:
                     sample.ttft_s = now - started
                 last = now
         sample.e2e_s = time.perf_counter() - started
-        _read_usage(sample, end, expected_tokens)
+        usage = msgspec.json.decode(end, type=_LastEvent).usage
+        sample.prompt_tokens, sample.output_tokens = usage.prompt_tokens, usage.completion_tokens
+        if sample.output_tokens != expected_tokens:
+            sample.error = f"{sample.output_tokens} tokens came, {expected_tokens} were asked for"
     except ServerError as error:
         sample.error = str(error)
-    return sample
-
-
-def _read_usage(sample: Sample, event: bytes, expected_tokens: int) -> None:
-    try:
-        usage = msgspec.json.decode(event, type=_LastEvent).usage
     except msgspec.DecodeError:
-        usage = None
-    if not usage:
         sample.error = "the stream brought no usage"
-        return
-    sample.prompt_tokens = usage.prompt_tokens
-    sample.output_tokens = usage.completion_tokens
-    if usage.completion_tokens != expected_tokens:
-        sample.error = f"{usage.completion_tokens} tokens came, {expected_tokens} were asked for"
+    return sample
 
 
 def _body(model: str, prompt: list[int], output_tokens: int) -> bytes:
@@ -262,20 +253,13 @@ def summarize(samples: Sequence[Sample], duration_s: float, arguments: dict[str,
     )
 
 
-def percentiles_ms(seconds: Iterator[float]) -> Percentiles | None:
-    values = sorted(1000 * value for value in seconds)
+def percentiles_ms(seconds: Iterable[float]) -> Percentiles | None:
+    """Linear between the two nearest ranks, as numpy's default."""
+    values = [1000 * value for value in seconds]
     if not values:
         return None
-    mean = sum(values) / len(values)
-    return Percentiles(mean, *(percentile(values, share) for share in (0.5, 0.9, 0.99)))
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Linear between the two nearest ranks, as numpy's default."""
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
+    return Percentiles(fmean(values), cuts[49], cuts[89], cuts[98])
 
 
 def print_report(report: Report) -> None:
@@ -287,14 +271,11 @@ def print_report(report: Report) -> None:
         ("total tokens/s", f"{report.total_tokens_per_s:.1f}"),
     ]
     print_table("throughput", ("", "value"), rows)
-    latencies = (("TTFT", report.ttft_ms), ("ITL", report.itl_ms), ("end to end", report.e2e_ms))
-    print_table("latency in ms", ("", "mean", "p50", "p90", "p99"), map(_latency_row, latencies))
+    spans = (("TTFT", report.ttft_ms), ("ITL", report.itl_ms), ("end to end", report.e2e_ms))
+    latencies = []
+    for name, known in spans:
+        values = [f"{ms:.2f}" for ms in msgspec.structs.astuple(known)] if known else ["-"] * 4
+        latencies.append((name, *values))
+    print_table("latency in ms", ("", "mean", "p50", "p90", "p99"), latencies)
     if report.first_error:
         print(f"first failure: {report.first_error}")
-
-
-def _latency_row(item: tuple[str, Percentiles | None]) -> list[str]:
-    name, percentiles = item
-    if percentiles is None:
-        return [name, "-", "-", "-", "-"]
-    return [name, *(f"{value:.2f}" for value in msgspec.structs.astuple(percentiles))]

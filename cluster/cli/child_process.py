@@ -27,14 +27,12 @@ class ServerProcess:
         serve = ["-m", "swell.cluster", "serve", config, "--port", str(port)]
         self._command = [sys.executable, *serve]
         self._process: asyncio.subprocess.Process | None = None
-        self._relay: asyncio.Task[None] | None = None
-        self._url: asyncio.Future[str] | None = None
+        self._relay: asyncio.Task[str | None] | None = None
         self.last_lines: deque[str] = deque(maxlen=15)
 
     async def start(self, limit_s: float) -> str:
         """The URL from its `ready:` line. Raises ServerError."""
         adopt_orphans()
-        self._url = asyncio.get_running_loop().create_future()
         # A session of its own: Ctrl-C in a terminal reaches us alone, and we stop it in order.
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -44,22 +42,26 @@ class ServerProcess:
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
-        self._relay = asyncio.create_task(self._relay_lines())
         try:
-            return await asyncio.wait_for(asyncio.shield(self._url), limit_s)
+            url = await asyncio.wait_for(self._relay_until("ready: "), limit_s)
         except TimeoutError:
             raise ServerError(f"the server was not ready after {limit_s:g} s") from None
+        finally:
+            self._relay = asyncio.create_task(self._relay_until(None))
+        if url is None:
+            raise ServerError("the server ended before it was ready")
+        return url
 
-    async def _relay_lines(self) -> None:
-        assert self._process is not None and self._process.stdout is not None and self._url
+    async def _relay_until(self, prefix: str | None) -> str | None:
+        """Print lines up to one with `prefix`, and return its rest; None if none came."""
+        assert self._process is not None and self._process.stdout is not None
         async for raw in self._process.stdout:
             line = raw.decode(errors="replace").rstrip()
             self.last_lines.append(line)
             print(f"  | {line}", flush=True)
-            if line.startswith("ready: ") and not self._url.done():
-                self._url.set_result(line.removeprefix("ready: ").strip())
-        if not self._url.done():
-            self._url.set_exception(ServerError("the server ended before it was ready"))
+            if prefix is not None and line.startswith(prefix):
+                return line.removeprefix(prefix)
+        return None
 
     async def stop(self) -> str | None:
         """Interrupt it and wait; None, or what was not clean. Kills what is left."""
@@ -83,8 +85,6 @@ class ServerProcess:
             trouble = f"the server left processes behind: {shown}"
         if self._relay is not None:
             self._relay.cancel()
-        if self._url is not None and self._url.done() and not self._url.cancelled():
-            self._url.exception()
         return trouble
 
     async def _wait_for_descendants(self) -> dict[int, str]:

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 
 import msgspec
 
-from swell.cluster.api.admin.protocol import Accepted, ClusterState, ModelList, ScaleRequest
+from swell.cluster.api.admin.protocol import ClusterState, ModelList, ScaleRequest
 from swell.cluster.api.chat.protocol import ChatChunk
+from swell.cluster.cli.admin_commands import change_engines
 from swell.cluster.cli.child_process import ServerProcess
 from swell.cluster.cli.console import plain, print_table, short
 from swell.cluster.cli.demo_screen import open_screen
-from swell.cluster.cli.http_client import Client, ServerError
+from swell.cluster.cli.http_client import Client, ServerError, read_events
 
 _CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
 _ENGINES = 2
@@ -36,7 +39,7 @@ _ENOUGH = 4
 """Answers of the new engine that end the demonstration."""
 _PAUSE_S = 0.25
 """Between the prompts of one client: the new engine loads on the same cores."""
-_POLL_S = 0.2
+_REFRESH_S = 0.05
 _MAX_TOKENS = 120
 _WIDTH = 60
 """Characters of a prompt or an answer in the summary."""
@@ -72,7 +75,6 @@ class Answer:
     began: float = 0.0
     """On the monotonic clock."""
     seconds: float = 0.0
-    error: str | None = None
 
     @property
     def rate(self) -> float:
@@ -109,7 +111,7 @@ class DemoRecord:
 
 
 async def stream_answer(client: Client, model: str, answer: Answer) -> None:
-    """Stream one answer into `answer`."""
+    """Stream one answer into `answer`. Raises DemoFailed."""
     body = msgspec.json.encode(
         {
             "model": model,
@@ -124,7 +126,7 @@ async def stream_answer(client: Client, model: str, answer: Answer) -> None:
     try:
         async with client.open("POST", "/v1/chat/completions", body) as response:
             answer.engines = response.headers.get("x-swell-engine", "?")
-            async for data in response.events():
+            async for data in read_events(response):
                 chunk = msgspec.json.decode(data, type=ChatChunk)
                 for choice in chunk.choices:
                     if isinstance(choice.delta.content, str) and choice.delta.content:
@@ -133,7 +135,7 @@ async def stream_answer(client: Client, model: str, answer: Answer) -> None:
                 if chunk.usage:
                     answer.tokens = chunk.usage.completion_tokens
     except ServerError as error:
-        answer.error = str(error)
+        raise DemoFailed(f"{answer.prompt!r} failed: {error}") from None
     answer.seconds = time.monotonic() - started
 
 
@@ -141,41 +143,39 @@ async def send_prompts(
     client: Client, model: str, place: int, record: DemoRecord, stop: asyncio.Event
 ) -> None:
     """One client: its own prompt first, then all others in turn until `stop`."""
-    turn = place
-    while not stop.is_set():
-        answer = Answer(*PROMPTS[turn % len(PROMPTS)])
-        record.open[place] = answer
+    for prompt, right in islice(cycle(PROMPTS), place, None):
+        if stop.is_set():
+            break
+        answer = record.open[place] = Answer(prompt, right)
         await stream_answer(client, model, answer)
         record.answers.append(answer)
-        turn += 1
         await asyncio.sleep(_PAUSE_S)
 
 
-async def grow(client: Client, record: DemoRecord, note: asyncio.Queue[str]) -> None:
-    """Request one more engine once tokens flow, and wait for it. Raises DemoFailed."""
+async def grow(client: Client, record: DemoRecord) -> None:
+    """Request one more engine once tokens flow, and wait until it has served. Raises DemoFailed."""
     before = await client.get("/admin/cluster", ClusterState)
     record.old_ranks = {str(engine.rank) for engine in before.engines}
     while not any(answer.text for answer in record.open.values()):
-        _check_answers(record)
         await asyncio.sleep(0.01)
     record.requested_s = record.now_s()
-    await client.post("/admin/scale", ScaleRequest(engines=_ENGINES), Accepted)
-    phase = ""
-    while True:
-        state = await client.get("/admin/cluster", ClusterState)
-        if state.rescale.phase != phase:
-            phase = state.rescale.phase
-            note.put_nowait(f"growing to {_ENGINES} engines: {phase}, epoch {state.epoch}")
-        active = sum(engine.state == "active" for engine in state.engines)
-        if phase == "failed":
-            raise DemoFailed(f"the cluster did not grow: {state.rescale.error}")
-        if phase == "idle" and active == _ENGINES:
-            break
-        if record.now_s() - record.requested_s > _GROW_S:
-            raise DemoFailed(f"after {_GROW_S:g} s the cluster still has {active} engines")
-        await asyncio.sleep(_POLL_S)
+    async with _limit(_GROW_S, "the cluster did not grow"):
+        request = ScaleRequest(engines=_ENGINES)
+        after = await change_engines(client, "/admin/scale", request)
     record.grown_s = record.now_s()
-    record.epochs = (before.epoch, state.epoch)
+    record.epochs = (before.epoch, after.epoch)
+    async with _limit(_SERVED_S, f"the new engine served fewer than {_ENOUGH} answers"):
+        while record.answered_by_new_engines() < _ENOUGH:
+            await asyncio.sleep(_REFRESH_S)
+
+
+@contextlib.asynccontextmanager
+async def _limit(limit_s: float, failure: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise DemoFailed(f"{failure} in {limit_s:g} s") from None
 
 
 async def run_demo(url: str) -> DemoRecord:
@@ -183,40 +183,25 @@ async def run_demo(url: str) -> DemoRecord:
     client = Client(url, timeout_s=60)
     model = (await client.get("/v1/models", ModelList)).data[0].id
     record, stop = DemoRecord(), asyncio.Event()
-    notes: asyncio.Queue[str] = asyncio.Queue()
     with open_screen(record.open, record.answers) as screen:
-        clients = [
-            asyncio.create_task(send_prompts(client, model, place, record, stop))
-            for place in range(len(PROMPTS))
-        ]
-        growing = asyncio.create_task(grow(client, record, notes))
-        try:
-            while not growing.done() or record.answered_by_new_engines() < _ENOUGH:
-                if growing.done():
-                    growing.result()
-                    if record.now_s() - record.grown_s > _SERVED_S:
-                        raise DemoFailed(
-                            f"the new engine served {record.answered_by_new_engines()} of "
-                            f"{len(record.answers)} answers in {_SERVED_S:g} s"
-                        )
-                _check_answers(record)
-                while not notes.empty():
-                    screen.note(f"[{record.now_s():5.1f} s] {notes.get_nowait()}")
+
+        async def refresh() -> None:
+            while not stop.is_set():
                 screen.refresh()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(_REFRESH_S)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for place in range(len(PROMPTS)):
+                    tasks.create_task(send_prompts(client, model, place, record, stop))
+                tasks.create_task(refresh())
+                await grow(client, record)
+                stop.set()
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         finally:
-            stop.set()
-            growing.cancel()
-            await asyncio.gather(*clients, growing, return_exceptions=True)
             screen.refresh()
-    _check_answers(record)
     return record
-
-
-def _check_answers(record: DemoRecord) -> None:
-    failed = [answer for answer in record.answers if answer.error]
-    if failed:
-        raise DemoFailed(f"{failed[0].prompt!r} failed: {failed[0].error}")
 
 
 def print_summary(record: DemoRecord) -> None:
@@ -231,12 +216,11 @@ def print_summary(record: DemoRecord) -> None:
     columns = ("prompt", "answer", "engine", "TTFT ms", "tok/s")
     print_table("first answers", columns, rows, left=2)
     answers = record.answers
-    failed = sum(answer.error is not None for answer in answers)
     right = sum(answer.text == answer.right for answer in answers)
     tokens = sum(answer.tokens for answer in answers)
     served = Counter(answer.engines for answer in answers)
     shares = ", ".join(f"engine {rank}: {count}" for rank, count in sorted(served.items()))
-    print(f"answers      {len(answers)}, of which {failed} failed; {right} right, {tokens} tokens")
+    print(f"answers      {len(answers)}, none failed; {right} right, {tokens} tokens")
     print(f"served by    {shares}")
     print(
         f"the cluster  grew to {_ENGINES} engines {record.grown_s:.1f} s after the first question "
@@ -252,7 +236,6 @@ async def run_with_server(config: str, port: int) -> None:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     server = ServerProcess(config, port)
-    record = None
     try:
         async with asyncio.timeout(_TOTAL_S):
             url = await server.start(_READY_S)
@@ -264,10 +247,8 @@ async def run_with_server(config: str, port: int) -> None:
         lines = "\n".join(f"  | {line}" for line in server.last_lines)
         raise DemoFailed(f"{error}; the server's last lines:\n{lines}") from None
     finally:
-        if record is None:
-            await server.stop()
+        trouble = await server.stop()
     print_summary(record)
-    trouble = await server.stop()
     if trouble:
         raise DemoFailed(trouble)
     print("shutdown     clean: exit code 0, and no process is left")

@@ -26,56 +26,44 @@ class StreamRow(Protocol):
     engines: str
 
 
-class LineScreen:
-    """Prints finished answers in their order."""
+class Screen:
+    """Shows `open`, the answers under way, in the table, or `answers`, the finished ones, in lines.
 
-    def __init__(self, open: Mapping[int, StreamRow], answers: Sequence[StreamRow]) -> None:
-        self._answers = answers
-        self._printed = 0
-
-    def note(self, text: str) -> None:
-        print(text, flush=True)
-
-    def refresh(self) -> None:
-        for answer in self._answers[self._printed : _SHOWN_ANSWERS]:
-            prompt, text = plain(answer.prompt), short(plain(answer.text), _WIDTH)
-            print(f"engine {answer.engines}: {prompt} -> {text}")
-            self._printed += 1
-        sys.stdout.flush()
-
-
-class LiveScreen:
-    """Redraws the answers that are under way."""
+    What is printed meanwhile is above the table.
+    """
 
     def __init__(
-        self, live: Live, open: Mapping[int, StreamRow], answers: Sequence[StreamRow]
+        self, live: Live | None, open: Mapping[int, StreamRow], answers: Sequence[StreamRow]
     ) -> None:
         self._live = live
         self._open = open
         self._answers = answers
-
-    def note(self, text: str) -> None:
-        self._live.console.print(text, highlight=False, markup=False)
+        self._printed = 0
 
     def refresh(self) -> None:
-        table = Table(
-            box=box.SIMPLE_HEAD, expand=True, caption=f"{len(self._answers)} answers so far"
-        )
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            return
+        for answer in self._answers[self._printed : _SHOWN_ANSWERS]:
+            prompt, text = plain(answer.prompt), short(plain(answer.text), _WIDTH)
+            print(f"engine {answer.engines}: {prompt} -> {text}", flush=True)
+            self._printed += 1
+
+    def _table(self) -> Table:
+        caption = f"{len(self._answers)} answers so far"
+        table = Table(box=box.SIMPLE_HEAD, expand=True, caption=caption)
         for name in ("prompt", "answer"):
             table.add_column(name, no_wrap=True, ratio=1)
         table.add_column("engine", justify="right", width=6)
         for _, answer in sorted(self._open.items()):
             table.add_row(answer.prompt, answer.text, answer.engines)
-        self._live.update(table, refresh=True)
+        return table
 
 
 @contextlib.contextmanager
-def open_screen(
-    open: Mapping[int, StreamRow], answers: Sequence[StreamRow]
-) -> Iterator[LineScreen | LiveScreen]:
-    """The screen that fits standard output; it reads `open` and `answers` at every refresh."""
-    if not sys.stdout.isatty():
-        yield LineScreen(open, answers)
-        return
-    with Live(auto_refresh=False, transient=True) as live:
-        yield LiveScreen(live, open, answers)
+def open_screen(open: Mapping[int, StreamRow], answers: Sequence[StreamRow]) -> Iterator[Screen]:
+    """The screen that fits standard output."""
+    terminal = sys.stdout.isatty()
+    live = Live(auto_refresh=False, transient=True) if terminal else contextlib.nullcontext()
+    with live as table:
+        yield Screen(table, open, answers)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import io
+import json
 import logging
 import os
 import shutil
@@ -14,10 +16,10 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
-
-import httpx
 
 from swell.cluster.cli import ray_settings
 from swell.cluster.control.http_port import claim_port
@@ -33,6 +35,8 @@ _SERVE_S = 10.0
 """What Serve itself needs to end replicas."""
 _LOCAL_CPUS = 16
 """Logical CPUs of a Ray that we start ourselves: our actors reserve next to nothing."""
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""No proxy is between a server and the command that starts it."""
 
 
 class StartupError(RuntimeError):
@@ -40,32 +44,26 @@ class StartupError(RuntimeError):
 
 
 def serve(args: argparse.Namespace) -> int:
-    overrides = dict(args.set)
-    if args.host is not None:
-        overrides["serve.host"] = args.host
-    if args.port is not None:
-        overrides["serve.port"] = args.port
-    serve_forever(load(args.config, overrides), args.address)
-    return 0
-
-
-def serve_forever(config: Config, address: str | None) -> None:
     """Serve until SIGINT or SIGTERM, then drain and end everything that was started.
 
     Raises ConfigError and StartupError; nothing is left running then.
     """
+    own = {"serve.host": args.host, "serve.port": args.port}
+    own = {key: value for key, value in own.items() if value is not None}
+    config = load(args.config, {**dict(args.set), **own})
     check(config)
     config = claim_port(config)
     stop = threading.Event()
     _on_signals(lambda *_: stop.set())
-    with _ray(address):
+    with _ray(args.address):
         _on_signals(lambda *_: stop.set())  # Ray has set its own
-        with _application(config, own_ray=address is None) as url:
+        with _application(config, own_ray=args.address is None) as url:
             if _wait_until_ready(url, stop):
                 print(f"ready: {url}", flush=True)
                 stop.wait()
             _on_signals(signal.SIG_IGN)
             print("stopping: streams may finish", flush=True)
+    return 0
 
 
 def _on_signals(handler: Any) -> None:
@@ -196,11 +194,9 @@ def _wait_until_ready(url: str, stop: threading.Event) -> bool:
     """Print what the start waits for until the cluster is ready. False: stopped meanwhile."""
     started, reported = time.monotonic(), ""
     while not stop.is_set():
-        reason, failed = _poll_ready(url)
+        reason = _not_ready_reason(url)
         if reason is None:
             return True
-        if failed:
-            raise StartupError(reason)
         if reason != reported:
             seconds = time.monotonic() - started
             print(f"[{seconds:5.1f} s] {reason}", file=sys.stderr, flush=True)
@@ -209,13 +205,15 @@ def _wait_until_ready(url: str, stop: threading.Event) -> bool:
     return False
 
 
-def _poll_ready(url: str) -> tuple[str | None, bool]:
-    """What is waited for (None: nothing), and whether the first start has failed."""
+def _not_ready_reason(url: str) -> str | None:
+    """What is waited for; None: nothing. Raises StartupError if the first start has failed."""
     try:
-        answer = httpx.get(f"{url}/ready", timeout=10, trust_env=False)
-    except httpx.TransportError:
-        return "the ingress does not answer", False
-    if answer.status_code == 200:
-        return None, False
-    error = answer.json()["error"]
-    return error["message"], error["code"] == "cluster_failed"
+        with _OPENER.open(f"{url}/ready", timeout=10):
+            return None
+    except urllib.error.HTTPError as answer:
+        error = json.load(answer)["error"]
+    except (OSError, http.client.HTTPException):
+        return "the ingress does not answer"
+    if error["code"] == "cluster_failed":
+        raise StartupError(error["message"])
+    return str(error["message"])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 from typing import Any, NamedTuple, NoReturn
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -127,14 +127,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 1 for an error, 2 for wrong usage."""
     args = _parser().parse_args(argv)
     try:
-        return int(_load(COMMANDS[args.command].run)(args))
+        return int(resolve_name(COMMANDS[args.command].run)(args))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if not _is_expected(error):
+        kinds = {f"{kind.__module__}:{kind.__qualname__}" for kind in type(error).__mro__}
+        if kinds.isdisjoint(EXPECTED):
             raise
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"swell: {message}", file=sys.stderr)
@@ -148,18 +149,6 @@ def _parser() -> Parser:
         child = commands.add_parser(name, help=command.summary, description=command.summary)
         command.arguments(child)
     return parser
-
-
-def _load(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _is_expected(error: Exception) -> bool:
-    """Only loaded modules matter: no error is of a class that does not exist yet."""
-    places = (place.partition(":") for place in EXPECTED)
-    kinds = [getattr(sys.modules[m], n) for m, _, n in places if m in sys.modules]
-    return isinstance(error, tuple(kinds))
 
 
 def _config(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from swell.cluster.api.admin.protocol import ModelList
 from swell.cluster.api.chat.protocol import ChatChunk
-from swell.cluster.cli.http_client import Client, ServerError
+from swell.cluster.cli.http_client import Client, ServerError, read_events
 
 _PROMPT = "> "
 _HELP = "Ctrl-C stops an answer, /clear forgets the conversation, /quit or Ctrl-D leaves"
@@ -23,14 +23,13 @@ class Conversation:
 
     def __init__(self, client: Client, model: str, system: str | None, **options: Any) -> None:
         self._client = client
-        self._model = model
         self._system = [{"role": "system", "content": system}] if system else []
-        self._options = {name: value for name, value in options.items() if value is not None}
-        self.messages: list[dict[str, str]] = []
+        given = {name: value for name, value in options.items() if value is not None}
+        self._fields = {"model": model, "stream": True, **given}
         self.clear()
 
     def clear(self) -> None:
-        self.messages = list(self._system)
+        self.messages: list[dict[str, str]] = list(self._system)
 
     def send(self, text: str) -> None:
         """Print the answer as it comes. Ctrl-C ends it, and what has come is kept.
@@ -51,15 +50,9 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(parts)})
 
     async def _stream(self, parts: list[str]) -> None:
-        request = {
-            "model": self._model,
-            "messages": self.messages,
-            "stream": True,
-            **self._options,
-        }
-        body = msgspec.json.encode(request)
+        body = msgspec.json.encode({**self._fields, "messages": self.messages})
         async with self._client.open("POST", "/v1/chat/completions", body) as response:
-            async for data in response.events():
+            async for data in read_events(response):
                 for choice in msgspec.json.decode(data, type=ChatChunk).choices:
                     text = choice.delta.content
                     if isinstance(text, str) and text:
@@ -98,14 +91,9 @@ def chat(args: argparse.Namespace) -> int:
             case _ if text.startswith("/"):
                 print(f"unknown command {text.split()[0]!r}: {_HELP}")
             case _:
-                _answer(conversation, text, interactive)
-
-
-def _answer(conversation: Conversation, text: str, interactive: bool) -> None:
-    """In a terminal a failed answer is printed and the chat goes on; a script ends."""
-    try:
-        conversation.send(text)
-    except ServerError as error:
-        if not interactive:
-            raise
-        print(f"swell: {error}", file=sys.stderr)
+                try:
+                    conversation.send(text)
+                except ServerError as error:  # the chat goes on, but a script ends
+                    if not interactive:
+                        raise
+                    print(f"swell: {error}", file=sys.stderr)

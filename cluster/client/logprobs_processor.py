@@ -64,13 +64,7 @@ class LogprobsProcessor:
     def add(self, token_logprobs: TokenLogprobs, offset: int, *, at_beginning: bool) -> None:
         """The next output token is visible, with `offset` characters of text before it."""
         assert self._outputs is not None and self.cumulative is not None
-        self._outputs.append(
-            token_logprobs.token_ids,
-            token_logprobs.logprobs,
-            token_logprobs.rank,
-            offset,
-            at_beginning=at_beginning,
-        )
+        self._outputs.append(token_logprobs, offset, at_beginning=at_beginning)
         self.cumulative += token_logprobs.logprobs[0]
 
     def pop_logprobs(self, *, delta_only: bool) -> LogprobTable | None:

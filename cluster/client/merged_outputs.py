@@ -68,18 +68,16 @@ class MergedOutputs:
 
     async def __anext__(self) -> OutputBatch:
         """Raises what a request failed with, after everything that was there before."""
-        if self._first is not None:
-            first, self._first = self._first, None
+        first, self._first = self._first, None
+        if first is not None:
             return first
-        while self._unfinished or self._error:
-            batch = self._take()
-            if batch:
-                return batch
+        while not (batch := self._take()):
             if self._error is not None:
                 raise self._error
-            if self._unfinished:
-                await self._ready.wait()
-        raise StopAsyncIteration
+            if not self._unfinished:
+                raise StopAsyncIteration
+            await self._ready.wait()
+        return batch
 
     def _take(self) -> OutputBatch:
         batch: OutputBatch = []
@@ -90,15 +88,12 @@ class MergedOutputs:
                     continue
                 if output.finished:
                     del self._unfinished[number]
-                merged = self._merge(number, output)
+                answer = output.outputs[0]
+                if answer.finish_reason == "error":
+                    raise RequestFailed(str(answer.stop_reason or "the request failed"))
+                merged = self._parents[number // self._children].add(output)
                 if merged is not None:
                     batch.append((number, merged))
         except Exception as error:
             self._error = error
         return batch
-
-    def _merge(self, number: int, output: RequestOutput) -> RequestOutput | None:
-        (completion,) = output.outputs
-        if completion.finish_reason == "error":
-            raise RequestFailed(str(completion.stop_reason or "the request failed"))
-        return self._parents[number // self._children].add(output)

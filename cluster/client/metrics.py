@@ -17,19 +17,37 @@ from swell.coordinator.metrics_aggregator import add
 from swell.coordinator.wire import Counts
 from swell.engine.wire import FinishReason
 
-FIRST_TOKEN_BUCKETS_S = (
+FIRST_TOKEN_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
     1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
 )  # fmt: skip
-TOKEN_BUCKETS_S = (
+TOKEN_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 2.5, 5.0, 10.0, 40.0, 80.0,
 )  # fmt: skip
-REQUEST_BUCKETS_S = (
+REQUEST_BOUNDS_S = (
     0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
     120.0, 240.0, 480.0, 960.0, 1920.0,
 )  # fmt: skip
-TOKEN_COUNT_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+COUNT_BOUNDS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+
+_OF_REQUEST = {
+    "e2e_s": ("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BOUNDS_S),
+    "queue_s": ("request_queue_time_seconds", "Arrival to first schedule.", REQUEST_BOUNDS_S),
+    "prefill_s": (
+        "request_prefill_time_seconds",
+        "First schedule to first token.",
+        REQUEST_BOUNDS_S,
+    ),
+    "decode_s": ("request_decode_time_seconds", "First token to last token.", REQUEST_BOUNDS_S),
+    "num_prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request.", COUNT_BOUNDS),
+    "num_output_tokens": (
+        "request_generation_tokens",
+        "Generated tokens of a request.",
+        COUNT_BOUNDS,
+    ),
+}
+"""The histogram of each number in `FinishedRequestStats`."""
 
 
 class Histogram:
@@ -38,7 +56,7 @@ class Histogram:
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         """`bounds`: the largest value of each bucket, ascending; one more has what is above."""
-        self.name = name
+        self.name = f"swell_{name}"
         self._text = text
         self._bounds = bounds
         self.numbers = [0.0] * (len(bounds) + 2)
@@ -59,7 +77,7 @@ class Counter:
     """One number, or one for each value of a label; the values are fixed."""
 
     def __init__(self, name: str, text: str, label: str = "", values: Sequence[str] = ()) -> None:
-        self.name = name
+        self.name = f"swell_{name}"
         self._text = text
         self._label = label
         self._places = {value: place for place, value in enumerate(values or [""])}
@@ -83,71 +101,41 @@ class PrometheusStats(StatsSink, Collector):
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._parts: list[Histogram | Counter] = []
-        self._other_counts: Counts = {}
-
-        histogram, counter = self._histogram, self._counter
-        self._first_token = histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BUCKETS_S
+        self._first_token = Histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BOUNDS_S
         )
-        self._inter_token = histogram(
-            "inter_token_latency_seconds", "Between two tokens of an answer.", TOKEN_BUCKETS_S
+        self._inter_token = Histogram(
+            "inter_token_latency_seconds", "Between two tokens of an answer.", TOKEN_BOUNDS_S
         )
-        self._e2e = histogram(
-            "e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S
-        )
-        self._queue = histogram(
-            "request_queue_time_seconds", "Arrival to first schedule.", REQUEST_BUCKETS_S
-        )
-        self._prefill = histogram(
-            "request_prefill_time_seconds", "First schedule to first token.", REQUEST_BUCKETS_S
-        )
-        self._decode = histogram(
-            "request_decode_time_seconds", "First token to last token.", REQUEST_BUCKETS_S
-        )
-        self._request_prompt = histogram(
-            "request_prompt_tokens", "Prompt tokens of a request.", TOKEN_COUNT_BUCKETS
-        )
-        self._request_generation = histogram(
-            "request_generation_tokens", "Generated tokens of a request.", TOKEN_COUNT_BUCKETS
-        )
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
-        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self._success = counter(
+        self._of_request = {field: Histogram(*row) for field, row in _OF_REQUEST.items()}
+        self._prompt_tokens = Counter("prompt_tokens", "Prompt tokens processed.")
+        self._generation_tokens = Counter("generation_tokens", "Tokens generated.")
+        self._success = Counter(
             "request_success",
             "Requests that ended, by reason.",
             "finished_reason",
             [str(reason) for reason in FinishReason],
         )
-        self._resubmitted = counter(
+        self._resubmitted = Counter(
             "resubmitted_requests", "Requests that moved to another engine."
         )
-        self._refused = counter(
+        self._refused = Counter(
             "refused_requests",
             "Requests that were not taken in: too many wait.",
             "reason",
             ["too_many_waiting_requests", "too_many_waiting_tokens"],
         )
-        self._ignored = counter(
+        self._ignored = Counter(
             "ignored_fields",
             "Unknown fields in messages, calls and tools of requests, which were ignored.",
             "field",
             IGNORED_FIELDS,
         )
+        own = [metric for metric in vars(self).values() if isinstance(metric, Histogram | Counter)]
+        self._metrics = [*own, *self._of_request.values()]
+        self._other_counts: Counts = {}
+        self.registry = CollectorRegistry()
         self.registry.register(self)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"swell_{name}", text, buckets)
-        self._parts.append(histogram)
-        return histogram
-
-    def _counter(
-        self, name: str, text: str, label: str = "", values: Sequence[str] = ()
-    ) -> Counter:
-        counter = Counter(f"swell_{name}", text, label, values)
-        self._parts.append(counter)
-        return counter
 
     def record(self, stats: IterationStats) -> None:
         if stats.num_output_tokens:
@@ -159,17 +147,10 @@ class PrometheusStats(StatsSink, Collector):
             self._inter_token.observe(seconds)
         for request in stats.finished:
             self._success.inc(value=request.finish_reason)
-            self._e2e.observe(request.e2e_s)
-            spans: tuple[tuple[Histogram, float | None], ...] = (
-                (self._queue, request.queue_s),
-                (self._prefill, request.prefill_s),
-                (self._decode, request.decode_s),
-            )
-            for histogram, known_s in spans:
-                if known_s is not None:
-                    histogram.observe(known_s)
-            self._request_prompt.observe(request.num_prompt_tokens)
-            self._request_generation.observe(request.num_output_tokens)
+            for field, histogram in self._of_request.items():
+                value = getattr(request, field)
+                if value is not None:
+                    histogram.observe(value)
 
     def resubmitted(self) -> None:
         """A request moved to another engine."""
@@ -186,7 +167,7 @@ class PrometheusStats(StatsSink, Collector):
 
     def counts(self) -> Counts:
         """The counters of this ingress."""
-        return {part.name: part.numbers for part in self._parts}
+        return {metric.name: metric.numbers for metric in self._metrics}
 
     def set_other_counts(self, counts: Counts) -> None:
         """The sum of those of all other ingresses."""
@@ -194,8 +175,8 @@ class PrometheusStats(StatsSink, Collector):
 
     def collect(self) -> Iterator[Metric]:
         total = add(self.counts(), self._other_counts)
-        for part in self._parts:
-            yield part.to_family(total[part.name])
+        for metric in self._metrics:
+            yield metric.to_family(total[metric.name])
 
     def render(self) -> bytes:
         """The text of `/metrics`."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.sampling_params import SamplingParams
-from swell.cluster.text.stop_strings import stop_checker
-from swell.cluster.text.token_texts import TokenTexts
+from swell.cluster.text.stop_strings import StopChecker
+from swell.cluster.text.token_texts import TextWriter, TokenTexts
 
 
 class OutputText:
@@ -22,9 +22,9 @@ class OutputText:
     ) -> None:
         skip = params.skip_special_tokens
         self._machine = detokenizer.start(skip, text_start, prompt_token_ids)
-        self._writer = texts.text_writer(self._machine, skip)
+        self._writer = TextWriter(texts, self._machine, skip)
         """Writes to the machine where offsets of tokens are needed too."""
-        self._stops = stop_checker(
+        self._stops = StopChecker(
             params.stop_strings,
             include_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
 import msgspec
 
 from swell.cluster.text.token_texts import Texts, TokenTexts
+from swell.worker.sample.wire import TokenLogprobs
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -56,18 +57,10 @@ class LogprobTable(Sequence[dict[int, Logprob] | None]):
     at_beginning: int = 0
     """Number of leading positions at which tokens have the texts of a beginning."""
 
-    def append(
-        self,
-        token_ids: list[int],
-        logprobs: list[float],
-        rank: int,
-        offset: int,
-        *,
-        at_beginning: bool = False,
-    ) -> None:
-        self.token_ids.append(token_ids)
-        self.logprobs.append(logprobs)
-        self.ranks.append(rank)
+    def append(self, token: TokenLogprobs, offset: int, *, at_beginning: bool = False) -> None:
+        self.token_ids.append(token.token_ids)
+        self.logprobs.append(token.logprobs)
+        self.ranks.append(token.rank)
         self.offsets.append(offset)
         self.at_beginning += at_beginning
 
@@ -190,7 +183,7 @@ class RequestOutputCollector:
     """A queue of one place between the loop over engine outputs and one reading task.
 
     The producer never waits: an output that the reader has not taken is merged with the next one.
-    An exception is delivered after the output that came before it, and again by every later `get`.
+    An exception is delivered after the output that came before it, and again by every later read.
     Both sides run in one event loop.
     """
 
@@ -201,8 +194,6 @@ class RequestOutputCollector:
         self._aggregate = kind == RequestOutputKind.DELTA
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
-        self._finished = False
-        """The last output has been taken."""
 
     def put(self, output: RequestOutput | Exception) -> None:
         if isinstance(output, Exception):
@@ -213,25 +204,9 @@ class RequestOutputCollector:
             self._output.add(output, aggregate=self._aggregate)
         self.ready.set()
 
-    async def get(self) -> RequestOutput:
-        """Wait for the next output. Raises a delivered exception."""
-        while (output := self.get_nowait()) is None:
-            if self._finished:
-                raise RuntimeError(f"request {self.request_id!r} has given its last output")
-            await self.ready.wait()
-        return output
-
     def get_nowait(self) -> RequestOutput | None:
         """The next output if there is one. Raises a delivered exception."""
-        output = self._output
-        if output is None:
-            if self._error is not None:
-                raise self._error
-            return None
-        self._output = None
-        self._finished = output.finished
+        output, self._output = self._output, None
+        if output is None and self._error is not None:
+            raise self._error
         return output
-
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        while not self._finished:
-            yield await self.get()

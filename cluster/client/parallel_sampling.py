@@ -82,18 +82,16 @@ class ParentRequest:
             if output.finished == finished:
                 return output
             return msgspec.structs.replace(output, finished=finished)
-        self._merge(completion.index, output)
+        known = self._outputs.get(completion.index)
+        if known is not None and self._kind == RequestOutputKind.DELTA:
+            known.add(output, aggregate=True)
+        else:
+            self._outputs[completion.index] = output
         if not finished and (self._is_best_of or self._kind == RequestOutputKind.FINAL_ONLY):
             return None
         whole = merge_outputs(list(self._outputs.values()))
         whole.finished = finished
         return select_best_of(whole, self._params) if self._is_best_of else whole
-
-    def _merge(self, index: int, output: RequestOutput) -> None:
-        if index in self._outputs and self._kind == RequestOutputKind.DELTA:
-            self._outputs[index].add(output, aggregate=True)
-        else:
-            self._outputs[index] = output
 
 
 def _mean_logprob(completion: CompletionOutput) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.sampling_params import BadRequest, bad_value
 from swell.cluster.text.tokenizer import encode_text
 from swell.cluster.text.validate_params import num_utf8_bytes
 from swell.engine.request_validation import MAX_BAD_WORD_TOKENS
@@ -29,11 +29,11 @@ def bad_words_token_ids(tokenizer: Any, words: list[str], *, vocab_size: int) ->
     for index, word in enumerate(words):
         plain = _encode(tokenizer, word.lstrip(), index)
         if not plain:
-            raise BadRequest(
-                f"bad_words[{index}]={shown(word)} has no token: spaces and line ends in front "
-                "are left out; a token that is nothing else can be named in logit_bias",
-                f"bad_words[{index}]",
+            rule = (
+                "has no token: spaces and line ends in front are left out; a token that is nothing "
+                "else can be named in logit_bias"
             )
+            raise bad_value(f"bad_words[{index}]", word, rule)
         forms = [plain]
         spaced = _encode(tokenizer, " " + word.lstrip(), index)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from itertools import count
 
 from tokenizers import Tokenizer
 
@@ -35,10 +36,8 @@ def to_bytes(token: str) -> bytes:
 def _byte_of_char() -> dict[str, int]:
     """GPT-2's alphabet: printable bytes are themselves, the others follow from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
-    return alphabet
+    others = count(256)
+    return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
 
 
 _BYTE_OF_CHAR = _byte_of_char()
@@ -59,6 +58,15 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
 
     def flush(self) -> str:
         return self._decode(b"", True)
+
+    def token_bytes(self, token_id: int, *, at_beginning: bool = False) -> bytes:
+        return self.table[token_id]
+
+    def whole_text(self, token_id: int) -> str:
+        try:
+            return self.table[token_id].decode()
+        except UnicodeDecodeError:
+            return ""
 
     def _context_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
         """As many as hold one character."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +100,17 @@ class ChatTemplate:
                 "request",
                 "chat_template_kwargs",
             )
-        self._check_documents(options)
-        text = self._render_or_refuse(messages, options)
-        for role in dict.fromkeys(message.role for message in messages):
-            if role not in ROLES:
-                self._check_role(role, messages, options, text)
-        return text
-
-    def _check_documents(self, options: TemplateOptions) -> None:
         if options.documents and "documents" not in (options.template or self.text):
             raise BadRequest(
                 "documents: the chat template writes no documents; put them into a message",
                 "documents",
                 "unsupported_value",
             )
+        text = self._render_or_refuse(messages, options)
+        for role in dict.fromkeys(message.role for message in messages):
+            if role not in ROLES:
+                self._check_role(role, messages, options, text)
+        return text
 
     def _check_role(
         self, role: str, messages: Sequence[ChatMessage], options: TemplateOptions, text: str
@@ -145,32 +141,19 @@ class ChatTemplate:
             )
 
     def _render_or_refuse(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
-        try:
-            return self._render_with_defaults(messages, options)
-        except Exception as error:  # a template may raise anything: it is a program
-            alone = _one_call_per_message(messages)
-            if alone is not None:
-                with suppress(Exception):
-                    return self._render_with_defaults(alone, options)
-            reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
-            whose = "this request's" if options.template else "the model's"
-            raise BadRequest(
-                [f"{whose} chat template refuses these ", Field("messages"), f": {reason}"],
-                "chat_template" if options.template else "messages",
-                "chat_template_error",
-            ) from None
-
-    def _render_with_defaults(
-        self, messages: Sequence[ChatMessage], options: TemplateOptions
-    ) -> str:
-        sent = [tool.as_sent for tool in options.tools]
-        filled = [_filled(tool) for tool in sent]
-        try:
-            return self._apply(messages, options, sent)
-        except Exception:
-            if filled == sent:
-                raise
-            return self._apply(messages, options, filled)
+        for form, tools in _forms(messages, options.tools):
+            try:
+                return self._apply(form, options, tools)
+            except Exception as failure:  # a template may raise anything: it is a program
+                if form is messages:
+                    error = failure
+        reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
+        whose = "this request's" if options.template else "the model's"
+        raise BadRequest(
+            [f"{whose} chat template refuses these ", Field("messages"), f": {reason}"],
+            "chat_template" if options.template else "messages",
+            "chat_template_error",
+        )
 
     def _apply(
         self,
@@ -210,6 +193,22 @@ class ChatTemplate:
                 one["tool_calls"] = [_call_dict(call) for call in message.tool_calls]
             plain.append(one)
         return plain
+
+
+def _forms(
+    messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition]
+) -> Iterator[tuple[Sequence[ChatMessage], list[dict[str, Any]]]]:
+    """A conversation and its tools as they were sent, then in forms that more templates take."""
+    sent = [tool.as_sent for tool in tools]
+    yield messages, sent
+    filled = [_filled(tool) for tool in sent]
+    if filled != sent:
+        yield messages, filled
+    alone = _one_call_per_message(messages)
+    if alone is not None:
+        yield alone, sent
+        if filled != sent:
+            yield alone, filled
 
 
 def _one_call_per_message(messages: Sequence[ChatMessage]) -> list[ChatMessage] | None:

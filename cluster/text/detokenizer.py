@@ -59,24 +59,11 @@ class TextStart(enum.Enum):
     """As what its tokens spell: so a grammar reads them."""
 
 
-def _stages(backend: Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's stages, flat; empty without a decoder."""
-    if backend.decoder is None:
-        return []
-    found: list[dict[str, Any]] = []
-    stack = [json.loads(backend.decoder.__getstate__())]
-    while stack:
-        stage = stack.pop()
-        if stage["type"] == "Sequence":
-            stack.extend(reversed(stage["decoders"]))
-        else:
-            found.append(stage)
-    return found
-
-
-def _special_token_ids(backend: Tokenizer | None) -> frozenset[int]:
-    added = {} if backend is None else backend.get_added_tokens_decoder()
-    return frozenset(token_id for token_id, token in added.items() if token.special)
+def _flat(stage: dict[str, Any]) -> list[dict[str, Any]]:
+    """The stages of a decoder, without sequences."""
+    if stage["type"] != "Sequence":
+        return [stage]
+    return [inner for part in stage["decoders"] for inner in _flat(part)]
 
 
 class Detokenizer:
@@ -89,7 +76,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._backend = backend if isinstance(backend, Tokenizer) else None
-        self._special = _special_token_ids(self._backend)
+        added = {} if self._backend is None else self._backend.get_added_tokens_decoder()
+        self._special = {token_id for token_id, token in added.items() if token.special}
         self._start = {skip: self._choose_detokenizer(skip) for skip in (False, True)}
 
     def start(
@@ -101,9 +89,10 @@ class Detokenizer:
         """The detokenizer of a new answer to a prompt. After special tokens alone every answer is a
         beginning."""
         incremental = self._start[skip_special_tokens]()
+        has_text = not self._special.issuperset(prompt_token_ids)
         if text_start is TextStart.VERBATIM:
             incremental.skip_beginning()
-        elif text_start is TextStart.CONTINUATION and self._has_text(prompt_token_ids):
+        elif text_start is TextStart.CONTINUATION and has_text:
             incremental.prime_with_prompt(prompt_token_ids)
         return incremental
 
@@ -115,9 +104,6 @@ class Detokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
-
-    def _has_text(self, token_ids: Sequence[int]) -> bool:
-        return any(token_id not in self._special for token_id in reversed(token_ids))
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The whole text at once: the right side of the law."""
@@ -155,7 +141,8 @@ class Detokenizer:
             return None
         added = self._backend.get_added_tokens_decoder().values()
         special = frozenset(token.content for token in added if token.special and skip)
-        stages = _stages(self._backend)
+        decoder = self._backend.decoder
+        stages = [] if decoder is None else _flat(json.loads(decoder.__getstate__()))
         if [stage["type"] for stage in stages] in (["ByteLevel"], ["ByteLevel", "Fuse"]):
             bytes_of = ByteTable(self._backend, special)
             return lambda: ByteLevelDetokenizer(bytes_of)

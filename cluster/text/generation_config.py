@@ -14,7 +14,7 @@ import msgspec
 from swell.cluster.text.field_path import rename_roots
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams
 from swell.cluster.text.tokenizer import read_json
-from swell.cluster.text.validate_params import check_filters, check_length
+from swell.cluster.text.validate_params import check_ranges
 from swell.configs.schema import ConfigError, ModelConfig
 
 FILE = "generation_config.json"
@@ -47,9 +47,7 @@ def read_generation_config(model: ModelConfig) -> GenerationDefaults:
         max_new_tokens=given.get("max_new_tokens"),
     )
     try:
-        params = defaults.sampling_params()
-        check_filters(params)
-        check_length(params)
+        check_ranges(defaults.sampling_params())
     except BadRequest as error:
         reason = error.renamed(rename_roots({"max_tokens": "max_new_tokens"}))
         raise ConfigError(

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from swell.cluster.text.chat_template import TemplateOptions
-from swell.cluster.text.sampling_params import BadRequest, SamplingParams, shown
+from swell.cluster.text.sampling_params import SamplingParams, bad_value
 from swell.cluster.text.schema.chat_messages import ChatMessage, ToolChoice
 from swell.cluster.text.truncation import PLAIN_TEXT, TokenizeOptions
+from swell.cluster.text.validate_params import check_length
 
 Prompt = str | list[int]
 """A text, or token ids."""
@@ -62,18 +63,15 @@ def split_prompts(prompt: str | Sequence[Any]) -> list[Prompt]:
         return [prompt]
     parts = list(prompt)
     if not parts:
-        raise BadRequest("prompt=[] is empty; a prompt needs at least one token", "prompt")
+        raise bad_value("prompt", parts, "is empty; a prompt needs at least one token")
     kinds = {type(part) for part in parts}
     if kinds == {int}:
         return [parts]
     if kinds not in ({str}, {list}):
-        raise BadRequest(
-            f"prompt={shown(parts)} mixes its forms: send a text, a list of texts, a list of "
-            "token ids, or a list of lists of token ids",
-            "prompt",
+        rule = (
+            "mixes its forms: send a text, a list of texts, a list of token ids, or a list of "
+            "lists of token ids"
         )
-    if len(parts) > MAX_PROMPTS:
-        raise BadRequest(
-            f"prompt holds {len(parts)} prompts; at most {MAX_PROMPTS} are allowed", "prompt"
-        )
+        raise bad_value("prompt", parts, rule)
+    check_length("prompt", parts, "prompts", MAX_PROMPTS)
     return parts

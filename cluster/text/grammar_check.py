@@ -12,15 +12,12 @@ its standard input and starts again after a check that ended it. Linux only, as 
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 
 CPU_S = 0.5
@@ -40,10 +37,9 @@ _TOKEN_IDS = re.compile(r"<\[[0-9,*^-]+\]>")
 class GrammarChecker:
     """Checks one grammar at a time; safe to call from several threads."""
 
-    def __init__(self, limits: Mapping[str, int], cpu_s: float = CPU_S) -> None:
-        """`limits`: arguments of `llguidance.LLParserLimits`; `cpu_s`: longest check."""
-        self._limits = dict(limits)
-        self._cpu_s = cpu_s
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        """`limits`: arguments of `llguidance.LLParserLimits`."""
+        self._limits = json.dumps(limits)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -58,7 +54,7 @@ class GrammarChecker:
                 return reason
             status = self._end(process)
         if status == -signal.SIGPROF:
-            return f"it takes more than {self._cpu_s:g} s to compile"
+            return f"it takes more than {CPU_S:g} s to compile"
         if status == -signal.SIGKILL:
             return f"it is not compiled within {WALL_S:g} s"
         return f"it needs more than {MEMORY_BYTES >> 20} MiB, or nests too deeply"
@@ -72,7 +68,7 @@ class GrammarChecker:
     def _start(self) -> subprocess.Popen[bytes]:
         # -P: this file's folder holds modules of ours whose names are the standard library's.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, json.dumps([self._limits, self._cpu_s])],
+            [sys.executable, "-P", __file__, self._limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -82,45 +78,32 @@ class GrammarChecker:
     def _request(self, process: subprocess.Popen[bytes], line: bytes) -> str | None:
         """The process's answer to a line; None if it gives none."""
         assert process.stdin is not None and process.stdout is not None
+        patience = threading.Timer(WALL_S, process.kill)
+        patience.start()
         try:
             process.stdin.write(line)
             process.stdin.flush()
+            received = process.stdout.readline()
         except BrokenPipeError:
             return None
-        output = process.stdout.fileno()
-        poll = select.poll()
-        poll.register(output, select.POLLIN)
-        deadline, received = time.monotonic() + WALL_S, b""
-        while not received.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
-                process.kill()
-                return None
-            part = os.read(output, 1 << 16)
-            if not part:
-                return None
-            received += part
-        return str(json.loads(received))
+        finally:
+            patience.cancel()
+        return str(json.loads(received)) if received.endswith(b"\n") else None
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
         """Its exit status."""
-        assert process.stdin is not None and process.stdout is not None
         self._process = None
-        process.stdout.close()
-        try:
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # what was not written yet has no reader any more
-        return process.wait()
+        process.communicate()  # closes its pipes and waits for its end
+        return process.returncode
 
 
-def _serve(limits: Mapping[str, int], cpu_s: float) -> None:
+def _serve(limits: Mapping[str, int]) -> None:
     """Answer every line of standard input with the reason for which its grammar is refused."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
         # Its signal is not caught, so it ends the process.
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
         reason = _reason(json.loads(line), limits)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reason[:MAX_REASON_CHARS]), flush=True)
@@ -144,6 +127,6 @@ def _reason(lark: str, limits: Mapping[str, int]) -> str:
 
 if __name__ == "__main__":
     threading.stack_size(STACK_BYTES)
-    worker = threading.Thread(target=_serve, args=json.loads(sys.argv[1]))
+    worker = threading.Thread(target=_serve, args=[json.loads(sys.argv[1])])
     worker.start()
     worker.join()

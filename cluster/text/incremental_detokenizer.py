@@ -48,6 +48,14 @@ class IncrementalDetokenizer:
         """What was pushed is a prompt, and an answer comes: the rest of the prompt's text."""
         return ""
 
+    def token_bytes(self, token_id: int, *, at_beginning: bool = False) -> bytes:
+        """What a token alone adds after others, or at the beginning of a text."""
+        return b""
+
+    def whole_text(self, token_id: int) -> str:
+        """The text of a token wherever no character is open; empty: that depends on others."""
+        return ""
+
     def skip_beginning(self) -> None:
         """There is text before: the next token is not the first."""
 
@@ -107,3 +115,6 @@ class WindowDetokenizer(IncrementalDetokenizer):
         if text.startswith(shown):
             return text[len(shown) :]
         return self._decode(self._window)[len(self._context_text) :]
+
+    def token_bytes(self, token_id: int, *, at_beginning: bool = False) -> bytes:
+        return self._decode([token_id]).encode()

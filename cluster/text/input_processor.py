@@ -11,15 +11,15 @@ import msgspec
 from swell.cluster.text.bad_words import bad_words_token_ids
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.generation_request import Conversation, GenerationRequest, Prompt
-from swell.cluster.text.model_formats import ModelFormats
+from swell.cluster.text.model_formats import AnswerFormat, ModelFormats
 from swell.cluster.text.offload import OffloadPools
 from swell.cluster.text.parsers.base import ContentParser, Parser
 from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import (
     BadRequest,
     SamplingParams,
+    bad_value,
     child_sampling_params,
-    shown,
     to_core_request,
 )
 from swell.cluster.text.structured_output import compile_grammar
@@ -108,35 +108,22 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-class InputProcessor:
+class InputProcessor(msgspec.Struct, frozen=True):
     """One model's way from a `GenerationRequest` to `RequestParams`, for HTTP and for `LLM`.
+    Safe to call from several threads."""
 
-    Without `formats` an answer is all content: no reasoning and no tool calls are read from it.
-    Safe to call from several threads.
-    """
-
-    def __init__(
-        self,
-        prompts: PromptProcessor,
-        detokenizer: Detokenizer,
-        eos_token_ids: list[int],
-        *,
-        formats: ModelFormats | None = None,
-        default_max_tokens: int | None = None,
-        max_children: int | None = None,
-        policy: str = "priority",
-        allow_chat_template: bool = False,
-    ) -> None:
-        """`default_max_tokens`: the longest answer of a request that sets no limit. `policy`: the
-        scheduler's. `allow_chat_template`: a request may bring its own."""
-        self._prompts = prompts
-        self._detokenizer = detokenizer
-        self._eos_token_ids = eos_token_ids
-        self._formats = formats
-        self._default_max_tokens = default_max_tokens
-        self._max_children = max_children
-        self._policy = policy
-        self._allow_chat_template = allow_chat_template
+    prompts: PromptProcessor
+    detokenizer: Detokenizer
+    eos_token_ids: list[int]
+    formats: ModelFormats | None = None
+    """Without them an answer is all content: no reasoning and no tool calls are read from it."""
+    default_max_tokens: int | None = None
+    """The longest answer of a request that sets no limit."""
+    max_children: int | None = None
+    policy: str = "priority"
+    """The scheduler's."""
+    allow_chat_template: bool = False
+    """A request may bring its own."""
 
     def process(self, request: GenerationRequest) -> RequestParams:
         """May take long: the grammar is compiled too. Raises `BadRequest`."""
@@ -146,25 +133,44 @@ class InputProcessor:
     def prepare(self, request: GenerationRequest) -> tuple[RequestParams, CompileGrammar | None]:
         """All but the grammar, and what compiles it."""
         self._check_priority(request.priority)
-        params = request.params
-        if not isinstance(request.prompt, Conversation) or self._formats is None:
-            compiles = None
-            if params.structured_outputs is not None:
-                compiles = partial(
-                    compile_grammar, params.structured_outputs, request.structured_outputs_field
-                )
-            return self._build(request, params, self._tokenize(request), ContentParser), compiles
-        request_format = self._formats.of(request, request.prompt)
         prompts = self._tokenize(request)
-        if request_format.keeps_special_tokens:
+        answer = self._answer_format(request, prompts)
+        params, vocab_size = request.params, self.prompts.vocab_size
+        if answer.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        answer = request_format.of(self._prompts.text(prompts[0][-TAIL_TOKENS:]))
-        return self._build(request, params, prompts, answer.make_parser), answer.grammar
+        validate(params, vocab_size=vocab_size)
+        params = resolve_prompt_logprobs(params, sum(map(len, prompts)), vocab_size)
+        processed = RequestParams(
+            prompts=self._processed_prompts(request, params, prompts),
+            text_start=_text_start(request),
+            params=params,
+            eos_token_ids=self.eos_token_ids,
+            bad_words=bad_words_token_ids(
+                self.prompts.tokenizer, params.bad_words, vocab_size=vocab_size
+            ),
+            make_parser=answer.make_parser,
+            stream=request.stream,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            data_parallel_rank=request.data_parallel_rank,
+        )
+        return processed, answer.grammar
+
+    def _answer_format(self, request: GenerationRequest, prompts: list[list[int]]) -> AnswerFormat:
+        if isinstance(request.prompt, Conversation) and self.formats is not None:
+            end = self.prompts.text(prompts[0][-TAIL_TOKENS:])
+            return self.formats.of(request, request.prompt, end)
+        form, grammar = request.params.structured_outputs, None
+        if form is not None:
+            grammar = partial(compile_grammar, form, request.structured_outputs_field)
+        return AnswerFormat(keeps_special_tokens=False, make_parser=ContentParser, grammar=grammar)
 
     def _tokenize(self, request: GenerationRequest) -> list[list[int]]:
-        if self._max_children is not None:
+        if self.max_children is not None:
             count = 1 if isinstance(request.prompt, Conversation) else len(request.prompt)
-            check_num_children(count, request.params, self._max_children)
+            check_num_children(count, request.params, self.max_children)
+        if isinstance(request.prompt, Conversation) and self.formats is not None:
+            self.formats.check_tools(request.prompt.template.tools)
         return self.tokenize(request.prompt, request.tokenize_options, request.prompt_field)
 
     def tokenize(
@@ -173,40 +179,15 @@ class InputProcessor:
         """The token ids of each prompt; of a conversation, which is one. `field`: as error messages
         name it."""
         if not isinstance(prompt, Conversation):
-            return self._prompts.completion_prompts(prompt, options, field)
-        if prompt.template.template is not None and not self._allow_chat_template:
+            return self.prompts.completion_prompts(prompt, options, field)
+        if prompt.template.template is not None and not self.allow_chat_template:
             raise BadRequest(  # a template is a program
                 "chat_template is not taken from requests here; set "
                 "serve.request_chat_template=true, or serve.chat_template to a file",
                 "chat_template",
                 "unsupported_value",
             )
-        return [self._prompts.chat_prompt(prompt.messages, prompt.template, options)]
-
-    def _build(
-        self,
-        request: GenerationRequest,
-        params: SamplingParams,
-        prompts: list[list[int]],
-        make_parser: Callable[[], Parser],
-    ) -> RequestParams:
-        vocab_size = self._prompts.vocab_size
-        validate(params, vocab_size=vocab_size)
-        params = resolve_prompt_logprobs(params, sum(map(len, prompts)), vocab_size)
-        return RequestParams(
-            prompts=self._processed_prompts(request, params, prompts),
-            text_start=_text_start(request),
-            params=params,
-            eos_token_ids=self._eos_token_ids,
-            bad_words=bad_words_token_ids(
-                self._prompts.tokenizer, params.bad_words, vocab_size=vocab_size
-            ),
-            make_parser=make_parser,
-            stream=request.stream,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            data_parallel_rank=request.data_parallel_rank,
-        )
+        return [self.prompts.chat_prompt(prompt.messages, prompt.template, options)]
 
     def _processed_prompts(
         self, request: GenerationRequest, params: SamplingParams, prompts: list[list[int]]
@@ -217,35 +198,30 @@ class InputProcessor:
             sent_prompts = request.prompt
         is_whole, found = request.tokenize_options.truncation is None, []
         for sent, token_ids in zip(sent_prompts, prompts, strict=True):
-            max_tokens = self._max_tokens(request, len(token_ids))
+            max_tokens = self.prompts.resolve_max_tokens(
+                len(token_ids),
+                params.max_tokens,
+                default=self.default_max_tokens,
+                min_tokens=params.min_tokens,
+                field=request.prompt_field,
+            )
+            if request.max_tokens_in_context is not None:
+                max_tokens = min(max_tokens, request.max_tokens_in_context)
             text = None
             if isinstance(sent, str) and is_whole:
                 text = sent
             elif request.echo:
-                text = self._detokenizer.prompt_text(token_ids, params.skip_special_tokens)
+                text = self.detokenizer.prompt_text(token_ids, params.skip_special_tokens)
             found.append(ProcessedPrompt(token_ids, text, max_tokens))
         return found
 
-    def _max_tokens(self, request: GenerationRequest, num_prompt_tokens: int) -> int:
-        max_tokens = self._prompts.resolve_max_tokens(
-            num_prompt_tokens,
-            request.params.max_tokens,
-            default=self._default_max_tokens,
-            min_tokens=request.params.min_tokens,
-            field=request.prompt_field,
-        )
-        cap = request.max_tokens_in_context
-        return max_tokens if cap is None else min(max_tokens, cap)
-
     def _check_priority(self, priority: int) -> None:
-        if priority and self._policy != "priority":
-            raise BadRequest(
-                f"priority={shown(priority)} has no effect here: scheduler.policy="
-                f"{self._policy!r} takes requests as they come; leave it out, or set "
-                "scheduler.policy=priority",
-                "priority",
-                "unsupported_value",
+        if priority and self.policy != "priority":
+            rule = (
+                f"has no effect here: scheduler.policy={self.policy!r} takes requests as they "
+                "come; leave it out, or set scheduler.policy=priority"
             )
+            raise bad_value("priority", priority, rule, "unsupported_value")
 
 
 def _text_start(request: GenerationRequest) -> TextStart:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import re
-import threading
-from collections import OrderedDict
+from functools import lru_cache
 
 from swell.cluster.text.grammar_check import GrammarChecker
 from swell.cluster.text.sampling_params import BadRequest
@@ -28,50 +26,27 @@ def compile_lark(text: str, param: str) -> Grammar:
 
     `param` is the path of the field that it was made from. Raises `BadRequest`.
     """
-    check_bytes(text, param)
-    reason = _compile_errors.error(text)
+    reason = _reason(check_bytes(text, param))
     if reason:
         raise BadRequest(f"{param} is refused: {reason}", param, "invalid_grammar")
     return Grammar(text)
 
 
-def check_bytes(text: str, param: str) -> None:
+def check_bytes(text: str, param: str) -> bytes:
+    """A text that a grammar is made from. Raises `BadRequest` for one that is too long."""
     try:
-        size = len(text.encode())
+        data = text.encode()
     except UnicodeEncodeError:
         raise BadRequest(f"{param} holds a lone surrogate, which is no text", param) from None
-    if size > MAX_BYTES:
-        raise BadRequest(f"{param} has {size} bytes; at most {MAX_BYTES} are allowed", param)
+    if len(data) > MAX_BYTES:
+        raise BadRequest(f"{param} has {len(data)} bytes; at most {MAX_BYTES} are allowed", param)
+    return data
 
 
-class _CompileErrorCache:
-    """The errors of the last texts, by their digests: the texts themselves may be long."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._reasons: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def error(self, lark: str) -> str:
-        """Why the text does not compile, as people read it; empty: it does."""
-        digest = hashlib.sha256(lark.encode()).digest()
-        with self._lock:
-            if digest in self._reasons:
-                self._reasons.move_to_end(digest)
-                return self._reasons[digest]
-        reason = _reason(lark)
-        with self._lock:
-            self._reasons[digest] = reason
-            while len(self._reasons) > self._limit:
-                self._reasons.popitem(last=False)
-        return reason
-
-
-_compile_errors = _CompileErrorCache(limit=128)
-
-
-def _reason(lark: str) -> str:
-    reason = _EXCERPT.split(_checker.check(lark))[0].strip()
+@lru_cache(maxsize=128)
+def _reason(lark: bytes) -> str:
+    """Why the text does not compile, as people read it; empty: it does."""
+    reason = _EXCERPT.split(_checker.check(lark.decode()))[0].strip()
     if "failed to compile JSON schema: " in reason:
         reason = _PLACE.sub("", reason).removeprefix("failed to compile JSON schema: ")
     head, _, error = reason.partition("\nerror: ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from swell.cluster.text.parsers.constrained import (
 )
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.detection import detect_reasoning, detect_tools
+from swell.cluster.text.parsers.grammar import GrammarBuilder
 from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
 from swell.cluster.text.schema.chat_messages import CallRules, ToolDefinition, call_rules
 from swell.cluster.text.structured_output import compile_grammar, grammar_fragment
@@ -40,18 +41,11 @@ from swell.worker.sample.wire import Grammar
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Of one answer."""
 
+    keeps_special_tokens: bool
+    """A marker is a special token, so these must stay in the text."""
     make_parser: Callable[[], Parser]
     grammar: Callable[[], Grammar] | None
     """Compiles the form that the answer has; raises BadRequest."""
-
-
-class RequestFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one request, before its prompt is written."""
-
-    keeps_special_tokens: bool
-    """A marker is a special token, so these must stay in the text."""
-    of: Callable[[str], AnswerFormat]
-    """From the end of the prompt's text, which may have begun the answer's reasoning."""
 
 
 class ModelFormats:
@@ -65,17 +59,20 @@ class ModelFormats:
         if self._reasoning == guessed == "think-open":
             # This template says in each prompt whether the answer begins inside.
             self._reasoning = "think"
-        self._added = added_tokens(tokenizer)
-        self._special = special_tokens(tokenizer)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._added = {str(token): id for id, token in added.items()}
+        """Of tokens that the tokenizer finds in a text before it cuts it into words: special ones,
+        and others that models write as markers."""
+        self._special = {str(token) for token in added.values() if token.special}
+        """Texts of the tokens that are skipped where text is made."""
         try:
             make_parser(self._tools, self._reasoning)
             self._message_format = message_format(self._tools, self._reasoning)
         except ValueError as error:
             raise ConfigError(f"serve.tool_parser or serve.reasoning_parser: {error}") from None
 
-    def of(self, request: GenerationRequest, conversation: Conversation) -> RequestFormat:
-        """`conversation`: the prompt of `request`."""
-        tools = conversation.template.tools
+    def check_tools(self, tools: Sequence[ToolDefinition]) -> None:
+        """Raises BadRequest where the model could not call them."""
         if tools and self._tools is None:
             raise BadRequest(
                 "tools: the model's chat template tells no format of tool calls that is known; "
@@ -83,16 +80,12 @@ class ModelFormats:
                 "tools",
                 "unsupported_value",
             )
-        parser = make_parser(self._tools if tools else None, self._reasoning)
-        return RequestFormat(
-            keeps_special_tokens=parser.keeps_special_tokens
-            or any(name in marker for marker in parser.markers for name in self._special),
-            of=partial(self._answer, request, conversation),
-        )
 
-    def _answer(
+    def of(
         self, request: GenerationRequest, conversation: Conversation, prompt: str
     ) -> AnswerFormat:
+        """`conversation`: the prompt of `request`, whose tools were checked. `prompt`: the end of
+        its text, which may have begun the answer's reasoning."""
         tools = conversation.template.tools
         structured_outputs = request.params.structured_outputs
         calls = _call_rules(conversation, structured=structured_outputs is not None)
@@ -134,7 +127,13 @@ class ModelFormats:
             reasoning,
             messages,
         )
-        return AnswerFormat(make_parser=make, grammar=grammar if constrained or limited else None)
+        free = make_parser(name, self._reasoning)
+        return AnswerFormat(
+            keeps_special_tokens=free.keeps_special_tokens
+            or any(token in marker for marker in free.markers for token in self._special),
+            make_parser=make,
+            grammar=grammar if constrained or limited else None,
+        )
 
     def _reasoning_grammar(
         self, conversation: Conversation, form: StructuredOutputs | None, prompt: str
@@ -180,11 +179,9 @@ class ModelFormats:
         if kind is not None and rules is not None:
             names = rules.names
             try:
-                calls = kind.calls(
-                    [tool for tool in tools if names is None or tool.name in names],
-                    parallel=not rules.single,
-                    special=self._added,
-                )
+                wanted = [tool for tool in tools if names is None or tool.name in names]
+                builder = GrammarBuilder(wanted, not rules.single, self._added)
+                calls = kind.call_grammar(builder)
             except ValueError as error:
                 raise BadRequest(f"tools: {error}", "tools") from None
         try:
@@ -240,19 +237,6 @@ def _budget(conversation: Conversation) -> int | None:
     if budget is None and conversation.template.variables.get("reasoning_effort") == "none":
         return 0
     return None if budget == -1 else budget
-
-
-def special_tokens(tokenizer: Any) -> frozenset[str]:
-    """Texts of the tokens that are skipped where text is made."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(str(token) for token in added.values() if token.special)
-
-
-def added_tokens(tokenizer: Any) -> dict[str, int]:
-    """Text -> id of the tokens that the tokenizer finds in a text before it cuts it into words:
-    special ones, and others that models write as markers."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {str(token): id for id, token in added.items()}
 
 
 def _tool(tool: ToolDefinition) -> Tool:

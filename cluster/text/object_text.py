@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.text.parsers.calls import behind_space
 from swell.cluster.text.parsers.json_values import ScalarValue, StringValue
+from swell.cluster.text.parsers.reading import NotRead, Reading
 from swell.cluster.text.parsers.structure import StructureReader
 
 MAX_DEPTH = 100
@@ -32,21 +32,13 @@ class PartialObject(StructureReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._state = self._before_object
-        self._string = StringValue()
-        self._is_key = False
-        self._scalar = ScalarValue()
-        self._out: list[str] = []
         self._num_chars = 0
         self._whole_chars = 0
         """Of what was given, up to where closing the open brackets would make it JSON."""
 
     def push(self, text: str) -> str:
-        at = 0
-        while at < len(text):
-            at = self._state(text, at)
-        given, self._out = "".join(self._out), []
-        return given
+        self.read(text)
+        return self.take()
 
     def close(self, given: str) -> str:
         """All that `push` gave, as JSON: without what is unfinished, and with its brackets."""
@@ -54,60 +46,45 @@ class PartialObject(StructureReader):
         return given[: self._whole_chars] + closers if self._whole_chars else "{}"
 
     def _give(self, text: str) -> None:
-        self._out.append(text)
+        self._pieces.append(text)
         self._num_chars += len(text)
 
-    _on_token = _on_space = _give
+    _on_token = _give
 
-    def _stop(self, at: int) -> int:
-        self._state = self._stopped
-        return at
+    def _on_space(self, text: str) -> None:
+        if self._open:
+            self._give(text)
 
-    def _stopped(self, text: str, at: int) -> int:
-        """Nothing more is read: the object is over, or cannot go on like this."""
-        return len(text)
+    def _on_value(self) -> None:
+        self._whole_chars = self._num_chars
 
-    @behind_space
-    def _before_object(self, text: str, at: int) -> int:
-        return self._begin("{", at, is_key=False) if text[at] == "{" else self._stop(at)
+    def _nest(self, char: str) -> bool:
+        nested = super()._nest(char)
+        if nested:
+            self._on_value()
+        return nested
 
-    def _begin(self, char: str, at: int, *, is_key: bool) -> int:
+    def _opened_by(self, char: str) -> tuple[str, str] | None:
+        if len(self._open) == MAX_DEPTH and char in "{[":
+            raise NotRead
+        if not self._open and char != "{":
+            raise NotRead
+        return {"{": ("}", ":"), "[": ("]", "")}.get(char)
+
+    def _read_scalar(self, char: str, *, is_key: bool) -> Reading[None]:
         if char == '"':
             self._give(char)
-            self._string, self._is_key, self._state = StringValue(), is_key, self._in_string
-        elif is_key or (char in "{[" and len(self._open) == MAX_DEPTH):
-            self._state = self._stopped
-        elif char in "{[":
-            at = self._nest("}", ":", at) if char == "{" else self._nest("]", "", at)
-            self._whole_chars = self._num_chars
+            yield from self._follow(StringValue(), lambda text: self._give(_encoded(text)))
+            self._give(char)
+        elif is_key:
+            raise NotRead
         else:
-            self._scalar, self._state = ScalarValue(), self._in_scalar
-        return at
-
-    def _end_value(self) -> None:
-        self._whole_chars = self._num_chars
-        self._state = self._after_value if self._open else self._stopped
-
-    def _in_string(self, text: str, at: int) -> int:
-        at = self._string.push(text, at)
-        self._give(_encoded(self._string.take()))
-        if self._string.done:
-            self._give('"')
-            if self._is_key:
-                self._state = self._before_separator
-            else:
-                self._end_value()
-        return at
-
-    def _in_scalar(self, text: str, at: int) -> int:
-        at = self._scalar.push(text, at)
-        if self._scalar.done:
-            scalar = self._scalar.take()
-            if not _is_scalar(scalar):
-                return self._stop(at)
-            self._give(scalar)
-            self._end_value()
-        return at
+            scalar = ScalarValue()
+            yield from self._follow(scalar)
+            text = scalar.take()
+            if not _is_scalar(text):
+                raise NotRead
+            self._give(text)
 
 
 def read_partial_object(text: str) -> dict[str, Any]:

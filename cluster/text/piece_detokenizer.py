@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ from swell.cluster.text.incremental_detokenizer import (
 MAX_RUN_TOKENS = 64
 _INNER_BYTES = range(0x80, 0xC0)
 """Of a character, all but the first."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
+_STAGES = re.compile(r"(Replace ?|Strip ?)*(?P<bytes>ByteFallback ?)?(Fuse ?(?P<strip>Strip)?)?")
+"""Stages that read one token at a time, then at most ByteFallback, then at most Fuse, then at most
+a Strip of the beginning."""
 
 
 class DecoderShape(NamedTuple):
@@ -32,37 +37,36 @@ class DecoderShape(NamedTuple):
 
     @staticmethod
     def parse(stages: list[dict[str, Any]]) -> DecoderShape | None:
-        """Stages that read one token at a time, then at most ByteFallback, then at most
-        Fuse, then at most a Strip of the beginning."""
         kinds = [stage["type"] for stage in stages]
         if not kinds or kinds in (["Metaspace"], ["WordPiece"]):
             return DecoderShape(first_differs=True)
-        local = 0
-        while local < len(kinds) and kinds[local] in ("Replace", "Strip"):
-            local += 1
-        tail, last = kinds[local:], stages[-1]
-        byte_fallback = tail[:1] == ["ByteFallback"]
-        tail = tail[1:] if byte_fallback else tail
-        if tail in ([], ["Fuse"]):
-            return DecoderShape(byte_fallback=byte_fallback)
-        if tail == ["Fuse", "Strip"] and last["stop"] == 0:
-            return DecoderShape(
-                byte_fallback=byte_fallback, strip_char=last["content"], strip_chars=last["start"]
-            )
-        return None
+        found = _STAGES.fullmatch(" ".join(kinds))
+        if found is None:
+            return None
+        shape, strip = DecoderShape(byte_fallback=bool(found["bytes"])), stages[-1]
+        if not found["strip"]:
+            return shape
+        if strip["stop"]:
+            return None
+        return shape._replace(strip_char=strip["content"], strip_chars=strip["start"])
 
 
 def byte_of_token(token: str) -> int | None:
-    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
-        return None
-    try:
-        return int(token[3:5], 16)
-    except ValueError:
-        return None
+    found = _BYTE_TOKEN.fullmatch(token)
+    return int(found[1], 16) if found else None
 
 
-class PieceTable:
-    """id -> its text at the start of an answer and after other tokens, a byte, or None.
+class Piece(NamedTuple):
+    """What a token adds to a text: text, a byte, or None."""
+
+    first: str | int | None
+    """At the beginning."""
+    rest: str | int | None
+    """After other tokens."""
+
+
+class PieceTable(dict[int, Piece]):
+    """id -> its piece, filled on use.
 
     The tokenizer itself gives the pieces: what it decodes for an id alone, and what an id adds
     after `anchor`, an ordinary word.
@@ -71,47 +75,30 @@ class PieceTable:
     def __init__(
         self, decode: Decode, backend: Tokenizer, special: frozenset[str], shape: DecoderShape
     ) -> None:
+        super().__init__()
         self.shape = shape
-        self.first: dict[int, str | int | None] = {}
-        self.rest: dict[int, str | int | None] = {}
         self._decode = decode
         self._backend = backend
         self._special = special
         self._anchor = self._find_anchor()
         self._anchor_text = decode([self._anchor])
 
-    def fill(self, token_id: int) -> None:
+    def __missing__(self, token_id: int) -> Piece:
+        self[token_id] = piece = self._piece(token_id)
+        return piece
+
+    def _piece(self, token_id: int) -> Piece:
         token = self._backend.id_to_token(token_id)
         if token is None or token in self._special:
-            self.first[token_id] = self.rest[token_id] = None
-            return
+            return Piece(None, None)
         byte = byte_of_token(token) if self.shape.byte_fallback else None
         if byte is not None:
-            self.first[token_id] = self.rest[token_id] = byte
-            return
+            return Piece(byte, byte)
         text = self._decode([self._anchor, token_id])
         if not text.startswith(self._anchor_text):
             raise ValueError(f"token {token_id} changes the text before it")
-        self.rest[token_id] = piece = text[len(self._anchor_text) :]
-        self.first[token_id] = self._decode([token_id]) if self.shape.first_differs else piece
-
-    def text_after(self, token_id: int) -> str | int | None:
-        """What a token adds after others."""
-        if token_id not in self.rest:
-            self.fill(token_id)
-        return self.rest[token_id]
-
-    def text_at_start(self, token_id: int) -> str | int | None:
-        """What it adds at the beginning of a text."""
-        piece, shape = self.text_after(token_id), self.shape
-        if isinstance(piece, int):
-            return piece
-        text, dropped = self.first[token_id], 0
-        if not isinstance(text, str):
-            return text
-        while dropped < shape.strip_chars and text[dropped : dropped + 1] == shape.strip_char:
-            dropped += 1
-        return text[dropped:]
+        rest = text[len(self._anchor_text) :]
+        return Piece(self._decode([token_id]) if self.shape.first_differs else rest, rest)
 
     def _find_anchor(self) -> int:
         for token, token_id in sorted(self._backend.get_vocab().items(), key=lambda item: item[1]):
@@ -149,10 +136,8 @@ class PieceDetokenizer(IncrementalDetokenizer):
         return len(self._run) if found is None else len(found[0])
 
     def push(self, token_id: int) -> str:
-        table = self.table
-        if token_id not in table.rest:
-            table.fill(token_id)
-        piece = table.rest[token_id] if self._started else table.first[token_id]
+        first, rest = self.table[token_id]
+        piece = rest if self._started else first
         if piece is None:
             return ""
         self._started = True
@@ -178,21 +163,29 @@ class PieceDetokenizer(IncrementalDetokenizer):
     def skip_beginning(self) -> None:
         self._started, self._strip_chars = True, 0
 
+    def token_bytes(self, token_id: int, *, at_beginning: bool = False) -> bytes:
+        piece = self.table[token_id].first if at_beginning else self.table[token_id].rest
+        if isinstance(piece, int):
+            return bytes([piece])
+        text = piece or ""
+        return (PieceDetokenizer(self.table)._strip(text) if at_beginning else text).encode()
+
+    def whole_text(self, token_id: int) -> str:
+        piece = self.table[token_id].rest
+        return piece if isinstance(piece, str) else ""
+
     def _context_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
         """From the last piece of text on, which ends whatever was open before it. Where there is
         none, without the end of a character that was cut off."""
         tail = super()._context_tokens(token_ids)
         if self.table.shape.strip_chars <= 1:
             for place in reversed(range(len(tail))):
-                piece = self.table.text_after(tail[place])
-                if piece and isinstance(piece, str):
+                if self.whole_text(tail[place]):
                     return tail[place:]
         if len(tail) == len(token_ids):
             return tail
         first = 0
-        while (
-            first < MAX_CHARACTER_BYTES - 1 and self.table.text_after(tail[first]) in _INNER_BYTES
-        ):
+        while first < MAX_CHARACTER_BYTES - 1 and self.table[tail[first]].rest in _INNER_BYTES:
             first += 1
         return tail[first:]
 

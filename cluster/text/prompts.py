@@ -15,17 +15,16 @@ from tokenizers import Tokenizer
 
 from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
 from swell.cluster.text.generation_request import Prompt
-from swell.cluster.text.sampling_params import BadRequest, Field, shown
+from swell.cluster.text.sampling_params import BadRequest, Field, bad_value, shown
 from swell.cluster.text.schema.chat_messages import ChatMessage, check_messages
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import RequestBody
-from swell.cluster.text.tokenizer import encode_text, encode_without_offsets
+from swell.cluster.text.tokenizer import encode_text
 from swell.cluster.text.truncation import (
     MAX_TRUNCATED_BYTES,
     PLAIN_TEXT,
     TEMPLATE_TEXT,
     TokenizeOptions,
-    Truncation,
     truncate,
 )
 from swell.cluster.text.validate_params import check_token_ids, num_utf8_bytes
@@ -34,6 +33,7 @@ CHUNK_CHARS = 64 * 1024
 """Of a text that is very probably too long, so much is tokenized at once to find out."""
 
 PLAIN_CHAT = TemplateOptions()
+_NO_TOKEN = "is empty; a prompt needs at least one token"
 
 
 class _Messages(RequestBody, kw_only=True):
@@ -90,74 +90,45 @@ class PromptProcessor:
         field: str = "prompt",
     ) -> list[list[int]]:
         """The token ids of each prompt; `field` is what error messages call all of them."""
-        ids = []
-        for index, prompt in enumerate(prompts):
-            path = field if len(prompts) == 1 else f"{field}[{index}]"
-            if isinstance(prompt, str):
-                ids.append(
-                    self.encode(
-                        prompt,
-                        add_special_tokens=options.add_special_tokens,
-                        field=path,
-                        truncation=options.truncation,
-                    )
-                )
-            else:
-                truncated = truncate(prompt, options.truncation, self.max_model_len)
-                ids.append(self.check_ids(truncated, field=path))
-        return ids
-
-    def check_ids(self, token_ids: list[int], *, field: str = "prompt") -> list[int]:
-        if not token_ids:
-            raise BadRequest(f"{field}=[] is empty; a prompt needs at least one token", field)
-        if len(token_ids) >= self.max_model_len:
-            raise self._too_long(len(token_ids), field)
-        check_token_ids(field, token_ids, self.vocab_size)
-        return token_ids
+        if len(prompts) == 1:
+            return [self.encode(prompts[0], options, field)]
+        return [
+            self.encode(prompt, options, f"{field}[{index}]")
+            for index, prompt in enumerate(prompts)
+        ]
 
     def encode(
-        self,
-        text: str,
-        *,
-        add_special_tokens: bool = True,
-        field: str = "prompt",
-        truncation: Truncation | None = None,
+        self, prompt: Prompt, options: TokenizeOptions = PLAIN_TEXT, field: str = "prompt"
     ) -> list[int]:
-        """The ids of one text, or those of them to `truncation`. May take long: call from a
-        thread."""
+        """The ids of one prompt that are kept. May take long: call from a thread."""
+        ids = prompt if isinstance(prompt, list) else self._tokenize(prompt, options, field)
+        ids = truncate(ids, options.truncation, self.max_model_len)
+        if not ids:
+            raise bad_value(field, ids, _NO_TOKEN)
+        if len(ids) >= self.max_model_len:
+            raise self._too_long(len(ids), field)
+        check_token_ids(field, ids, self.vocab_size)
+        return ids
+
+    def _tokenize(self, text: str, options: TokenizeOptions, field: str) -> list[int]:
         if not text:
-            raise BadRequest(f"{field}='' is empty; a prompt needs at least one token", field)
-        if truncation is not None:
-            return self._truncated(text, add_special_tokens, field, truncation)
-        self._check_bytes(text, field)
-        if self._backend is None:
-            ids = encode_text(self.tokenizer, text, add_special_tokens=add_special_tokens)
-            return self.check_ids(ids, field=field)
-        self._check_chunks(self._backend, text, field)
-        encoding = encode_without_offsets(
-            self._backend, text, add_special_tokens=add_special_tokens
-        )
-        if len(encoding) >= self.max_model_len:
-            raise self._too_long(len(encoding), field)
-        return self.check_ids(encoding.ids, field=field)
+            raise bad_value(field, text, _NO_TOKEN)
+        if options.truncation is None:
+            self._check_bytes(text, field, self.max_prompt_bytes)
+            self._check_chunks(text, field)
+        else:  # all of it is tokenized: where tokens begin depends on what is before them
+            self._check_bytes(text, field, max(self.max_prompt_bytes, MAX_TRUNCATED_BYTES))
+        return encode_text(self.tokenizer, text, add_special_tokens=options.add_special_tokens)
 
-    def _truncated(
-        self, text: str, add_special_tokens: bool, field: str, truncation: Truncation
-    ) -> list[int]:
-        """All of the text is tokenized: where tokens begin depends on what is before them."""
-        self._check_bytes(text, field, max(self.max_prompt_bytes, MAX_TRUNCATED_BYTES))
-        ids = encode_text(self.tokenizer, text, add_special_tokens=add_special_tokens)
-        return self.check_ids(truncate(ids, truncation, self.max_model_len), field=field)
-
-    def _check_chunks(self, backend: Tokenizer, text: str, field: str) -> None:
+    def _check_chunks(self, text: str, field: str) -> None:
         """Refuse a text that is far too long before all of it is tokenized. A text has fewer tokens
         than its chunks, if not by much: so twice as many as fit are too many."""
-        if len(text) <= max(CHUNK_CHARS, 4 * self.max_model_len):
+        if self._backend is None or len(text) <= max(CHUNK_CHARS, 4 * self.max_model_len):
             return
         count = 0
         for start in range(0, len(text), CHUNK_CHARS):
             chunk = text[start : start + CHUNK_CHARS]
-            count += len(encode_without_offsets(backend, chunk, add_special_tokens=False))
+            count += len(encode_text(self.tokenizer, chunk, add_special_tokens=False))
             if count > 2 * self.max_model_len:
                 raise self._too_long(count, field)
 
@@ -180,14 +151,8 @@ class PromptProcessor:
         """The ids of a conversation, as the chat template writes it."""
         if tokenize_options.truncation is None:
             for index, message in enumerate(messages):
-                self._check_bytes(message.text, f"messages[{index}].content")
-        text = self.template.render(messages, options)
-        return self.encode(
-            text,
-            add_special_tokens=tokenize_options.add_special_tokens,
-            field="messages",
-            truncation=tokenize_options.truncation,
-        )
+                self._check_bytes(message.text, f"messages[{index}].content", self.max_prompt_bytes)
+        return self.encode(self.template.render(messages, options), tokenize_options, "messages")
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of ids, special tokens included; of as many as a prompt may have. May take long:
@@ -219,57 +184,46 @@ class PromptProcessor:
     ) -> int:
         """The answer's budget: `max_tokens`, or what the prompt leaves (None), but then no more
         than `default` and no less than `min_tokens`."""
-        if num_prompt_tokens >= self.max_model_len:
+        left = budget = self.max_model_len - num_prompt_tokens
+        if left <= 0 or (max_tokens is not None and max_tokens > left):
             raise self._too_long(num_prompt_tokens, field, max_tokens)
-        left = self.max_model_len - num_prompt_tokens
-        if max_tokens is not None and max_tokens > left:
-            raise self._too_long(num_prompt_tokens, field, max_tokens)
-        budget = left if max_tokens is None else max_tokens
-        if max_tokens is None and default is not None:
+        if max_tokens is not None:
+            budget = max_tokens
+        elif default is not None:
             budget = min(left, max(default, min_tokens))
         if min_tokens > budget:
-            raise BadRequest(
-                f"min_tokens={shown(min_tokens)} is above the {budget} tokens that the answer "
-                f"may have (max_model_len={self.max_model_len}, prompt={num_prompt_tokens})",
-                "min_tokens",
+            rule = (
+                f"is above the {budget} tokens that the answer may have "
+                f"(max_model_len={self.max_model_len}, prompt={num_prompt_tokens})"
             )
+            raise bad_value("min_tokens", min_tokens, rule)
         return budget
 
-    def _check_bytes(self, text: str, field: str, limit: int | None = None) -> None:
+    def _check_bytes(self, text: str, field: str, limit: int) -> None:
         """Refuse what cannot fit (or is no text) without tokenizing it."""
-        limit = self.max_prompt_bytes if limit is None else limit
         num_bytes = num_utf8_bytes(field, text)
         if num_bytes > limit:
-            raise BadRequest(
-                [
-                    f"This model's maximum context length is {self.max_model_len} tokens. "
-                    "However, ",
-                    Field(field),
-                    f" has {num_bytes} bytes, and no more than {limit} bytes "
-                    "can fit. Please reduce the length of the input.",
-                ],
-                field,
-                "context_length_exceeded",
-            )
+            rule = f" has {num_bytes} bytes, and no more than {limit} bytes can fit."
+            end = " Please reduce the length of the input."
+            raise self._exceeded([Field(field), rule, end], field)
 
     def _too_long(
         self, num_prompt_tokens: int, field: str, max_tokens: int | None = None
     ) -> BadRequest:
-        head = f"This model's maximum context length is {self.max_model_len} tokens. However, "
         name, limit = Field(field), Field("max_tokens")
         if max_tokens is None:
-            what = [
-                "your ",
-                name,
-                f" has {num_prompt_tokens} tokens, and at least one is needed for ",
-            ]
-            end = ["the answer. Please reduce the length of the ", name, "."]
+            what = ["your ", name, f" has {num_prompt_tokens} tokens, and at least one is needed "]
+            end = ["for the answer. Please reduce the length of the ", name, "."]
         else:
             total = shown(num_prompt_tokens + max_tokens)
             what = [f"you requested {total} tokens ({num_prompt_tokens} in the ", name, ", ", limit]
             end = [f"={shown(max_tokens)} for the answer). Please reduce the length of the ", name]
             end += [" or ", limit, "."]
-        return BadRequest([head, *what, *end], field, "context_length_exceeded")
+        return self._exceeded([*what, *end], field)
+
+    def _exceeded(self, what: list[str], field: str) -> BadRequest:
+        head = f"This model's maximum context length is {self.max_model_len} tokens. However, "
+        return BadRequest([head, *what], field, "context_length_exceeded")
 
     def _find_max_token_bytes(self) -> int:
         """In a byte-level alphabet each character of a token is one byte."""

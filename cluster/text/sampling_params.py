@@ -135,25 +135,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: its repr, shortened."""
+    """A value as an error message shows it: its repr, shortened. Of the outermost level at most
+    three elements, so that no value is too large to show."""
     if isinstance(value, str | bytes) and len(value) > SHOWN_CHARS:
-        value = value[:SHOWN_CHARS]
-        return repr(value) + "..."
+        return repr(value[:SHOWN_CHARS]) + "..."
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, list | tuple | dict):
-        return _short_container_repr(value)
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
+    if not isinstance(value, list | tuple | dict):
+        text = repr(value)
+        return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
+    if len(value) <= 3 and not any(isinstance(part, list | tuple | dict) for part in value):
+        text = repr(value)
+        if len(text) <= SHOWN_CHARS:
+            return text
+    return f"an {'object' if isinstance(value, dict) else 'array'} of {len(value)}"
 
 
-def _short_container_repr(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> str:
-    """At most three elements of the outermost level, so that no value is too large to show."""
-    kind = "object" if isinstance(value, dict) else "array"
-    if any(isinstance(part, list | tuple | dict) for part in list(value)[:3]) or len(value) > 3:
-        return f"an {kind} of {len(value)}"
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARS else f"an {kind} of {len(value)}"
+def bad_value(path: str, value: object, problem: str, code: str | None = None) -> BadRequest:
+    """A field whose value is wrong. `problem` follows the value, as "must be at least 1"."""
+    return BadRequest(f"{path}={shown(value)} {problem}", path, code)
 
 
 def child_sampling_params(params: SamplingParams) -> list[SamplingParams]:

@@ -8,9 +8,8 @@ text that begins some stop, and the depth of that node is what is held.
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import OrderedDict, deque
+from collections import deque
+from weakref import WeakValueDictionary
 
 
 class StopAutomaton:
@@ -65,43 +64,16 @@ class StopAutomaton:
         return self.depths[node]
 
 
-CACHED_NODES = 8192
-"""A node is some 280 bytes; one request may have half as many."""
+_automata: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary()
 
 
-class AutomatonCache:
-    """Automata by their stops. Equal requests share one while any of them runs, and the last used
-    stay for later ones, as many as have `max_nodes` nodes together."""
-
-    def __init__(self, max_nodes: int = CACHED_NODES) -> None:
-        self._max_nodes = max_nodes
-        self._alive: weakref.WeakValueDictionary[tuple[str, ...], StopAutomaton] = (
-            weakref.WeakValueDictionary()
-        )
-        self._recent: OrderedDict[tuple[str, ...], StopAutomaton] = OrderedDict()
-        self._lock = threading.Lock()
-        self.cached_nodes = 0
-
-    def get(self, stops: tuple[str, ...]) -> StopAutomaton:
-        with self._lock:
-            automaton = self._alive.get(stops)
-            if automaton is None:
-                automaton = self._alive[stops] = StopAutomaton(stops)
-            self._keep(stops, automaton)
-            return automaton
-
-    def _keep(self, stops: tuple[str, ...], automaton: StopAutomaton) -> None:
-        if stops in self._recent:
-            self._recent.move_to_end(stops)
-            return
-        self._recent[stops] = automaton
-        self.cached_nodes += len(automaton.children)
-        while self.cached_nodes > self._max_nodes:
-            _, dropped = self._recent.popitem(last=False)
-            self.cached_nodes -= len(dropped.children)
-
-
-_automata = AutomatonCache()
+def _automaton(stops: tuple[str, ...]) -> StopAutomaton:
+    """Equal requests share one while any of them runs. It may be large: a node is some 280 bytes,
+    and one request may have 4096 of them."""
+    automaton = _automata.get(stops)
+    if automaton is None:
+        automaton = _automata[stops] = StopAutomaton(stops)
+    return automaton
 
 
 class StopChecker:
@@ -115,7 +87,7 @@ class StopChecker:
         self, stops: list[str], *, include_in_output: bool = False, min_tokens: int = 0
     ) -> None:
         self.matched: str | None = None
-        self._automaton = _automata.get(tuple(stops))
+        self._automaton = _automaton(tuple(stops)) if stops else None
         self._include = include_in_output
         self._min_tokens = min_tokens
         self._node = 0
@@ -125,7 +97,7 @@ class StopChecker:
         """`num_tokens` counts the answer's tokens including the one that brought `text`: a stop
         that completes within the first `min_tokens` does not count."""
         automaton, node = self._automaton, self._node
-        if not node and automaton.first_chars.isdisjoint(text):
+        if automaton is None or (not node and automaton.first_chars.isdisjoint(text)):
             return text
         for index, char in enumerate(text):
             node = automaton.step(node, char)
@@ -150,19 +122,3 @@ class StopChecker:
         if self._include:
             return shown
         return shown[: len(shown) - len(stop)]
-
-
-class NoStops(StopChecker):
-    """An answer without stop strings."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-
-    def push(self, text: str, num_tokens: int) -> str:
-        return text
-
-
-def stop_checker(stops: list[str], *, include_in_output: bool, min_tokens: int) -> StopChecker:
-    if not stops:
-        return NoStops()
-    return StopChecker(stops, include_in_output=include_in_output, min_tokens=min_tokens)

@@ -15,13 +15,14 @@ import msgspec
 from llguidance import regex_to_lark
 
 from swell.cluster.text.lark_compiler import MAX_BYTES, check_bytes, compile_lark
-from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs, shown
+from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs, bad_value, shown
 from swell.cluster.text.user_grammar import lark_of
 from swell.worker.sample.wire import Grammar
 
 MAX_SCHEMA_DEPTH = 100
 """Levels of arrays and objects in a schema's text; the compiler's own parser stops at 128."""
 MAX_CHOICES = 10_000
+_NO_CHARACTER = "is empty; an answer has at least one character"
 
 WHITESPACE = r"\x20|\n\x20{0,32}"
 """Where JSON allows space: one, or a line break and its indentation. So a model may write JSON
@@ -106,7 +107,7 @@ def inline_json(schema: dict[str, Any]) -> str:
 def _json(value: dict[str, Any] | bool | str, param: str) -> GrammarFragment:
     schema = _parsed(value, param) if isinstance(value, str) else value
     if not isinstance(schema, dict | bool):
-        raise BadRequest(f"{param}={shown(schema)} is no JSON schema: an object or true", param)
+        raise bad_value(param, schema, "is no JSON schema: an object or true")
     if schema is False:
         raise BadRequest(f"{param}=false is a schema that no answer fits", param)
     schema = {} if schema is True else schema
@@ -174,19 +175,18 @@ def lark_expression(pattern: str) -> str:
 
 def _regex(value: str, param: str) -> GrammarFragment:
     if not value:
-        raise BadRequest(f"{param}='' is empty; an answer has at least one character", param)
+        raise bad_value(param, value, _NO_CHARACTER)
     return GrammarFragment(terminal=f"/{lark_expression(value)}/")
 
 
 def _choice(value: list[str], param: str) -> GrammarFragment:
     if not value:
-        raise BadRequest(f"{param}=[] has nothing to choose from", param)
+        raise bad_value(param, value, "has nothing to choose from")
     if len(value) > MAX_CHOICES:
         raise BadRequest(f"{param} holds {len(value)} texts; at most {MAX_CHOICES} fit", param)
     for index, text in enumerate(value):
         if not text:
-            path = f"{param}[{index}]"
-            raise BadRequest(f"{path}='' is empty; an answer has at least one character", path)
+            raise bad_value(f"{param}[{index}]", text, _NO_CHARACTER)
     check_bytes("".join(value), param)
     # One terminal: a lexer's automaton holds thousands of texts, a parser's rule does not.
     return GrammarFragment(terminal=" | ".join(map(_quoted, dict.fromkeys(value))))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from swell.cluster.text.byte_level_detokenizer import ByteLevelDetokenizer
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.incremental_detokenizer import IncrementalDetokenizer
-from swell.cluster.text.piece_detokenizer import PieceDetokenizer, PieceTable
 
 
 class TokenText(NamedTuple):
@@ -34,11 +33,18 @@ class TextOffsets(NamedTuple):
 
 
 class Texts(dict[int, bytes]):
-    """id -> the bytes that the token adds to a text."""
+    """id -> the bytes that the token adds to a text, filled on use; special tokens too."""
 
-    def __init__(self) -> None:
+    def __init__(self, incremental: IncrementalDetokenizer, *, at_beginning: bool = False) -> None:
         super().__init__()
+        self._incremental = incremental
+        self._at_beginning = at_beginning
         self._texts: dict[int, str] = {}
+
+    def __missing__(self, token_id: int) -> bytes:
+        data = self._incremental.token_bytes(token_id, at_beginning=self._at_beginning)
+        self[token_id] = data
+        return data
 
     def text(self, token_id: int) -> str:
         """A part of a character shows as a replacement character."""
@@ -49,7 +55,7 @@ class Texts(dict[int, bytes]):
 
 
 class TokenTexts(Texts):
-    """id -> the bytes that the token adds after others, filled on use; special tokens too.
+    """id -> the bytes that the token adds after others.
 
     Exact for the tokenizers that `detokenizer` reads; for others it is the decoding of the id
     alone, which may hold replacement characters instead of a part of a character. An id that the
@@ -57,27 +63,14 @@ class TokenTexts(Texts):
     """
 
     def __init__(self, detokenizer: Detokenizer) -> None:
-        super().__init__()
-        self.at_beginning: Texts = BeginningTexts(self)
+        machines = {skip: detokenizer.start(skip) for skip in (False, True)}
+        super().__init__(machines[False])
+        self.at_beginning = Texts(machines[False], at_beginning=True)
         """The same of a token without text before it."""
+        self.whole = {skip: cache(partial(_whole, machine)) for skip, machine in machines.items()}
+        """By `skip_special_tokens`: id -> what the token writes after a finished character; None:
+        that depends on others."""
         self._detokenizer = detokenizer
-        self._incremental = detokenizer.start(skip_special_tokens=False)
-        self._whole = {skip: StandaloneTexts(detokenizer.start(skip)) for skip in (False, True)}
-
-    def __missing__(self, token_id: int) -> bytes:
-        self[token_id] = data = self._bytes(token_id)
-        return data
-
-    @property
-    def pieces(self) -> PieceTable | None:
-        """Where tokens may have another text at a beginning."""
-        return self._incremental.table if isinstance(self._incremental, PieceDetokenizer) else None
-
-    def text_writer(
-        self, incremental: IncrementalDetokenizer, skip_special_tokens: bool
-    ) -> TextWriter:
-        """Of the text that `incremental` makes."""
-        return TextWriter(self, incremental, self._whole[skip_special_tokens])
 
     def offsets(
         self,
@@ -88,7 +81,7 @@ class TokenTexts(Texts):
         """Of the tokens of a text. `sent`: the text that they were made from, which may spell
         special tokens that are skipped, and lack a space that the tokenizer puts after those."""
         incremental = self._detokenizer.start(skip_special_tokens)
-        written = list(map(self.text_writer(incremental, skip_special_tokens).write, token_ids))
+        written = list(map(TextWriter(self, incremental, skip_special_tokens).write, token_ids))
         if sent is not None and "".join([one.text for one in written]) != sent:
             written = self._as_sent(token_ids, written, sent)
         starts = accumulate([len(one.text) for one in written], initial=0)
@@ -112,76 +105,30 @@ class TokenTexts(Texts):
             chars += len(text)
         return found
 
-    def _bytes(self, token_id: int) -> bytes:
-        incremental, pieces = self._incremental, self.pieces
-        if isinstance(incremental, ByteLevelDetokenizer):
-            return incremental.table[token_id]
-        if pieces is None:
-            return self._detokenizer.decode([token_id], skip_special_tokens=False).encode()
-        return _as_bytes(pieces.text_after(token_id))
 
-
-class BeginningTexts(Texts):
-    """id -> the bytes that the token adds at the beginning of a text."""
-
-    def __init__(self, texts: TokenTexts) -> None:
-        super().__init__()
-        self._texts_after = texts
-
-    def __missing__(self, token_id: int) -> bytes:
-        pieces = self._texts_after.pieces
-        data = (
-            self._texts_after[token_id]
-            if pieces is None
-            else _as_bytes(pieces.text_at_start(token_id))
-        )
-        self[token_id] = data
-        return data
-
-
-class StandaloneTexts(dict[int, TokenText | None]):
-    """id -> what the token writes after a finished character; None: that depends on others."""
-
-    def __init__(self, incremental: IncrementalDetokenizer) -> None:
-        super().__init__()
-        self._incremental = incremental
-
-    def __missing__(self, token_id: int) -> TokenText | None:
-        text = self._text(token_id)
-        self[token_id] = written = TokenText(text, 0, False) if text else None
-        return written
-
-    def _text(self, token_id: int) -> str:
-        incremental = self._incremental
-        if isinstance(incremental, PieceDetokenizer):
-            piece = incremental.table.text_after(token_id)
-            return piece if isinstance(piece, str) else ""
-        if not isinstance(incremental, ByteLevelDetokenizer):
-            return ""
-        try:
-            return incremental.table[token_id].decode()
-        except UnicodeDecodeError:
-            return ""
+def _whole(incremental: IncrementalDetokenizer, token_id: int) -> TokenText | None:
+    text = incremental.whole_text(token_id)
+    return TokenText(text, 0, False) if text else None
 
 
 class TextWriter:
-    """One text, written token by token.
+    """One text, written token by token: the one that `incremental` makes.
 
     After a token with a whole text nothing is open: the next such token is not pushed, for the
     detokenizer would give its text and remember nothing.
     """
 
     def __init__(
-        self, texts: TokenTexts, incremental: IncrementalDetokenizer, whole: StandaloneTexts
+        self, texts: TokenTexts, incremental: IncrementalDetokenizer, skip_special_tokens: bool
     ) -> None:
         self._texts = texts
         self._incremental = incremental
-        self._whole = whole
+        self._whole = texts.whole[skip_special_tokens]
         self._is_closed = False
 
     def write(self, token_id: int) -> TokenText:
         """Push a token, and find where its own text begins."""
-        whole = self._whole[token_id]
+        whole = self._whole(token_id)
         if whole is not None and self._is_closed:
             return whole
         texts, incremental = self._texts, self._incremental
@@ -193,7 +140,3 @@ class TextWriter:
             if own and text.endswith(own):
                 offset = max(offset, len(text) - len(own))
         return TokenText(text, offset, at_beginning)
-
-
-def _as_bytes(piece: str | int | None) -> bytes:
-    return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()

@@ -87,18 +87,13 @@ def read_json(path: str, name: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def encode_without_offsets(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> Any:
-    """The encoding of one text without its offsets. Of the ways to get it only those of batches
-    let other threads go on meanwhile: `encode` holds the interpreter for seconds a megabyte."""
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    return encoding
-
-
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
     """The ids of one text; `tokenizer` is transformers'. Its own method must not be called from
     several threads, its backend may be."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    encoding = encode_without_offsets(backend, text, add_special_tokens=add_special_tokens)
+    # Of the ways to get ids only those of batches let other threads go on meanwhile: `encode` holds
+    # the interpreter for seconds a megabyte.
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return list(encoding.ids)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sized
+from typing import NamedTuple
+
 import msgspec
 
-from swell.cluster.text.sampling_params import BadRequest, Field, SamplingParams, shown
+from swell.cluster.text.sampling_params import (
+    BadRequest,
+    Field,
+    SamplingParams,
+    bad_value,
+    shown,
+)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -15,9 +24,7 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS_TOTAL = 16_384
 """All bad words of a request: the engine looks for their tokens at every step."""
 MAX_TEMPERATURE = 100.0
-MAX_TOP_K = 2**31 - 1
 MAX_N = 128
-MAX_STREAM_INTERVAL = 2**31 - 1
 """Answers to one prompt."""
 MAX_LOGPROBS = 20
 """Top tokens that are returned with each token."""
@@ -26,30 +33,94 @@ WHOLE_VOCABULARY = -1
 MAX_VOCABULARY_LOGPROBS = 512 * 1024
 """Of the whole vocabulary, over all prompt tokens and answers of a request: 40 MB of JSON."""
 MAX_BIASED_TOKENS = 1024
-MAX_BIAS = 100.0
-MAX_PENALTY = 2.0
-MIN_REPETITION_PENALTY = 0.01
-"""It divides: logits over something near zero are infinite."""
-MAX_REPETITION_PENALTY = 100.0
+
+
+class Numbers(NamedTuple):
+    """The numbers that a field may have, both limits included."""
+
+    low: float
+    high: float
+
+    def check(self, name: str, value: object) -> None:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and self.low <= value <= self.high):  # type: ignore[operator]  # NaN is not
+            head = f"{name}={shown(value)} is out of range: {self.low:g} <= "
+            raise BadRequest([head, Field(name), f" <= {self.high:g}"], name)
+
+
+class Integers(NamedTuple):
+    """The integers that a field may have, both limits included."""
+
+    low: int
+    high: int | None
+    optional: bool = False
+    """It may be None too."""
+
+    def check(self, name: str, value: object) -> None:
+        if value is None and self.optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise bad_value(name, value, "must be an integer")
+        if value < self.low or (self.high is not None and value > self.high):
+            limit = f"between {self.low} and {self.high}"
+            if self.high is None:
+                limit = f"at least {self.low}"
+            raise bad_value(name, value, f"must be {limit}")
+
+
+RANGES: Mapping[str, Numbers | Integers] = {
+    "temperature": Numbers(0, MAX_TEMPERATURE),
+    "top_p": Numbers(0, 1),
+    "min_p": Numbers(0, 1),
+    "top_k": Integers(-1, 2**31 - 1),
+    "presence_penalty": Numbers(-2.0, 2.0),
+    "frequency_penalty": Numbers(-2.0, 2.0),
+    # It divides: logits over something near zero are infinite.
+    "repetition_penalty": Numbers(0.01, 100.0),
+    "seed": Integers(-(2**63), 2**63 - 1, optional=True),
+    "max_tokens": Integers(1, None, optional=True),
+    "min_tokens": Integers(0, None),
+    "stream_interval": Integers(1, 2**31 - 1, optional=True),
+    "n": Integers(1, MAX_N),
+    "best_of": Integers(1, MAX_N, optional=True),
+    "logprobs": Integers(0, MAX_LOGPROBS, optional=True),
+    "prompt_logprobs": Integers(WHOLE_VOCABULARY, MAX_LOGPROBS, optional=True),
+}
+_BIAS = Numbers(-100.0, 100.0)
 
 
 def validate(params: SamplingParams, *, vocab_size: int) -> None:
     """Check every field; raises `BadRequest` naming field, value and limit."""
-    check_filters(params)
-    check_length(params)
+    check_ranges(params)
     _check_strings("stop", params.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS_TOTAL)
     _check_strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS_TOTAL)
     _check_tokens("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS, vocab_size)
-    _check_allowed(params.allowed_token_ids, vocab_size)
+    if params.allowed_token_ids is not None:
+        _check_tokens("allowed_token_ids", params.allowed_token_ids, vocab_size, vocab_size)
+    if params.allowed_token_ids == []:
+        raise BadRequest(
+            "allowed_token_ids=[] allows no token; name one at least, or leave it out to allow all",
+            "allowed_token_ids",
+        )
     _check_bias(params.logit_bias, vocab_size)
-    _check_count(params)
-    if params.logprobs is not None:
-        _integer("logprobs", params.logprobs, 0, MAX_LOGPROBS)
-    if params.prompt_logprobs is not None:
-        _integer("prompt_logprobs", params.prompt_logprobs, WHOLE_VOCABULARY, MAX_LOGPROBS)
     for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
         if not isinstance(getattr(params, name), bool):
-            raise BadRequest(f"{name}={shown(getattr(params, name))} must be true or false", name)
+            raise bad_value(name, getattr(params, name), "must be true or false")
+
+
+def check_ranges(params: SamplingParams) -> None:
+    """Check the fields that are numbers. Raises `BadRequest`."""
+    for name, allowed in RANGES.items():
+        allowed.check(name, getattr(params, name))
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        head = f"min_tokens={params.min_tokens} is above "
+        raise BadRequest([head, Field("max_tokens"), f"={params.max_tokens}"], "min_tokens")
+    if params.best_of is not None and params.best_of < params.n:
+        raise BadRequest(
+            f"best_of={params.best_of} is below n={params.n}: no more answers can be kept than "
+            "are drawn",
+            "best_of",
+        )
 
 
 def check_num_children(prompts: int, params: SamplingParams, limit: int) -> None:
@@ -91,11 +162,9 @@ def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
         return
     for index, token in enumerate(token_ids):
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise BadRequest(
-                f"{name}[{index}]={shown(token)} is no token id of this model; "
-                f"they are 0 .. {vocab_size - 1}, {vocab_size} in all",
-                f"{name}[{index}]",
-            )
+            known = f"0 .. {vocab_size - 1}, {vocab_size} in all"
+            rule = f"is no token id of this model; they are {known}"
+            raise bad_value(f"{name}[{index}]", token, rule)
 
 
 def num_utf8_bytes(name: str, text: str) -> int:
@@ -106,69 +175,10 @@ def num_utf8_bytes(name: str, text: str) -> int:
         raise BadRequest(f"{name} holds a lone surrogate, which is no text", name) from None
 
 
-def check_filters(params: SamplingParams) -> None:
-    _number("temperature", params.temperature, 0, MAX_TEMPERATURE)
-    _number("top_p", params.top_p, 0, 1)
-    _number("min_p", params.min_p, 0, 1)
-    _integer("top_k", params.top_k, -1, MAX_TOP_K)
-    _number("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _number("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _number(
-        "repetition_penalty",
-        params.repetition_penalty,
-        MIN_REPETITION_PENALTY,
-        MAX_REPETITION_PENALTY,
-    )
-    if params.seed is not None:
-        _integer("seed", params.seed, -(2**63), 2**63 - 1)
-
-
-def check_length(params: SamplingParams) -> None:
-    if params.max_tokens is not None:
-        _integer("max_tokens", params.max_tokens, 1, None)
-    _integer("min_tokens", params.min_tokens, 0, None)
-    if params.stream_interval is not None:
-        _integer("stream_interval", params.stream_interval, 1, MAX_STREAM_INTERVAL)
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise BadRequest(
-            [
-                f"min_tokens={params.min_tokens} is above ",
-                Field("max_tokens"),
-                f"={params.max_tokens}",
-            ],
-            "min_tokens",
-        )
-
-
-def _check_count(params: SamplingParams) -> None:
-    """How many answers are sampled, and how many of them are kept."""
-    _integer("n", params.n, 1, MAX_N)
-    if params.best_of is None:
-        return
-    _integer("best_of", params.best_of, 1, MAX_N)
-    if params.best_of < params.n:
-        raise BadRequest(
-            f"best_of={params.best_of} is below n={params.n}: no more answers can be kept than "
-            "are drawn",
-            "best_of",
-        )
-
-
-def _number(name: str, value: object, low: float, high: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and low <= value <= high):  # type: ignore[operator]  # false for NaN
-        raise BadRequest(
-            [f"{name}={shown(value)} is out of range: {low:g} <= ", Field(name), f" <= {high:g}"],
-            name,
-        )
-
-
-def _integer(name: str, value: object, low: int, high: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadRequest(f"{name}={shown(value)} must be an integer", name)
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise BadRequest(f"{name}={shown(value)} must be {limit}", name)
+def check_length(path: str, items: Sized, what: str, limit: int) -> None:
+    """Refuse a list, or what else has a length, that is too long."""
+    if len(items) > limit:
+        raise BadRequest(f"{path} holds {len(items)} {what}; at most {limit} are allowed", path)
 
 
 def check_total_chars(name: str, texts: list[str], limit: int) -> None:
@@ -186,49 +196,29 @@ def _check_strings(name: str, value: object, limit: int, limit_chars: int) -> No
         return
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list):
-        raise BadRequest(f"{name}={shown(value)} must be a string or a list of strings", name)
-    if len(strings) > limit:
-        raise BadRequest(f"{name} holds {len(strings)} strings; at most {limit} are allowed", name)
+        raise bad_value(name, value, "must be a string or a list of strings")
+    check_length(name, strings, "strings", limit)
     for index, text in enumerate(strings):
         path = f"{name}[{index}]" if isinstance(value, list) else name
         if not isinstance(text, str) or not text:
-            raise BadRequest(f"{path}={shown(text)} must be a string that is not empty", path)
+            raise bad_value(path, text, "must be a string that is not empty")
         if len(text) > MAX_STOP_CHARS:
-            raise BadRequest(
-                f"{path}={shown(text)} has {len(text)} characters; "
-                f"at most {MAX_STOP_CHARS} are allowed",
-                path,
-            )
+            rule = f"has {len(text)} characters; at most {MAX_STOP_CHARS} are allowed"
+            raise bad_value(path, text, rule)
     check_total_chars(name, strings, limit_chars)
 
 
 def _check_tokens(name: str, token_ids: object, limit: int, vocab_size: int) -> None:
     if not isinstance(token_ids, list):
-        raise BadRequest(f"{name}={shown(token_ids)} must be a list of token ids", name)
-    if len(token_ids) > limit:
-        raise BadRequest(f"{name} holds {len(token_ids)} ids; at most {limit} are allowed", name)
+        raise bad_value(name, token_ids, "must be a list of token ids")
+    check_length(name, token_ids, "ids", limit)
     check_token_ids(name, token_ids, vocab_size)
-
-
-def _check_allowed(token_ids: object, vocab_size: int) -> None:
-    if token_ids is None:
-        return
-    if token_ids == []:
-        raise BadRequest(
-            "allowed_token_ids=[] allows no token; name one at least, or leave it out to allow all",
-            "allowed_token_ids",
-        )
-    _check_tokens("allowed_token_ids", token_ids, vocab_size, vocab_size)
 
 
 def _check_bias(bias: object, vocab_size: int) -> None:
     if not isinstance(bias, dict):
-        raise BadRequest(f"logit_bias={shown(bias)} must map token ids to numbers", "logit_bias")
-    if len(bias) > MAX_BIASED_TOKENS:
-        raise BadRequest(
-            f"logit_bias holds {len(bias)} tokens; at most {MAX_BIASED_TOKENS} are allowed",
-            "logit_bias",
-        )
+        raise bad_value("logit_bias", bias, "must map token ids to numbers")
+    check_length("logit_bias", bias, "tokens", MAX_BIASED_TOKENS)
     for token, value in bias.items():
         path = f"logit_bias[{shown(token)}]"
         if type(token) is not int or not 0 <= token < vocab_size:
@@ -237,4 +227,4 @@ def _check_bias(bias: object, vocab_size: int) -> None:
                 f"0 .. {vocab_size - 1}, {vocab_size} in all",
                 "logit_bias",
             )
-        _number(path, value, -MAX_BIAS, MAX_BIAS)
+        _BIAS.check(path, value)

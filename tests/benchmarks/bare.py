@@ -111,7 +111,7 @@ async def serve(model: str, overrides: dict[str, Any]) -> None:
     executor = build_executor(config)
     core = EngineCore(config, executor, executor.start())
     ingress = await build_ingress(config, partial(BareEngine, core), manager=None)
-    edge = EdgeServer(ingress.app, config.serve.host, config.serve.port, _DRAIN_S)
+    edge = EdgeServer(ingress.app, config.serve.host, config.serve.port, _DRAIN_S, config.serve)
     await edge.start()
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

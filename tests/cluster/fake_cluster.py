@@ -338,7 +338,7 @@ class FakeCluster:
         """A second one beside the first, with its own way to the store; its URL."""
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
         ingress = await build_ingress(self.config, connect, self.manager, store)
-        edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
+        edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5, self.config.serve)
         await edge.start()
         try:
             await until(lambda: ingress.llm.view.roster.epoch >= self.coordinator.view.roster.epoch)

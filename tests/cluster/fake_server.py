@@ -67,7 +67,7 @@ class FakeServer:
         self.requests.append(body)
         if self.fail_every and len(self.requests) % self.fail_every == 0:
             return JSONResponse({"error": {"message": "no engine is ready yet"}}, 503)
-        headers = {"x-swell-engine": "0"}
+        headers = {"x-swell-engine": str(len(self.requests) % self.engines)}
         events = self._events(body, "messages" in body)
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 

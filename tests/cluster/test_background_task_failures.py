@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.app import IngressDeployment, ManagerDeployment
 from swell.cluster.client.output_processor import OutputProcessor
+from swell.configs.schema import ServeConfig
 from swell.coordinator import roster as rosters
 from tests.cluster.control.fake_manager import ManagerHarness, run
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
@@ -121,7 +122,7 @@ def test_an_ingress_whose_heartbeat_has_ended_ends(folder: Path, deaths: Deaths)
 
 def test_an_ingress_that_does_not_listen_any_more_ends(deaths: Deaths) -> None:
     async def story() -> None:
-        edge = EdgeServer(Starlette(), "127.0.0.1", 0, 5)
+        edge = EdgeServer(Starlette(), "127.0.0.1", 0, 5, ServeConfig())
         await edge.start()
         edge._server.on_tick = planted  # type: ignore[method-assign]
         await check(deaths, "HTTP server")
@@ -210,4 +211,4 @@ def test_a_manager_that_is_stopped_as_it_is_woken_stops(turns: int) -> None:
 def test_serve_asks_in_the_loop_that_does_the_work() -> None:
     """Without a method of ours Serve asks another thread, which answers whatever hangs here."""
     for deployment in (ManagerDeployment, IngressDeployment):
-        assert asyncio.iscoroutinefunction(deployment.func_or_class.check_health)
+        assert asyncio.iscoroutinefunction(deployment.check_health)

@@ -162,7 +162,7 @@ async def _serve(
     """Tells its port, and what to call from any thread to end it."""
     connect = partial(AsyncEngineCoreClient, coordinator.address, coordinator.keys)
     ingress = await build_ingress(config, connect, Manager(), StoreHandle())
-    edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
+    edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5, config.serve)
     await edge.start()
     while not ingress.llm.active_ranks:
         await asyncio.sleep(0.01)

@@ -9,9 +9,10 @@ import msgspec
 from swell.cluster.api.protocol_base import Body
 from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.validate_params import Integers
 from swell.configs.schema import MAX_DRAIN_S
 
-_MAX_COUNT = 2**31 - 1
+_ENGINES, _RANKS = Integers(1, 2**31 - 1), Integers(0, 2**31 - 1)
 
 
 class ScaleRequest(RequestBody, kw_only=True):
@@ -21,7 +22,7 @@ class ScaleRequest(RequestBody, kw_only=True):
     one. They hand over what is left."""
 
     def check(self) -> None:
-        _check_count("engines", self.engines, 1)
+        _ENGINES.check("engines", self.engines)
         limit = self.drain_timeout_s
         if limit is not None and not (math.isfinite(limit) and 0 <= limit <= MAX_DRAIN_S):
             raise BadRequest(
@@ -34,16 +35,11 @@ class DrainRequest(RequestBody, kw_only=True):
     rank: int
 
     def check(self) -> None:
-        _check_count("rank", self.rank, 0)
+        _RANKS.check("rank", self.rank)
 
 
 class SwitchRequest(RequestBody, kw_only=True):
     """Of pause and resume: there is nothing to say, but it is said as JSON."""
-
-
-def _check_count(name: str, value: int, low: int) -> None:
-    if not low <= value <= _MAX_COUNT:
-        raise BadRequest(f"{name}={shown(value)} must be between {low} and {_MAX_COUNT}", name)
 
 
 class ChangeResult(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 from swell.cluster.api.generation_body import GenerationBody
 from swell.cluster.api.logprobs import ChatLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
-from swell.cluster.text.sampling_params import BadRequest, Field, shown
+from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.schema.chat_messages import (
     ChatMessage,
     ToolChoice,
@@ -103,30 +103,18 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
     def check(self) -> None:
         super().check()
         check_messages(self.messages)
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) == 2:
-            raise BadRequest(
-                [
-                    f"max_tokens={shown(self.max_tokens)} and ",
-                    Field("max_completion_tokens"),
-                    f"={shown(self.max_completion_tokens)} differ; send one of them",
-                ],
-                "max_tokens",
-            )
+        limit, newer = self.max_tokens, self.max_completion_tokens
+        if limit is not None and newer is not None and limit != newer:
+            problem = f"and max_completion_tokens={shown(newer)} differ; send one of them"
+            raise bad_value("max_tokens", limit, problem)
         if self.top_logprobs and not self.logprobs:
-            raise BadRequest(
-                f"top_logprobs={shown(self.top_logprobs)} needs logprobs=true, and logprobs="
-                f"{shown(self.logprobs)}",
-                "top_logprobs",
-            )
+            problem = f"needs logprobs=true, and logprobs={shown(self.logprobs)}"
+            raise bad_value("top_logprobs", self.top_logprobs, problem)
         check_tools(self.tools, self.tool_choice)
         budget = self.thinking_token_budget
         if budget is not None and not -1 <= budget < 2**31:
-            raise BadRequest(
-                f"thinking_token_budget={shown(budget)} must be between 0 and {2**31 - 1}, or -1 "
-                "for no limit",
-                "thinking_token_budget",
-            )
+            problem = f"must be between 0 and {2**31 - 1}, or -1 for no limit"
+            raise bad_value("thinking_token_budget", budget, problem)
         self._check_continuation()
         self.template_variables()
 
@@ -155,10 +143,9 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
         for field, name, value in self._variables():
             before, known = chosen.setdefault(name, (field, value))
             if known != value:
+                values = f"{shown(value)} and {shown(known)}"
                 raise BadRequest(
-                    f"{field} and {before} contradict each other: {shown(value)} and "
-                    f"{shown(known)}; send one of them",
-                    field,
+                    f"{field} and {before} contradict each other: {values}; send one of them", field
                 )
         return {name: value for name, (_, value) in chosen.items()}
 
@@ -169,23 +156,20 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
         thinking, reasoning = self.thinking, self.reasoning or ReasoningSwitch()
         if isinstance(thinking, ThinkingSwitch):
             thinking = thinking.type == "enabled"
-        for field, value in (
-            ("enable_thinking", self.enable_thinking),
-            ("thinking", thinking),
-            ("reasoning.enabled", reasoning.enabled),
-        ):
+        efforts = {"reasoning_effort": self.reasoning_effort, "reasoning.effort": reasoning.effort}
+        switches = {
+            "enable_thinking": self.enable_thinking,
+            "thinking": thinking,
+            "reasoning.enabled": reasoning.enabled,
+            **{field: False for field, effort in efforts.items() if effort == "none"},
+        }
+        for field, value in switches.items():
             if value is not None:
                 yield field, "enable_thinking", value
                 yield field, "thinking", value
-        for field, effort in (
-            ("reasoning_effort", self.reasoning_effort),
-            ("reasoning.effort", reasoning.effort),
-        ):
+        for field, effort in efforts.items():
             if effort is not None:
                 yield field, "reasoning_effort", effort
-            if effort == "none":
-                yield field, "enable_thinking", False
-                yield field, "thinking", False
 
     @property
     def answer_role(self) -> str:

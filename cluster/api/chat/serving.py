@@ -18,7 +18,7 @@ from swell.cluster.api.chat.protocol import (
     ToolCall,
     ToolCallDelta,
 )
-from swell.cluster.api.logprobs import ChatLogprobs, chat_logprobs, name_by_id, prompt_logprobs_body
+from swell.cluster.api.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs_body
 from swell.cluster.api.output_parts import parse_output
 from swell.cluster.api.protocol_base import Usage
 from swell.cluster.api.response_writer import ResponseWriter, choice_usage, usage_of
@@ -43,6 +43,7 @@ class ChatResponseWriter(ResponseWriter):
         """Choices with a tool call."""
         self._echoed = body.echoed
         self._hides_reasoning = body.include_reasoning is False
+        self._continuous_usage = body.continuous_usage
         self._extra_fields_per_chunk = body.return_token_ids or body.continuous_usage
         """Every output has more than text."""
         self._stream = ChatStream(self.id, self.created, model, include_usage=body.include_usage)
@@ -100,47 +101,44 @@ class ChatResponseWriter(ResponseWriter):
         for one in parsed:
             if isinstance(one, parts.ToolCall):
                 self._called.add(choice)
-        fields = self._chunk_fields(choice, output, part)
+        fields = self._chunk_fields(choice, part)
+        usage = choice_usage(output) if self._continuous_usage else None
         if not parsed:
-            return [] if fields is TEXT_ONLY else [self._stream.chunk("", choice, fields)]
+            return [] if fields is TEXT_ONLY else [self._stream.chunk("", choice, fields, usage)]
         *before, last = parsed
+        event = self._event(choice, last, fields, usage)
         if not before:
-            return [self._event(choice, last, fields)]
-        more = ChunkFields(usage=fields.usage) if fields.usage is not None else TEXT_ONLY
-        return [
-            *(self._event(choice, one, more) for one in before),
-            self._event(choice, last, fields),
-        ]
+            return [event]
+        return [*(self._event(choice, one, TEXT_ONLY, usage) for one in before), event]
 
     def _begin(self, output: RequestOutput) -> Iterable[bytes]:
         """The role of all choices. They answer one prompt, whose token ids come with the first."""
-        body, used = self._body, None
-        ids = output.prompt_token_ids if body.return_token_ids else None
-        if body.continuous_usage:
-            used = usage_of([output], 0)
+        ids = output.prompt_token_ids if self._body.return_token_ids else None
+        usage = usage_of([output], 0) if self._continuous_usage else None
         for choice in range(self.n):
             self._parsers[choice] = self._make_parser()
-            yield self._stream.role(choice, ids if choice == 0 else None, used)
+            yield self._stream.role(choice, ids if choice == 0 else None, usage)
             if self._echoed:
-                more = TEXT_ONLY if used is None else ChunkFields(usage=used)
-                yield self._stream.chunk(self._echoed, choice, more)
+                yield self._stream.chunk(self._echoed, choice, TEXT_ONLY, usage)
 
-    def _event(self, choice: int, part: parts.AnswerDelta, fields: ChunkFields) -> bytes:
+    def _event(
+        self, choice: int, part: parts.AnswerDelta, fields: ChunkFields, usage: Usage | None
+    ) -> bytes:
         match part:
             case parts.Content(text):
-                return self._stream.chunk(text, choice, fields)
+                return self._stream.chunk(text, choice, fields, usage)
             case parts.Reasoning(text):
-                return self._stream.delta(ChatDelta(reasoning_content=text), choice, fields)
+                delta = ChatDelta(reasoning_content=text)
             case parts.ToolCall(index, id, name):
                 function = FunctionDelta(name=name, arguments="")
                 call = ToolCallDelta(index=index, id=id, type="function", function=function)
+                delta = ChatDelta(tool_calls=[call])
             case parts.Arguments(index, text):
                 call = ToolCallDelta(index=index, function=FunctionDelta(arguments=text))
-        return self._stream.delta(ChatDelta(tool_calls=[call]), choice, fields)
+                delta = ChatDelta(tool_calls=[call])
+        return self._stream.delta(delta, choice, fields, usage)
 
-    def _chunk_fields(
-        self, choice: int, output: RequestOutput, part: CompletionOutput
-    ) -> ChunkFields:
+    def _chunk_fields(self, choice: int, part: CompletionOutput) -> ChunkFields:
         """What the last event of an output has beside its text."""
         if (
             part.finish_reason is None
@@ -148,16 +146,18 @@ class ChatResponseWriter(ResponseWriter):
             and not self._extra_fields_per_chunk
         ):
             return TEXT_ONLY
-        ids = part.token_ids if self._body.return_token_ids else None
-        usage = choice_usage(output) if self._body.continuous_usage else None
-        reason = self._reason(part, called=choice in self._called)
-        return ChunkFields(reason, part.stop_reason, self._logprobs(part), ids, usage)
+        return ChunkFields(
+            logprobs=self._logprobs(part),
+            finish_reason=self._reason(part, called=choice in self._called),
+            stop_reason=part.stop_reason,
+            token_ids=part.token_ids if self._body.return_token_ids else UNSET,
+        )
 
     def _logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
         if part.logprobs is None:
             return None
-        names = name_by_id if self._body.return_tokens_as_token_ids else None
-        return chat_logprobs(part.logprobs, self._body.top_logprobs or 0, names)
+        by_id = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(part.logprobs, self._body.top_logprobs or 0, by_id=by_id)
 
     def _reason(self, part: CompletionOutput, *, called: bool) -> str | None:
         """OpenAI says `tool_calls` where the model chose to call, and `stop` where it had to."""

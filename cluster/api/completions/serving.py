@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
+from msgspec import UNSET
 
 from swell.cluster.api.completions.protocol import Completion, CompletionChoice, CompletionRequest
 from swell.cluster.api.logprobs import (
     CompletionLogprobs,
     completion_logprobs,
-    name_by_id,
     prompt_logprobs_body,
 )
 from swell.cluster.api.protocol_base import Usage, usage
 from swell.cluster.api.response_writer import ResponseWriter, choice_usage
-from swell.cluster.api.sse import DONE, TEXT_ONLY, ChunkFields, CompletionStream
+from swell.cluster.api.sse import DONE, ChunkFields, CompletionStream
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 
 
@@ -69,23 +69,24 @@ class CompletionResponseWriter(ResponseWriter):
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
         """With `echo` the first chunk begins with the prompt."""
-        body, prompt, prompt_ids = self._body, "", None
-        part = self._shown(part)
-        if choice not in self._echoed_chars:
+        body, part = self._body, self._shown(part)
+        begins = choice not in self._echoed_chars
+        prompt = ""
+        if begins:
             prompt = self._echo(output)
-            prompt_ids = output.prompt_token_ids if body.return_token_ids else None
             self._echoed_chars[choice] = len(prompt)
-        fields = TEXT_ONLY
-        if part.finish_reason is not None or self._extra_fields_per_chunk:
-            fields = ChunkFields(
-                part.finish_reason,
-                part.stop_reason,
-                self._logprobs(output, part, self._echoed_chars[choice]),
-                part.token_ids if body.return_token_ids else None,
-                self._shown_usage(choice_usage(output)) if body.continuous_usage else None,
-                prompt_ids,
-            )
-        return [self._stream.chunk(prompt + part.text, choice, fields)]
+        if part.finish_reason is None and not self._extra_fields_per_chunk:
+            return [self._stream.chunk(prompt + part.text, choice)]
+        has_ids = bool(body.return_token_ids)
+        fields = ChunkFields(
+            logprobs=self._logprobs(output, part, self._echoed_chars[choice]),
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            token_ids=part.token_ids if has_ids else UNSET,
+            prompt_token_ids=output.prompt_token_ids if has_ids and begins else UNSET,
+        )
+        usage = self._shown_usage(choice_usage(output)) if body.continuous_usage else None
+        return [self._stream.chunk(prompt + part.text, choice, fields, usage)]
 
     def _echo(self, output: RequestOutput) -> str:
         """What every answer to a prompt begins with."""
@@ -97,12 +98,11 @@ class CompletionResponseWriter(ResponseWriter):
         """Of a stream's outputs the first alone has those of the prompt."""
         if self._body.logprobs is None or part.logprobs is None:
             return None
-        echo = output.prompt_logprobs if self._body.echo else None
         return completion_logprobs(
             part.logprobs,
             self._body.logprobs,
-            name_of=name_by_id if self._body.return_tokens_as_token_ids else None,
-            echo=echo,
+            by_id=bool(self._body.return_tokens_as_token_ids),
+            echo=output.prompt_logprobs if self._body.echo else None,
             echoed_chars=echoed_chars,
         )
 

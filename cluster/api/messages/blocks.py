@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.sampling_params import bad_value
 from swell.cluster.text.schema.chat_messages import check_named
 from swell.cluster.text.schema.request_body import HistoryPart
 
@@ -13,6 +13,10 @@ class Block(HistoryPart, kw_only=True, tag_field="type"):
     """Base of the content blocks; `cache_control` is accepted: prefixes are always shared."""
 
     cache_control: Any = None
+
+    @property
+    def type(self) -> str:
+        return str(self.__struct_config__.tag)
 
     def check_at(self, path: str) -> None:
         self.refuse_unsupported(path + ".")
@@ -65,11 +69,10 @@ class UnservedBlock(Block, kw_only=True):
     content: Any = None
 
     def check_at(self, path: str) -> None:
-        kind = self.__struct_config__.tag
-        raise BadRequest(
-            f"{path}.type={kind!r} is not supported: the model reads text alone; send its text in "
-            "a block of type 'text'",
+        raise bad_value(
             f"{path}.type",
+            self.type,
+            "is not supported: the model reads text alone; send its text in a block of type 'text'",
             "unsupported_value",
         )
 

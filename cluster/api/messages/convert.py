@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -19,7 +21,6 @@ from swell.cluster.api.messages.protocol import (
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
-    Thinking,
     ToolChoice,
 )
 from swell.cluster.text.chat_template import TemplateOptions
@@ -28,7 +29,7 @@ from swell.cluster.text.sampling_params import SamplingParams, StructuredOutputs
 from swell.cluster.text.schema import chat_messages as chat
 from swell.cluster.text.truncation import TEMPLATE_TEXT
 
-_MERGED_BLOCKS = ("user", "assistant")
+_MERGED_ROLES = ("user", "assistant")
 """Roles whose messages in a row are one, as Anthropic's API has it."""
 _SCHEMA_FIELD = "output_config.format.schema"
 
@@ -43,17 +44,13 @@ def to_generation_request(body: MessagesRequest, defaults: Mapping[str, Any]) ->
         "top_k": body.top_k,
         "stop": body.stop_sequences,
         "seed": body.seed,
+        "structured_outputs": None if form is None else StructuredOutputs(json=form.schema),
     }
     sampling = {name: value for name, value in given.items() if value is not None}
-    params = SamplingParams(
-        **{**defaults, **sampling},
-        max_tokens=None,
-        structured_outputs=None if form is None else StructuredOutputs(json=form.schema),
-    )
     return GenerationRequest(
         prompt=conversation(body),
         prompt_field="messages",
-        params=params,
+        params=SamplingParams(**{**defaults, **sampling}, max_tokens=None),
         structured_outputs_field=None if form is None else _SCHEMA_FIELD,
         tokenize_options=TEMPLATE_TEXT,
         max_tokens_in_context=body.max_tokens,
@@ -84,7 +81,7 @@ def conversation(body: CountTokensRequest) -> Conversation:
         template=template,
         tool_choice=None if choice is None else _tool_choice(choice),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
-        thinking_token_budget=_budget(body.thinking),
+        thinking_token_budget=body.thinking.token_budget if body.thinking else None,
     )
 
 
@@ -101,19 +98,10 @@ def template_variables(body: CountTokensRequest) -> dict[str, Any]:
 
 
 def _tool_choice(choice: ToolChoice) -> chat.ToolChoice:
-    match choice.type:
-        case "auto" | "none":
-            return choice.type
-        case "any":
-            return "required"
-    assert choice.name is not None, "the choice was checked"
-    return chat.NamedToolChoice(type="function", function=chat.FunctionName(name=choice.name))
-
-
-def _budget(thinking: Thinking | None) -> int | None:
-    if thinking is None:
-        return None
-    return 0 if thinking.type == "disabled" else thinking.budget_tokens
+    if choice.type == "tool":
+        assert choice.name is not None, "the choice was checked"
+        return chat.NamedToolChoice(type="function", function=chat.FunctionName(name=choice.name))
+    return "required" if choice.type == "any" else choice.type
 
 
 def chat_messages(body: CountTokensRequest) -> list[chat.ChatMessage]:
@@ -122,46 +110,43 @@ def chat_messages(body: CountTokensRequest) -> list[chat.ChatMessage]:
     said: list[chat.ChatMessage] = []
     if body.system:
         said.append(chat.ChatMessage(role="system", content=text_of(body.system)))
+    for role, row in groupby(_converted(body.messages), key=attrgetter("role")):
+        if role in _MERGED_ROLES:
+            said.append(_merge_adjacent(list(row)))
+        else:
+            said.extend(row)
+    return said
+
+
+def _converted(messages: list[InputMessage]) -> Iterator[chat.ChatMessage]:
     called: dict[str, str] = {}
-    row: list[chat.ChatMessage] = []
-    """Messages of one role, one after the other."""
-    for message in body.messages:
-        for one in _converted(message, called):
-            if row and (one.role not in _MERGED_BLOCKS or one.role != row[0].role):
-                said.append(_merge_adjacent(row))
-                row = []
-            row.append(one)
-        called |= {b.id: b.name for b in message.blocks if isinstance(b, ToolUseBlock)}
-    return [*said, _merge_adjacent(row)] if row else said
-
-
-def _converted(message: InputMessage, called: Mapping[str, str]) -> Iterator[chat.ChatMessage]:
-    """`called`: the names of the tools that were called before, by the id of the call."""
-    blocks = message.blocks
-    text = text_of(blocks)
-    if message.role == "system":
-        yield chat.ChatMessage(role="system", content=text)
-        return
-    if message.role == "assistant":
-        thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-        calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
-        yield chat.ChatMessage(
-            role="assistant",
-            content=text,
-            reasoning_content="\n".join(thoughts) or None,
-            tool_calls=calls or None,
-        )
-        return
-    results = [block for block in blocks if isinstance(block, ToolResultBlock)]
-    for block in results:
-        yield chat.ChatMessage(
-            role="tool",
-            content=block.text,
-            tool_call_id=call_id(block.tool_use_id),
-            name=called[block.tool_use_id],
-        )
-    if not results or any(isinstance(block, TextBlock) for block in blocks):
-        yield chat.ChatMessage(role="user", content=text)
+    """The names of the tools that were called before, by the id of the call."""
+    for message in messages:
+        blocks = message.blocks
+        text = text_of(blocks)
+        if message.role == "system":
+            yield chat.ChatMessage(role="system", content=text)
+        elif message.role == "assistant":
+            thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+            calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+            called |= {call.id: call.name for call in calls}
+            yield chat.ChatMessage(
+                role="assistant",
+                content=text,
+                reasoning_content="\n".join(thoughts) or None,
+                tool_calls=list(map(_call, calls)) or None,
+            )
+        else:
+            results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+            for block in results:
+                yield chat.ChatMessage(
+                    role="tool",
+                    content=block.text,
+                    tool_call_id=call_id(block.tool_use_id),
+                    name=called[block.tool_use_id],
+                )
+            if not results or any(isinstance(block, TextBlock) for block in blocks):
+                yield chat.ChatMessage(role="user", content=text)
 
 
 def _call(block: ToolUseBlock) -> chat.MessageToolCall:

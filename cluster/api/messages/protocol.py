@@ -7,7 +7,6 @@ Anthropic's; they mean what they do for chat completions.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from swell.cluster.api.messages.blocks import (
@@ -19,7 +18,7 @@ from swell.cluster.api.messages.blocks import (
     ToolUseBlock,
 )
 from swell.cluster.api.sampling_fields import check_routing
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.schema.known_fields import MESSAGES
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
 from swell.cluster.text.validate_params import (
@@ -48,19 +47,15 @@ class InputMessage(HistoryPart, kw_only=True):
 
     def check_at(self, path: str) -> None:
         if self.role not in _ROLES:
-            raise BadRequest(
-                f"{path}.role={shown(self.role)} must be one of {', '.join(_ROLES)}", f"{path}.role"
-            )
+            raise bad_value(f"{path}.role", self.role, f"must be one of {', '.join(_ROLES)}")
         for index, block in enumerate(self.blocks):
             where = f"{path}.content[{index}]"
             home = _ROLE_OF_BLOCK.get(type(block), self.role)
             if home != self.role or (self.role == "system" and not isinstance(block, TextBlock)):
-                kind = block.__struct_config__.tag
-                raise BadRequest(
-                    f"{where}.type={kind!r} stands in a message of role {self.role!r}"
-                    + (f"; it belongs into one of role {home!r}" if home != self.role else ""),
-                    f"{where}.type",
-                )
+                problem = f"stands in a message of role {self.role!r}"
+                if home != self.role:
+                    problem += f"; it belongs into one of role {home!r}"
+                raise bad_value(f"{where}.type", block.type, problem)
             block.check_at(where)
 
     @property
@@ -111,17 +106,17 @@ class Tool(HistoryPart, kw_only=True):
 
     def check_at(self, path: str) -> None:
         if self.type not in (None, "custom"):
-            raise BadRequest(
-                f"{path}.type={shown(self.type)} is not supported: no tool runs here; only tools "
-                "of type 'custom', which the client runs, are",
+            raise bad_value(
                 f"{path}.type",
+                self.type,
+                "is not supported: no tool runs here; only tools of type 'custom', which the "
+                "client runs, are",
                 "unsupported_value",
             )
         self.refuse_unsupported(path + ".")
         if not _TOOL_NAME.match(self.name):
-            raise BadRequest(
-                f"{path}.name={shown(self.name)} must be 1 to 128 letters, digits, '_', '-' or '.'",
-                f"{path}.name",
+            raise bad_value(
+                f"{path}.name", self.name, "must be 1 to 128 letters, digits, '_', '-' or '.'"
             )
         if self.input_schema is None:
             raise BadRequest(
@@ -129,11 +124,8 @@ class Tool(HistoryPart, kw_only=True):
                 f"{path}.input_schema",
                 "missing_field",
             )
-        if self.input_schema.get("type") != "object":
-            raise BadRequest(
-                f"{path}.input_schema.type={shown(self.input_schema.get('type'))} must be 'object'",
-                f"{path}.input_schema.type",
-            )
+        if (kind := self.input_schema.get("type")) != "object":
+            raise bad_value(f"{path}.input_schema.type", kind, "must be 'object'")
 
 
 class ToolChoice(RequestBody, kw_only=True):
@@ -151,6 +143,10 @@ class Thinking(RequestBody, kw_only=True):
     """The most tokens of reasoning; then its end is forced."""
     display: Literal["summarized", "omitted"] | None = None
     """omitted: the text of thinking blocks stays empty."""
+
+    @property
+    def token_budget(self) -> int | None:
+        return 0 if self.type == "disabled" else self.budget_tokens
 
 
 class OutputFormat(RequestBody, kw_only=True):
@@ -209,30 +205,19 @@ class CountTokensRequest(RequestBody, kw_only=True):
         self._check_tools()
 
     def _check_calls(self) -> None:
-        """Every result answers an earlier call, and the last call has its result."""
+        """Every result answers an earlier call, and the last message makes no call."""
         called: set[str] = set()
-        for path, block in self._blocks():
-            if isinstance(block, ToolUseBlock):
-                called.add(block.id)
-            elif isinstance(block, ToolResultBlock) and block.tool_use_id not in called:
-                raise BadRequest(
-                    f"{path}.tool_use_id={shown(block.tool_use_id)} is the id of no earlier "
-                    "tool_use block",
-                    f"{path}.tool_use_id",
-                )
-        last = len(self.messages) - 1
-        for index, block in enumerate(self.messages[last].blocks):
-            if isinstance(block, ToolUseBlock):
-                raise BadRequest(
-                    f"messages[{last}].content[{index}] calls {shown(block.name)}, and no message "
-                    "follows with its tool_result",
-                    f"messages[{last}].content[{index}]",
-                )
-
-    def _blocks(self) -> Iterator[tuple[str, ContentBlock]]:
         for place, message in enumerate(self.messages):
             for index, block in enumerate(message.blocks):
-                yield f"messages[{place}].content[{index}]", block
+                path = f"messages[{place}].content[{index}]"
+                if isinstance(block, ToolResultBlock) and block.tool_use_id not in called:
+                    problem = "is the id of no earlier tool_use block"
+                    raise bad_value(f"{path}.tool_use_id", block.tool_use_id, problem)
+                if isinstance(block, ToolUseBlock):
+                    if message is self.messages[-1]:
+                        problem = "and no message follows with its tool_result"
+                        raise BadRequest(f"{path} calls {shown(block.name)}, {problem}", path)
+                    called.add(block.id)
 
     def _check_tools(self) -> None:
         tools, choice = self.tools or [], self.tool_choice
@@ -244,10 +229,8 @@ class CountTokensRequest(RequestBody, kw_only=True):
         for index, tool in enumerate(tools):
             tool.check_at(f"tools[{index}]")
             if tool.name in names:
-                raise BadRequest(
-                    f"tools[{index}].name={shown(tool.name)} is the name of an earlier tool too",
-                    f"tools[{index}].name",
-                )
+                path = f"tools[{index}].name"
+                raise bad_value(path, tool.name, "is the name of an earlier tool too")
             names.add(tool.name)
         if choice is not None:
             _check_choice(choice, names)
@@ -259,18 +242,15 @@ def _check_choice(choice: ToolChoice, names: set[str]) -> None:
             f"tool_choice.type={choice.type!r} needs tools, and tools is empty", "tool_choice"
         )
     if (choice.type == "tool") != (choice.name is not None):
-        raise BadRequest(
-            f"tool_choice.name={shown(choice.name)} does not go with "
-            f"tool_choice.type={choice.type!r}: 'tool' needs the name of a tool, and the others "
-            "take none",
+        raise bad_value(
             "tool_choice.name",
+            choice.name,
+            f"does not go with tool_choice.type={choice.type!r}: 'tool' needs the name of a tool, "
+            "and the others take none",
         )
     if choice.name is not None and choice.name not in names:
-        raise BadRequest(
-            f"tool_choice.name={shown(choice.name)} is no tool of tools; they are "
-            f"{shown(sorted(names))}",
-            "tool_choice.name",
-        )
+        problem = f"is no tool of tools; they are {shown(sorted(names))}"
+        raise bad_value("tool_choice.name", choice.name, problem)
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -304,14 +284,10 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     def check(self) -> None:
         super().check()
         if self.max_tokens < 1:
-            raise BadRequest(
-                f"max_tokens={shown(self.max_tokens)} must be at least 1", "max_tokens"
-            )
+            raise bad_value("max_tokens", self.max_tokens, "must be at least 1")
         if self.temperature is not None and not 0 <= self.temperature <= 1:
-            raise BadRequest(
-                f"temperature={shown(self.temperature)} is out of range: 0 <= temperature <= 1",
-                "temperature",
-            )
+            problem = "is out of range: 0 <= temperature <= 1"
+            raise bad_value("temperature", self.temperature, problem)
         check_routing(self.cache_salt, self.data_parallel_rank, self.priority)
         self._check_stops()
         self._check_thinking()
@@ -325,11 +301,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             )
         for index, text in enumerate(stops):
             if not 1 <= len(text) <= MAX_STOP_CHARS:
-                raise BadRequest(
-                    f"stop_sequences[{index}]={shown(text)} has {len(text)} characters; 1 to "
-                    f"{MAX_STOP_CHARS} are allowed",
-                    f"stop_sequences[{index}]",
-                )
+                problem = f"has {len(text)} characters; 1 to {MAX_STOP_CHARS} are allowed"
+                raise bad_value(f"stop_sequences[{index}]", text, problem)
         check_total_chars("stop_sequences", stops, MAX_STOP_CHARS_TOTAL)
 
     def _check_thinking(self) -> None:
@@ -338,16 +311,18 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             return
         budget = thinking.budget_tokens
         if (thinking.type == "enabled") != (budget is not None):
-            raise BadRequest(
-                f"thinking.budget_tokens={shown(budget)} does not go with "
-                f"thinking.type={thinking.type!r}: 'enabled' needs it, and the others take none",
+            raise bad_value(
                 "thinking.budget_tokens",
+                budget,
+                f"does not go with thinking.type={thinking.type!r}: 'enabled' needs it, and the "
+                "others take none",
             )
         if budget is not None and not MIN_THINKING_TOKENS <= budget < self.max_tokens:
-            raise BadRequest(
-                f"thinking.budget_tokens={shown(budget)} must be at least {MIN_THINKING_TOKENS} "
-                f"and below max_tokens={shown(self.max_tokens)}",
+            raise bad_value(
                 "thinking.budget_tokens",
+                budget,
+                f"must be at least {MIN_THINKING_TOKENS} and below max_tokens="
+                f"{shown(self.max_tokens)}",
             )
         if thinking.type == "enabled" and choice is not None and choice.type in ("any", "tool"):
             raise BadRequest(

@@ -31,8 +31,6 @@ from swell.cluster.api.response_writer import ResponseWriter, usage_of
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers.base import Parser
 
-_NOT_ENDED = Ending(stop_reason=None)
-
 
 class MessagesResponseWriter(ResponseWriter):
     """`make_parser` makes the parser of the answer; `request_id` is sent with an error."""
@@ -50,14 +48,13 @@ class MessagesResponseWriter(ResponseWriter):
         self._hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
         self._parser = make_parser()
         self._content = ContentEvents(hides_thinking=self._hides_thinking)
-        self._started = False
-        self._ending = _NOT_ENDED
+        self._ending: Ending | None = None
+        """Of a stream that has begun."""
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         (output,) = outputs
         (part,) = output.outputs
-        parsed = parse_output(self._parser, part)
-        content = blocks(parsed, hides_thinking=self._hides_thinking)
+        content = blocks(parse_output(self._parser, part), hides_thinking=self._hides_thinking)
         called = any(isinstance(block, ToolUseOutput) for block in content)
         return self._message(content, self._ended(part, called=called), usage)
 
@@ -84,10 +81,10 @@ class MessagesResponseWriter(ResponseWriter):
     # ---------------------------------------------------------------- as a stream
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterator[bytes]:
-        if not self._started:
-            self._started = True
+        if self._ending is None:
+            self._ending = Ending(stop_reason=None)
             usage = usage_of([output], part.num_output_tokens)
-            yield named_event(MessageStart(message=self._message([], _NOT_ENDED, usage)))
+            yield named_event(MessageStart(message=self._message([], self._ending, usage)))
         for one in parse_output(self._parser, part):
             for event in self._content.push(one):
                 yield named_event(event)
@@ -95,7 +92,7 @@ class MessagesResponseWriter(ResponseWriter):
             self._ending = self._ended(part, called=self._content.called)
 
     def stream_end(self, usage: Usage) -> Iterable[bytes]:
-        assert self._ending is not _NOT_ENDED, "the last output has a finish reason"
+        assert self._ending is not None, "a stream that ends has begun"
         for event in self._content.end():
             yield named_event(event)
         yield named_event(MessageDelta(delta=self._ending, usage=message_usage(usage)))

@@ -15,7 +15,7 @@ from swell.cluster.api.chat import protocol as chat
 from swell.cluster.api.completions import protocol as completions
 from swell.cluster.api.messages import protocol as anthropic
 from swell.cluster.api.messages.message import Message, MessagesError, StreamEvent, TokenCount
-from swell.cluster.api.openapi.fields import GENERATION_LIMITS, annotate_fields, annotate_limits
+from swell.cluster.api.openapi.fields import annotate_fields, annotate_limits
 from swell.cluster.api.protocol_base import ErrorBody
 from swell.cluster.api.responses import protocol as responses
 from swell.cluster.api.responses.events import ResponseEvent
@@ -86,6 +86,7 @@ class Operation(NamedTuple):
     """Whether an event's type is beside its data; such streams have no `[DONE]`."""
 
 
+_show = partial(Operation, "get", errors=_KEY_ERRORS)
 _answer = partial(Operation, "post", errors=(*_ANSWER_ERRORS, 503))
 _stored = partial(Operation, errors=(400, *_KEY_ERRORS, 404, 503))
 _convert = partial(Operation, "post", errors=(*_BODY_ERRORS, 404, 503))
@@ -99,18 +100,10 @@ OPERATIONS = (
     Operation("post", "/ping", "As `/health`.", admin.Health),
     Operation("get", "/version", "The server's version.", admin.Version),
     Operation("get", "/load", "How many requests are in the engines.", admin.ServerLoad),
-    Operation(
-        "get",
-        "/server_info",
-        "How the model is served.",
-        admin.ServerInfo,
-        errors=_KEY_ERRORS,
-    ),
+    _show("/server_info", "How the model is served.", admin.ServerInfo),
     Operation("get", "/openapi.json", "This document.", _JSON),
-    Operation("get", "/v1/models", "The models served.", admin.ModelList, errors=_KEY_ERRORS),
-    Operation(
-        "get", "/v1/models/{model}", "One model.", admin.ModelCard, errors=(*_KEY_ERRORS, 404)
-    ),
+    _show("/v1/models", "The models served.", admin.ModelList),
+    _show("/v1/models/{model}", "One model.", admin.ModelCard, errors=(*_KEY_ERRORS, 404)),
     _answer(
         "/v1/completions",
         "Continue texts or token ids.",
@@ -181,14 +174,8 @@ OPERATIONS = (
         tokenize.DetokenizeResponse,
         tokenize.DetokenizeRequest,
     ),
-    Operation("get", "/admin/idle", "Whether all is free.", admin.IdleReport, errors=_KEY_ERRORS),
-    Operation(
-        "get",
-        "/admin/cluster",
-        "The cluster's state.",
-        admin.ClusterState,
-        errors=(*_KEY_ERRORS, 503),
-    ),
+    _show("/admin/idle", "Whether all is free.", admin.IdleReport),
+    _show("/admin/cluster", "The cluster's state.", admin.ClusterState, errors=(*_KEY_ERRORS, 503)),
     _change("/admin/scale", "Grow or shrink to a number of engines.", body=admin.ScaleRequest),
     _change("/admin/drain", "Take one engine out when it has finished.", body=admin.DrainRequest),
     _change(
@@ -201,14 +188,12 @@ OPERATIONS = (
 @cache
 def openapi_document(unknown: UnknownFields = "refuse") -> dict[str, Any]:
     """OpenAPI 3.1. Made once: no caller may change it. `unknown` is `serve.unknown_fields`."""
-    types: set[Any] = set()
-    for operation in OPERATIONS:
-        types |= {operation.answer, operation.body, operation.chunk, operation.error}
-    kinds = [kind for kind in types if kind is not None and not isinstance(kind, str)]
+    types = [kind for one in OPERATIONS for kind in (one.answer, one.body, one.chunk, one.error)]
+    kinds = [*dict.fromkeys(kind for kind in types if not isinstance(kind, str | None))]
     references, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS)
     schema_of = dict(zip(kinds, references, strict=True))
     for kind in (completions.CompletionRequest, chat.ChatCompletionRequest):
-        annotate_limits(schemas[kind.__name__], GENERATION_LIMITS)
+        annotate_limits(schemas[kind.__name__])
     bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
     annotate_fields(schemas, bodies, unknown)
     paths: dict[str, Any] = {}
@@ -265,14 +250,14 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
         "summary": operation.summary,
         "responses": responses,
     }
-    names = re.findall(r"{(\w+)}", operation.path)
-    if names:
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", operation.path)
+    ]
     if operation.chunk is not None:
-        described["parameters"] = [*described.get("parameters", ()), _TIMEOUT]
+        parameters.append(_TIMEOUT)
+    if parameters:
+        described["parameters"] = parameters
     if operation.body is not None:
         content = {_JSON: {"schema": schema_of[operation.body]}}
         described["requestBody"] = {"required": True, "content": content}

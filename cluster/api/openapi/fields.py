@@ -1,8 +1,7 @@
 """What the document says of fields beside their types: which are not served, which are those of
 other servers, where unknown ones are allowed, and the ranges of numbers.
 
-The routes check ranges by hand, because their messages name the way out; a test holds both
-together."""
+The ranges of sampling are those that requests are checked against."""
 
 from __future__ import annotations
 
@@ -12,17 +11,7 @@ from typing import Any
 from swell.cluster.api.admin.protocol import DrainRequest, ScaleRequest, SwitchRequest
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
 from swell.cluster.text.schema.unknown_fields import UnknownFields
-from swell.cluster.text.validate_params import (
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_STREAM_INTERVAL,
-    MAX_TEMPERATURE,
-    MAX_TOP_K,
-    MIN_REPETITION_PENALTY,
-    WHOLE_VOCABULARY,
-)
+from swell.cluster.text.validate_params import RANGES, Integers, Numbers
 
 Schemas = dict[str, dict[str, Any]]
 _OPERATORS = (DrainRequest, ScaleRequest, SwitchRequest)
@@ -59,58 +48,40 @@ def _open(schema: dict[str, Any], words: str) -> None:
 def _mark_unsupported(kind: type[RequestBody], schema: dict[str, Any]) -> None:
     """Say which fields are known but not served, so that no client is built on them."""
     for name, neutral in kind.NOT_SERVED.items():
-        allowed = " or ".join(map(repr, (*neutral, None)))
         if name in schema["properties"]:
-            schema["properties"][name]["description"] = f"Not served; it must be {allowed}."
+            schema["properties"][name]["description"] = _not_served(neutral)
+
+
+def _not_served(neutral: tuple[Any, ...]) -> str:
+    return f"Not served; it must be {' or '.join(map(repr, (*neutral, None)))}."
 
 
 def _annotate_ecosystem(kind: type[RequestBody], schema: dict[str, Any]) -> None:
     properties = schema["properties"]
     for name, neutral in kind.ECOSYSTEM.neutral.items():
-        allowed = " or ".join(map(repr, (*neutral, None)))
-        properties[name] = {
-            "enum": [*neutral, None],
-            "description": f"Not served; it must be {allowed}.",
-        }
+        properties[name] = {"enum": [*neutral, None], "description": _not_served(neutral)}
     for name in sorted(kind.ECOSYSTEM.taken):
         properties[name] = {"description": "Accepted; it changes nothing in the answer."}
     for name, target in kind.ECOSYSTEM.means.items():
         properties[name] = {**properties[target], "description": f"Means `{target}`."}
 
 
-Limits = dict[str, float]
-"""Keywords of JSON schema."""
-
-_PENALTY: Limits = {"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY}
-_LOGPROBS: Limits = {"minimum": 0, "maximum": MAX_LOGPROBS}
-_COUNT: Limits = {"minimum": 1, "maximum": MAX_N}
-
-GENERATION_LIMITS: dict[str, Limits] = {
-    "temperature": {"minimum": 0, "maximum": MAX_TEMPERATURE},
-    "top_p": {"minimum": 0, "maximum": 1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
-    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
-    "n": _COUNT,
-    "best_of": _COUNT,
-    "min_tokens": {"minimum": 0},
-    "stream_interval": {"minimum": 1, "maximum": MAX_STREAM_INTERVAL},
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
-    "logprobs": _LOGPROBS,
-    "top_logprobs": _LOGPROBS,
-    "prompt_logprobs": {"minimum": WHOLE_VOCABULARY, "maximum": MAX_LOGPROBS},
-    "truncate_prompt_tokens": {"minimum": -1},
-    "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
-    "data_parallel_rank": {"minimum": 0, "maximum": 2**31 - 1},
+_LIMITS: dict[str, Numbers | Integers] = {
+    **RANGES,
+    "top_logprobs": RANGES["logprobs"],
+    "truncate_prompt_tokens": Integers(-1, None),
+    "priority": Integers(-(2**31), 2**31 - 1),
+    "data_parallel_rank": Integers(0, 2**31 - 1),
 }
+del _LIMITS["max_tokens"]  # an echoed prompt may have no answer
 
 
-def annotate_limits(schema: dict[str, Any], limits: dict[str, Limits]) -> None:
+def annotate_limits(schema: dict[str, Any]) -> None:
     """Write limits into the schema of a body, at those of its fields that hold numbers."""
-    for name, words in limits.items():
+    for name, allowed in _LIMITS.items():
         field = schema["properties"].get(name, {})
+        words = {"minimum": allowed.low, "maximum": allowed.high}
+        words = {word: limit for word, limit in words.items() if limit is not None}
         for form in field.get("anyOf", [field]):
             if form.get("type") in ("integer", "number"):
                 form.update(words)

@@ -22,7 +22,11 @@ from swell.cluster.api.responses.response_store import (
     HEARTBEAT_S,
     IDLE_HEARTBEAT_S,
     Begin,
+    Heartbeat,
+    HeartbeatReply,
     Job,
+    RunnerExit,
+    Store,
     StoredResponse,
 )
 from swell.cluster.api.responses.store_client import (
@@ -59,36 +63,33 @@ class BackgroundRunner:
         self._runner = uuid.uuid4().hex
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, Begin] = {}
-        self._wake = asyncio.Event()
         self._heartbeat_task: asyncio.Task[None] | None = None
         self._log = StructuredLogger("cluster.ingress")
 
     def start(self) -> None:
         self._heartbeat_task = asyncio.create_task(self._heartbeat_loop())
 
-    async def begin(self, key: str, kept: StoredResponse, job: Job, work: Work) -> None:
+    async def begin(
+        self, key: str, kept: StoredResponse, job: Job, work: Callable[[], Work]
+    ) -> None:
         """Run `work`, which stores the response at its end. HTTPError if it cannot be stored."""
         begin = Begin(key, kept, self._runner, job)
-        try:
-            if not await self._store.begin(begin):
-                raise HTTPError(
-                    503,
-                    "there is no room for another response in the background: what runs fills "
-                    "serve.stored_responses or serve.stored_response_bytes; try again later",
-                    "store_full",
-                    "server_error",
-                )
-        except BaseException:
-            work.close()
-            raise
-        self._run(begin, work)
+        if not await self._store.call(begin):
+            raise HTTPError(
+                503,
+                "there is no room for another response in the background: what runs fills "
+                "serve.stored_responses or serve.stored_response_bytes; try again later",
+                "store_full",
+                "server_error",
+            )
+        self._run(begin, work())
 
     async def store(self, key: str, kept: StoredResponse) -> bool:
         """Store the end of a response, however long the store is away: it can be had nowhere else.
-        False as of `ResponseStoreClient.store`."""
+        False: there is no room, or it was cancelled or deleted while it ran, or taken over."""
         while True:
             try:
-                return await self._store.store(key, kept, self._runner)
+                return await self._store.call(Store(key, kept, self._runner)) is True
             except StoreUnavailable:
                 await asyncio.sleep(HEARTBEAT_S)
 
@@ -101,12 +102,11 @@ class BackgroundRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
         if ran:
             with contextlib.suppress(StoreUnavailable):
-                await self._store.leave(self._runner)
+                await self._store.call(RunnerExit(self._runner))
 
     def _run(self, begin: Begin, work: Work) -> None:
         self._running[begin.id] = begin
         self._tasks[begin.id] = asyncio.create_task(self._finish(begin.id, work))
-        self._wake.set()
 
     async def _finish(self, key: str, work: Work) -> None:
         try:
@@ -117,14 +117,13 @@ class BackgroundRunner:
             del self._tasks[key], self._running[key]
 
     async def _heartbeat_loop(self) -> None:
+        silent_s = 0.0
         while True:
-            self._wake.clear()
-            if not self._tasks:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(IDLE_HEARTBEAT_S):  # `wait_for` may swallow `close`
-                        await self._wake.wait()
-            if self._tasks:
-                await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
+            silent_s += HEARTBEAT_S
+            if not self._tasks and silent_s < IDLE_HEARTBEAT_S:
+                continue
+            silent_s = 0.0
             try:
                 await self._send_heartbeat()
             except StoreUnavailable:
@@ -134,7 +133,9 @@ class BackgroundRunner:
 
     async def _send_heartbeat(self) -> None:
         takes = _MAX_TAKEOVERS if self._is_ready() else 0
-        orders = await self._store.heartbeat(self._runner, list(self._tasks), takes)
+        orders = await self._store.call(Heartbeat(self._runner, list(self._tasks), takes))
+        if not isinstance(orders, HeartbeatReply):
+            return
         for key in orders.stop:
             if key in self._tasks:
                 self._tasks[key].cancel()
@@ -145,28 +146,23 @@ class BackgroundRunner:
                 self._run(begin, self._resume(begin))
         for key in orders.unknown:
             if key in self._running:
-                await self._store.begin(self._running[key])
+                await self._store.call(self._running[key])
 
 
 def make_job(request: Request, body: ResponsesRequest) -> Job:
     """Small: what is not set is left out, and so is the input, which is kept as items."""
-    fields = {
-        name: value for name, value in msgspec.structs.asdict(body).items() if value is not None
-    }
     headers = {**trace_headers(request), REQUEST_ID: request_id(request)}
     return Job(
-        msgspec.json.encode({**fields, "input": []}),
+        msgspec.json.encode(msgspec.structs.replace(body, input=[])),
         [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()],
     )
 
 
-def restore_job(
-    job: Job, kept: StoredResponse
-) -> tuple[ResponsesRequest, ResponseBody, ChatCompletionRequest]:
+def restore_job(begun: Begin) -> tuple[ResponsesRequest, ResponseBody, ChatCompletionRequest]:
     """What another ingress had begun, as typed bodies."""
-    body = decode(job.body, ResponsesRequest)
-    response = msgspec.json.decode(kept.body, type=ResponseBody)
-    return body, response, chat_request(body, (), items_of(kept))
+    body = decode(begun.job.body, ResponsesRequest)
+    response = msgspec.json.decode(begun.kept.body, type=ResponseBody)
+    return body, response, chat_request(body, (), items_of(begun.kept))
 
 
 def items_of(kept: StoredResponse) -> list[Item]:

@@ -10,8 +10,10 @@ from swell.cluster.api.generation_body import JsonSchemaFormat, ResponseFormat
 from swell.cluster.api.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
+    InputText,
     Item,
     MessageItem,
+    OutputText,
     ReasoningItem,
     Refusal,
 )
@@ -35,7 +37,7 @@ from swell.cluster.text.schema.chat_messages import (
     MessageToolCall,
     NamedToolChoice,
     ToolChoice,
-    function_tool,
+    ToolDefinition,
 )
 
 _SHARED_FIELDS = (
@@ -63,10 +65,7 @@ def chat_request(
         model=body.model,
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
-        tools=[
-            function_tool(tool.name, tool.description, tool.parameters, tool.strict)
-            for tool in body.function_tools()
-        ]
+        tools=[ToolDefinition(type="function", function=tool) for tool in body.function_tools()]
         or None,
         tool_choice=_choice(body.function_choice()),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
@@ -83,68 +82,55 @@ def chat_messages(items: Iterable[Item]) -> list[ChatMessage]:
     """A turn of the assistant is reasoning, then text, then calls: items that go on in this order
     are one message, since chat templates write a turn as one."""
     messages: list[ChatMessage] = []
-    turn: ChatMessage | None = None
     reasoned: list[tuple[ChatMessage, list[str]]] = []
     """Turns and their reasoning, which is joined once."""
     for item in items:
+        turn = messages[-1] if messages and messages[-1].role == "assistant" else None
+        begun = turn if turn and turn.content is None and turn.tool_calls is None else None
+        """The turn, where it has only reasoning."""
         match item:
             case ReasoningItem():
                 text = "\n".join(part.text for part in item.content or item.summary)
                 if not text:  # it was encrypted, or there was none
                     continue
-                if turn is not None and turn.content is None and turn.tool_calls is None:
-                    reasoned[-1][1].append(text)
-                    continue
-                turn = ChatMessage(role="assistant")
-                reasoned.append((turn, [text]))
-            case MessageItem(role="assistant"):
-                if turn is not None and turn.content is None and turn.tool_calls is None:
-                    turn.content = _content(item)
-                    continue
-                turn = ChatMessage(role="assistant", content=_content(item))
-            case FunctionCallItem():
-                call = MessageToolCall(
-                    id=item.call_id,
-                    function=FunctionCall(name=item.name, arguments=item.arguments),
-                )
-                if turn is not None and turn.tool_calls is not None:
-                    turn.tool_calls.append(call)
-                    continue
-                if turn is not None:
-                    turn.tool_calls = [call]
-                    continue
-                turn = ChatMessage(role="assistant", tool_calls=[call])
-            case FunctionCallOutputItem():
-                turn = None
-                messages.append(_output(item))
-                continue
+                if begun is None:
+                    messages.append(ChatMessage(role="assistant"))
+                    reasoned.append((messages[-1], []))
+                reasoned[-1][1].append(text)
+            case MessageItem(role="assistant") if begun is not None:
+                begun.content = _content(item)
             case MessageItem():
-                turn = None
                 messages.append(ChatMessage(role=item.role, content=_content(item)))
-                continue
-        messages.append(turn)
+            case FunctionCallItem():
+                function = FunctionCall(name=item.name, arguments=item.arguments)
+                call = MessageToolCall(id=item.call_id, function=function)
+                if turn is None:
+                    messages.append(ChatMessage(role="assistant", tool_calls=[call]))
+                elif turn.tool_calls is None:
+                    turn.tool_calls = [call]
+                else:
+                    turn.tool_calls.append(call)
+            case FunctionCallOutputItem():
+                content = item.output if isinstance(item.output, str) else _parts(item.output)
+                message = ChatMessage(role="tool", tool_call_id=item.call_id, content=content)
+                messages.append(message)
     for turn, texts in reasoned:
-        turn.reasoning_content = "\n".join(filter(None, texts)) or None
+        turn.reasoning_content = "\n".join(texts)
     return messages
 
 
 def _content(item: MessageItem) -> str | list[ContentPart]:
-    parts = [
-        ContentPart(type="refusal", refusal=part.refusal)
-        if isinstance(part, Refusal)
-        else ContentPart(type="text", text=part.text)
-        for part in item.content
-    ]
+    parts = _parts(item.content)
     return parts[0].text or "" if len(parts) == 1 and parts[0].type == "text" else parts
 
 
-def _output(item: FunctionCallOutputItem) -> ChatMessage:
-    content: str | list[ContentPart] = (
-        item.output
-        if isinstance(item.output, str)
-        else [ContentPart(type="text", text=part.text) for part in item.output]
-    )
-    return ChatMessage(role="tool", tool_call_id=item.call_id, content=content)
+def _parts(content: Sequence[InputText | OutputText | Refusal]) -> list[ContentPart]:
+    return [
+        ContentPart(type="refusal", refusal=part.refusal)
+        if isinstance(part, Refusal)
+        else ContentPart(type="text", text=part.text)
+        for part in content
+    ]
 
 
 def _choice(choice: str | FunctionChoice | AllowedToolsChoice | None) -> ToolChoice | None:
@@ -160,13 +146,13 @@ def _choice(choice: str | FunctionChoice | AllowedToolsChoice | None) -> ToolCho
 def _form(form: TextFormat | None) -> ResponseFormat | None:
     if form is None:
         return None
-    if form.type != "json_schema":
-        return ResponseFormat(type=form.type)
-    assert form.name is not None, "the form was checked"
-    schema = JsonSchemaFormat(
-        name=form.name, description=form.description, schema=form.schema, strict=form.strict
-    )
-    return ResponseFormat(type="json_schema", json_schema=schema)
+    schema = None
+    if form.type == "json_schema":
+        assert form.name is not None, "the form was checked"
+        schema = JsonSchemaFormat(
+            name=form.name, description=form.description, schema=form.schema, strict=form.strict
+        )
+    return ResponseFormat(type=form.type, json_schema=schema)
 
 
 def name_of(path: str) -> str:

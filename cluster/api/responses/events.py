@@ -70,8 +70,12 @@ class _Within(Event, kw_only=True):
     output_index: int
 
 
-class _OfPart(_Within, kw_only=True):
+class _WithinPart(_Within, kw_only=True):
     content_index: int = 0
+    """Always 0: an item has one part."""
+
+
+class _OfPart(_WithinPart, kw_only=True):
     part: OutputText | ReasoningText
 
 
@@ -83,25 +87,21 @@ class PartDone(_OfPart, kw_only=True, tag="response.content_part.done"):
     pass
 
 
-class OutputTextDelta(_Within, kw_only=True, tag="response.output_text.delta"):
-    content_index: int = 0
+class OutputTextDelta(_WithinPart, kw_only=True, tag="response.output_text.delta"):
     delta: str
     logprobs: list[ChatTokenLogprob] = []
 
 
-class OutputTextDone(_Within, kw_only=True, tag="response.output_text.done"):
-    content_index: int = 0
+class OutputTextDone(_WithinPart, kw_only=True, tag="response.output_text.done"):
     text: str
     logprobs: list[ChatTokenLogprob] = []
 
 
-class ReasoningDelta(_Within, kw_only=True, tag="response.reasoning_text.delta"):
-    content_index: int = 0
+class ReasoningDelta(_WithinPart, kw_only=True, tag="response.reasoning_text.delta"):
     delta: str
 
 
-class ReasoningDone(_Within, kw_only=True, tag="response.reasoning_text.done"):
-    content_index: int = 0
+class ReasoningDone(_WithinPart, kw_only=True, tag="response.reasoning_text.done"):
     text: str
 
 

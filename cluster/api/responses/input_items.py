@@ -20,7 +20,7 @@ from swell.cluster.api.responses.items import (
     SummaryText,
     new_id,
 )
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.sampling_params import BadRequest, bad_value
 from swell.cluster.text.schema.chat_messages import check_named
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import HistoryPart
@@ -49,12 +49,8 @@ class InputPart(HistoryPart, kw_only=True):
     def checked_text(self, path: str, *types: str) -> str:
         """The text; raises `BadRequest` unless the part is of one of `types`."""
         if self.type not in types:
-            raise BadRequest(
-                f"{path}.type={shown(self.type)} is not supported here; it may be "
-                f"{' or '.join(map(repr, types))}",
-                f"{path}.type",
-                "unsupported_value",
-            )
+            problem = f"is not supported here; it may be {' or '.join(map(repr, types))}"
+            raise bad_value(f"{path}.type", self.type, problem, "unsupported_value")
         name = "refusal" if self.type == "refusal" else "text"
         text: str | None = getattr(self, name)
         if text is None:
@@ -63,6 +59,10 @@ class InputPart(HistoryPart, kw_only=True):
             )
         self.refuse_unsupported(path + ".")
         return text
+
+
+def _texts(parts: Sequence[InputPart], field: str, type: str) -> list[str]:
+    return [part.checked_text(f"{field}[{index}]", type) for index, part in enumerate(parts)]
 
 
 class InputItem(HistoryPart, kw_only=True):
@@ -98,25 +98,33 @@ class InputMessage(InputItem, kw_only=True):
         return MessageItem(id=self.id or new_id("msg"), role=self.role, content=content)
 
 
-class InputFunctionCall(InputItem, kw_only=True):
-    """A call that an earlier answer made."""
+class _OfCall(InputItem, kw_only=True):
+    """A call, or what it gave."""
 
-    type: Literal["function_call"]
     call_id: str
-    name: str
-    arguments: str
     namespace: Any = None
     caller: Any = None
     created_by: Any = None
-    is_async: Any = msgspec.field(default=None, name="async")
-    async_: Any = None
-    """The same, as OpenAI's client writes it without the option to use the API's names."""
 
     NOT_SERVED = {"namespace": (), "caller": ()}
 
     def check(self) -> None:
         self.refuse_unsupported()
         check_named(self.call_id, "call_id")
+
+
+class InputFunctionCall(_OfCall, kw_only=True):
+    """A call that an earlier answer made."""
+
+    type: Literal["function_call"]
+    name: str
+    arguments: str
+    is_async: Any = msgspec.field(default=None, name="async")
+    async_: Any = None
+    """The same, as OpenAI's client writes it without the option to use the API's names."""
+
+    def check(self) -> None:
+        super().check()
         check_named(self.name, "name")
 
     def item(self) -> FunctionCallItem:
@@ -128,35 +136,21 @@ class InputFunctionCall(InputItem, kw_only=True):
         )
 
 
-class InputFunctionCallOutput(InputItem, kw_only=True):
+class InputFunctionCallOutput(_OfCall, kw_only=True):
     """What a call gave."""
 
     type: Literal["function_call_output"]
-    call_id: str
     output: str | list[InputPart]
     name: Any = None
-    namespace: Any = None
-    caller: Any = None
-    created_by: Any = None
-
-    NOT_SERVED = {"namespace": (), "caller": ()}
-
-    def check(self) -> None:
-        self.refuse_unsupported()
-        check_named(self.call_id, "call_id")
 
     def item(self) -> FunctionCallOutputItem:
-        output = self.output
-        return FunctionCallOutputItem(
-            id=self.id or new_id("fco"),
-            call_id=self.call_id,
-            output=output
-            if isinstance(output, str)
-            else [
-                InputText(text=part.checked_text(f"output[{index}]", "input_text"))
-                for index, part in enumerate(output)
-            ],
-        )
+        output: str | list[InputText] = []
+        if isinstance(self.output, str):
+            output = self.output
+        else:
+            output = [InputText(text=text) for text in _texts(self.output, "output", "input_text")]
+        id = self.id or new_id("fco")
+        return FunctionCallOutputItem(id=id, call_id=self.call_id, output=output)
 
 
 class InputReasoning(InputItem, kw_only=True):
@@ -168,29 +162,24 @@ class InputReasoning(InputItem, kw_only=True):
     content: list[InputPart] | None = None
 
     def item(self) -> ReasoningItem:
+        summary = _texts(self.summary, "summary", "summary_text")
+        content = _texts(self.content or (), "content", "reasoning_text")
         return ReasoningItem(
             id=self.id or new_id("rs"),
-            summary=[
-                SummaryText(text=part.checked_text(f"summary[{index}]", "summary_text"))
-                for index, part in enumerate(self.summary)
-            ],
-            content=[
-                ReasoningText(text=part.checked_text(f"content[{index}]", "reasoning_text"))
-                for index, part in enumerate(self.content or ())
-            ],
+            summary=[SummaryText(text=text) for text in summary],
+            content=[ReasoningText(text=text) for text in content],
         )
 
 
-FORMS: Mapping[str, type[InputItem]] = {
+FORMS: Mapping[str | None, type[InputItem]] = {
     "message": InputMessage,
     "function_call": InputFunctionCall,
     "function_call_output": InputFunctionCallOutput,
     "reasoning": InputReasoning,
+    None: InputMessage,
 }
-
-
-ITEMS: Mapping[str | None, type[InputItem]] = {None: InputMessage} | dict(FORMS)
-"""By `type`; what has none is a message."""
+"""By `type`."""
+_TYPES = ", ".join(filter(None, FORMS))
 
 
 class _Kind(msgspec.Struct):
@@ -208,19 +197,13 @@ def read_input(value: str | Sequence[msgspec.Raw]) -> list[Item]:
 
 def _read(raw: bytes, path: str) -> Item:
     try:
-        kind = msgspec.json.decode(raw, type=_Kind).type or "message"
+        kind = msgspec.json.decode(raw, type=_Kind).type or None
     except msgspec.ValidationError:
-        raise BadRequest(
-            f"{path} must be an object whose type is one of {', '.join(FORMS)}",
-            path,
-            "invalid_type",
-        ) from None
+        message = f"{path} must be an object whose type is one of {_TYPES}"
+        raise BadRequest(message, path, "invalid_type") from None
     if kind not in FORMS:
-        raise BadRequest(
-            f"{path}.type={shown(kind)} is not supported; it may be {', '.join(FORMS)}",
-            f"{path}.type",
-            "unsupported_value",
-        )
+        problem = f"is not supported; it may be {_TYPES}"
+        raise bad_value(f"{path}.type", kind, problem, "unsupported_value")
     try:
         return decode(raw, FORMS[kind]).item()
     except BadRequest as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -24,149 +24,92 @@ from swell.cluster.text.parsers import deltas as parts
 
 
 class OutputItemWriter:
-    """Parts in, events out; `items` are what the events carry. One item is open at a time, and it
-    ends where a part belongs to another: parts of one kind that follow each other are one item.
-    """
+    """Parts in, events out; `items` gets what the events carry. One item is open at a time, and it
+    ends where a part belongs to another: parts of one kind that follow each other are one item. The
+    last of them holds its text only once it is closed."""
 
-    def __init__(self) -> None:
-        self.items: list[OutputItem] = []
-        """The last of them holds its text only once it is closed."""
-        self._open: _ItemBuilder | None = None
+    def __init__(self, items: list[OutputItem]) -> None:
+        self._items = items
+        self._open: OutputItem | None = None
+        self._texts: list[str] = []
+        """Of the open item, as the next two."""
+        self._logprobs: list[ChatTokenLogprob] = []
+        self._place: dict[str, Any] = {}
+        """What every event within it has."""
 
-    @property
-    def reasoning(self) -> list[str]:
-        """The texts of the closed reasoning items."""
-        found = [item.content for item in self.items if isinstance(item, ReasoningItem)]
-        return [part.text for content in found for part in content]
-
-    def write(
-        self, part: parts.AnswerDelta, logprobs: Sequence[ChatTokenLogprob] = ()
-    ) -> Iterator[Event]:
+    def write(self, part: parts.AnswerDelta, logprobs: list[ChatTokenLogprob]) -> Iterator[Event]:
         """`logprobs` are those of a content's tokens."""
         match part:
             case parts.Content(text):
-                if not isinstance(self._open, _MessageBuilder):
-                    yield from self._begin(_MessageBuilder(len(self.items)))
+                if not isinstance(self._open, MessageItem):
+                    yield from self._begin_message()
             case parts.Reasoning(text):
-                if not isinstance(self._open, _ReasoningBuilder):
-                    yield from self._begin(_ReasoningBuilder(len(self.items)))
+                if not isinstance(self._open, ReasoningItem):
+                    reasoning = ReasoningItem(id=new_id("rs"), status="in_progress")
+                    yield from self._begin(reasoning, ReasoningText(text=""))
             case parts.ToolCall(_, id, name):
-                yield from self._begin(_FunctionCallBuilder(len(self.items), id, name))
+                call = FunctionCallItem(id=new_id("fc"), call_id=id, name=name, arguments="")
+                call.status = "in_progress"
+                yield from self._begin(call)
                 return
             case parts.Arguments(_, text):
-                assert isinstance(self._open, _FunctionCallBuilder), (
-                    "calls come one after the other"
-                )
-        assert self._open is not None
+                assert isinstance(self._open, FunctionCallItem), "calls come one after the other"
         if text:
-            yield self._open.append(text, list(logprobs))
-
-    def close(self, status: Status = "completed") -> Iterator[Event]:
-        """The open item ends; the last one may have been cut off."""
-        if self._open is None:
-            return
-        yield from self._open.end(status)
-        self._open = None
+            self._texts.append(text)
+            yield self._delta(text, logprobs)
 
     def finish(self, status: Status) -> Iterator[Event]:
         """Nothing follows. An answer without text is one empty message."""
-        if not self.items:
-            yield from self._begin(_MessageBuilder(0))
+        if not self._items:
+            yield from self._begin_message()
         yield from self.close(status)
 
-    def _begin(self, item: _ItemBuilder) -> Iterator[Event]:
+    def close(self, status: Status = "completed") -> Iterator[Event]:
+        """The open item gets its whole text and ends; the last one may have been cut off."""
+        item, text = self._open, "".join(self._texts)
+        if item is None:
+            return
+        part: OutputText | ReasoningText
+        match item:
+            case MessageItem():
+                part = OutputText(text=text, logprobs=self._logprobs)
+                item.content = [part]
+                yield events.OutputTextDone(**self._place, text=text, logprobs=part.logprobs)
+                yield events.PartDone(**self._place, part=part)
+            case ReasoningItem():
+                part = ReasoningText(text=text)
+                item.content = [part]
+                yield events.ReasoningDone(**self._place, text=text)
+                yield events.PartDone(**self._place, part=part)
+            case FunctionCallItem():
+                item.arguments = text
+                yield events.ArgumentsDone(**self._place, name=item.name, arguments=text)
+        item.status = status
+        yield events.ItemDone(output_index=len(self._items) - 1, item=item)
+        self._open = None
+
+    def _begin_message(self) -> Iterator[Event]:
+        message = MessageItem(id=new_id("msg"), role="assistant", status="in_progress", content=[])
+        yield from self._begin(message, OutputText(text=""))
+
+    def _begin(
+        self, item: OutputItem, part: OutputText | ReasoningText | None = None
+    ) -> Iterator[Event]:
+        """`part`: that of the item's content, before its text."""
         yield from self.close()
-        self._open = item
-        self.items.append(item.item)
-        yield from item.begin()
-
-
-class _ItemBuilder:
-    """An item that grows. `item` is sent as it was when it began, and filled when it ends."""
-
-    item: OutputItem
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self._texts: list[str] = []
-
-    def begin(self) -> Iterator[Event]:
-        yield events.ItemAdded(output_index=self.index, item=msgspec.structs.replace(self.item))
-
-    def append(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
-        self._texts.append(text)
-        return self._delta(text, logprobs)
-
-    def end(self, status: Status) -> Iterator[Event]:
-        yield from self._done("".join(self._texts))
-        self.item.status = status
-        yield events.ItemDone(output_index=self.index, item=self.item)
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        """What every event within the item has."""
-        return {"item_id": self.item.id, "output_index": self.index}
+        self._open, self._texts, self._logprobs = item, [], []
+        index = len(self._items)
+        self._place = {"item_id": item.id, "output_index": index}
+        self._items.append(item)
+        yield events.ItemAdded(output_index=index, item=msgspec.structs.replace(item))
+        if part is not None:
+            yield events.PartAdded(**self._place, part=part)
 
     def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
-        raise NotImplementedError
-
-    def _done(self, text: str) -> Iterator[Event]:
-        """Fills the item with its whole text."""
-        raise NotImplementedError
-
-
-class _MessageBuilder(_ItemBuilder):
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.item: MessageItem = MessageItem(
-            id=new_id("msg"), role="assistant", status="in_progress", content=[]
-        )
-        self._logprobs: list[ChatTokenLogprob] = []
-
-    def begin(self) -> Iterator[Event]:
-        yield from super().begin()
-        yield events.PartAdded(**self._place, part=OutputText(text=""))
-
-    def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
-        self._logprobs += logprobs
-        return events.OutputTextDelta(**self._place, delta=text, logprobs=logprobs)
-
-    def _done(self, text: str) -> Iterator[Event]:
-        part = OutputText(text=text, logprobs=self._logprobs)
-        self.item.content = [part]
-        yield events.OutputTextDone(**self._place, text=text, logprobs=part.logprobs)
-        yield events.PartDone(**self._place, part=part)
-
-
-class _ReasoningBuilder(_ItemBuilder):
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.item: ReasoningItem = ReasoningItem(id=new_id("rs"), status="in_progress")
-
-    def begin(self) -> Iterator[Event]:
-        yield from super().begin()
-        yield events.PartAdded(**self._place, part=ReasoningText(text=""))
-
-    def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
-        return events.ReasoningDelta(**self._place, delta=text)
-
-    def _done(self, text: str) -> Iterator[Event]:
-        part = ReasoningText(text=text)
-        self.item.content = [part]
-        yield events.ReasoningDone(**self._place, text=text)
-        yield events.PartDone(**self._place, part=part)
-
-
-class _FunctionCallBuilder(_ItemBuilder):
-    def __init__(self, index: int, call_id: str, name: str) -> None:
-        super().__init__(index)
-        self.item: FunctionCallItem = FunctionCallItem(
-            id=new_id("fc"), call_id=call_id, name=name, arguments="", status="in_progress"
-        )
-
-    def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
+        match self._open:
+            case MessageItem():
+                self._logprobs += logprobs
+                return events.OutputTextDelta(**self._place, delta=text, logprobs=logprobs)
+            case ReasoningItem():
+                return events.ReasoningDelta(**self._place, delta=text)
         return events.ArgumentsDelta(**self._place, delta=text)
-
-    def _done(self, text: str) -> Iterator[Event]:
-        self.item.arguments = text
-        yield events.ArgumentsDone(**self._place, name=self.item.name, arguments=text)

@@ -7,14 +7,14 @@ from typing import Any, Literal
 import msgspec
 
 from swell.cluster.api.generation_body import StreamOptions
-from swell.cluster.api.responses.input_items import ITEMS, read_input
+from swell.cluster.api.responses.input_items import FORMS, read_input
 from swell.cluster.api.responses.items import Item
 from swell.cluster.api.sampling_fields import SamplingFields, check_routing
-from swell.cluster.text.sampling_params import BadRequest, shown
-from swell.cluster.text.schema.chat_messages import check_count
+from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.schema.chat_messages import FunctionDefinition, check_count
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.known_fields import RESPONSES
-from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+from swell.cluster.text.schema.request_body import RequestBody
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = (LOGPROBS, "reasoning.encrypted_content")
@@ -51,6 +51,21 @@ class TextFormat(RequestBody, kw_only=True):
     schema: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def check(self) -> None:
+        if self.type == "json_schema" and (self.schema is None or self.name is None):
+            missing = "schema" if self.schema is None else "name"
+            raise BadRequest(
+                f"text.format.type='json_schema' needs text.format.{missing}",
+                f"text.format.{missing}",
+                "missing_field",
+            )
+        if self.type != "json_schema" and self.schema is not None:
+            raise BadRequest(
+                f"text.format.type={self.type!r} takes no text.format.schema; send "
+                "type='json_schema'",
+                "text.format.schema",
+            )
+
 
 class TextOptions(RequestBody, kw_only=True):
     format: TextFormat | None = None
@@ -58,16 +73,8 @@ class TextOptions(RequestBody, kw_only=True):
     """Accepted; no chat template knows it."""
 
 
-class FunctionTool(HistoryPart, kw_only=True):
-    """A function that the model may call."""
-
-    type: Literal["function"] = "function"
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, an object; None: no arguments."""
-    strict: bool | None = None
-    """Hold the schema also where the model itself chooses to call."""
+class FunctionTool(FunctionDefinition, kw_only=True, tag_field="type", tag="function"):
+    """A function that the model may call: the same without the object around it."""
 
 
 class FunctionChoice(RequestBody, kw_only=True):
@@ -83,7 +90,7 @@ class AllowedToolsChoice(RequestBody, kw_only=True):
     tools: list[FunctionChoice]
 
 
-class ResponsesRequest(SamplingFields, kw_only=True):
+class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
     model: str | None = None
     """None: the one that is served."""
     input: str | list[msgspec.Raw]
@@ -141,13 +148,14 @@ class ResponsesRequest(SamplingFields, kw_only=True):
         "image": (),
     }
     ECOSYSTEM = RESPONSES
-    PARTS = {"input": ITEMS, "tools": {"function": FunctionTool}}
+    PARTS = {"input": FORMS, "tools": {"function": FunctionTool}}
 
     def check(self) -> None:
         self.refuse_unsupported()
         if self.reasoning is not None:
             self.reasoning.refuse_unsupported("reasoning.")
-        self._check_text()
+        if self.text is not None and self.text.format is not None:
+            self.text.format.check()
         self._check_stream()
         self._check_include()
         check_metadata(self.metadata)
@@ -164,13 +172,10 @@ class ResponsesRequest(SamplingFields, kw_only=True):
         tools: list[FunctionTool] = []
         check_count(self.tools)
         for index, tool in enumerate(self.tools or ()):
-            path = f"tools[{index}]"
-            if tool.get("type") != "function":
-                raise BadRequest(
-                    f"{path}.type={shown(tool.get('type'))} is not supported; only 'function' is",
-                    f"{path}.type",
-                    "unsupported_value",
-                )
+            path, kind = f"tools[{index}]", tool.get("type")
+            if kind != "function":
+                problem = "is not supported; only 'function' is"
+                raise bad_value(f"{path}.type", kind, problem, "unsupported_value")
             tools.append(_part(tool, FunctionTool, path))
         return tools
 
@@ -181,32 +186,15 @@ class ResponsesRequest(SamplingFields, kw_only=True):
             return choice  # type: ignore[return-value]  # a dict is in no tuple of strings
         kind = None if isinstance(choice, str) else _CHOICES.get(str(choice.get("type")))
         if isinstance(choice, str) or kind is None:
-            raise BadRequest(
-                f"tool_choice={shown(choice)} is not supported; it may be 'none', 'auto', "
-                "'required', {'type': 'function', 'name': NAME} or {'type': 'allowed_tools', "
-                "'mode': 'auto' or 'required', 'tools': [{'type': 'function', 'name': NAME}]}",
+            raise bad_value(
                 "tool_choice",
+                choice,
+                "is not supported; it may be 'none', 'auto', 'required', {'type': 'function', "
+                "'name': NAME} or {'type': 'allowed_tools', 'mode': 'auto' or 'required', "
+                "'tools': [{'type': 'function', 'name': NAME}]}",
                 "unsupported_value",
             )
         return _part(choice, kind, "tool_choice")  # type: ignore[no-any-return]
-
-    def _check_text(self) -> None:
-        form = self.text.format if self.text else None
-        if form is None:
-            return
-        if form.type == "json_schema" and (form.schema is None or form.name is None):
-            missing = "schema" if form.schema is None else "name"
-            raise BadRequest(
-                f"text.format.type='json_schema' needs text.format.{missing}",
-                f"text.format.{missing}",
-                "missing_field",
-            )
-        if form.type != "json_schema" and form.schema is not None:
-            raise BadRequest(
-                f"text.format.type={form.type!r} takes no text.format.schema; send "
-                "type='json_schema'",
-                "text.format.schema",
-            )
 
     def _check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -235,17 +223,10 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     def _check_include(self) -> None:
         for index, name in enumerate(self.include or ()):
             if name not in INCLUDE:
-                raise BadRequest(
-                    f"include[{index}]={shown(name)} is not supported; it may be "
-                    f"{' or '.join(map(repr, INCLUDE))}",
-                    f"include[{index}]",
-                    "unsupported_value",
-                )
+                problem = f"is not supported; it may be {' or '.join(map(repr, INCLUDE))}"
+                raise bad_value(f"include[{index}]", name, problem, "unsupported_value")
         if self.top_logprobs and LOGPROBS not in (self.include or ()):
-            raise BadRequest(
-                f"top_logprobs={shown(self.top_logprobs)} needs include=[{LOGPROBS!r}]",
-                "top_logprobs",
-            )
+            raise bad_value("top_logprobs", self.top_logprobs, f"needs include=[{LOGPROBS!r}]")
 
 
 _CHOICES: dict[str, type[FunctionChoice | AllowedToolsChoice]] = {
@@ -264,13 +245,12 @@ def _part(value: dict[str, Any], kind: type[Any], path: str) -> Any:
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
     """OpenAI's limits."""
-    if metadata is None:
-        return
-    if len(metadata) > MAX_METADATA:
+    pairs = metadata or {}
+    if len(pairs) > MAX_METADATA:
         raise BadRequest(
-            f"metadata holds {len(metadata)} pairs; at most {MAX_METADATA} are allowed", "metadata"
+            f"metadata holds {len(pairs)} pairs; at most {MAX_METADATA} are allowed", "metadata"
         )
-    for key, value in metadata.items():
+    for key, value in pairs.items():
         if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
             raise BadRequest(
                 f"metadata[{shown(key)}]: a key may have {MAX_METADATA_KEY_CHARS} characters and "

@@ -11,8 +11,8 @@ import msgspec
 
 from swell.cluster.api.protocol_base import Body
 from swell.cluster.api.responses.items import Item, OutputItem, new_id
-from swell.cluster.api.responses.protocol import ResponsesRequest, TextFormat
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.api.responses.protocol import ResponsesRequest
+from swell.cluster.text.sampling_params import bad_value
 
 
 class InputTokensDetails(Body, kw_only=True):
@@ -76,6 +76,9 @@ class ResponseBody(Body, kw_only=True):
     user: str | None
     metadata: dict[str, str]
 
+    def fail(self, why: str) -> None:
+        self.status, self.error = "failed", ResponseFailure(message=why)
+
 
 class ResponseItemList(Body, kw_only=True):
     object: Literal["list"] = "list"
@@ -91,15 +94,17 @@ class ResponseDeleted(Body, kw_only=True):
     deleted: Literal[True] = True
 
 
-def begin_response(
-    body: ResponsesRequest, model: str, *, store: bool, now_s: float | None = None
-) -> ResponseBody:
+def begin_response(body: ResponsesRequest, model: str, *, store: bool) -> ResponseBody:
     """The response to a request before there is anything of it."""
-    choice = body.function_choice()
-    form = body.text.format if body.text and body.text.format else TextFormat(type="text")
+    form: dict[str, Any] = {"type": "text"}
+    if body.text and body.text.format:
+        is_schema = body.text.format.type == "json_schema"
+        form = (
+            msgspec.to_builtins(body.text.format) if is_schema else {"type": body.text.format.type}
+        )
     return ResponseBody(
         id=new_id("resp"),
-        created_at=int(time.time() if now_s is None else now_s),
+        created_at=int(time.time()),
         status="in_progress",
         background=bool(body.background),
         instructions=body.instructions,
@@ -112,12 +117,8 @@ def begin_response(
         safety_identifier=body.safety_identifier,
         store=store,
         temperature=1.0 if body.temperature is None else body.temperature,
-        text={"format": _text_format(form), "verbosity": "medium"},
-        tool_choice="auto"
-        if choice is None
-        else choice
-        if isinstance(choice, str)
-        else msgspec.to_builtins(choice),
+        text={"format": form, "verbosity": "medium"},
+        tool_choice=body.tool_choice or "auto",
         tools=[msgspec.to_builtins(tool) for tool in body.function_tools()],
         top_logprobs=body.top_logprobs or 0,
         top_p=1.0 if body.top_p is None else body.top_p,
@@ -131,12 +132,10 @@ def item_list(
 ) -> ResponseItemList:
     """One page of a response's input. Raises `BadRequest` for an `after` that is not there."""
     ordered = list(reversed(items)) if newest_first else list(items)
-    start = 0
-    if after is not None:
-        places = [place for place, item in enumerate(ordered) if item.id == after]
-        if not places:
-            raise BadRequest(f"after={shown(after)} is the id of no input item", "after")
-        start = places[0] + 1
+    ids = [item.id for item in ordered]
+    if after is not None and after not in ids:
+        raise bad_value("after", after, "is the id of no input item")
+    start = 0 if after is None else ids.index(after) + 1
     page = ordered[start : start + limit]
     return ResponseItemList(
         data=page,
@@ -144,10 +143,3 @@ def item_list(
         last_id=page[-1].id if page else None,
         has_more=start + limit < len(ordered),
     )
-
-
-def _text_format(form: TextFormat) -> dict[str, Any]:
-    if form.type != "json_schema":
-        return {"type": form.type}
-    body: dict[str, Any] = msgspec.to_builtins(form)
-    return body

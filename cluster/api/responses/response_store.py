@@ -50,7 +50,6 @@ class StoredResponse(msgspec.Struct, frozen=True):
     body: bytes
     items: bytes
     """Everything that the model was given, instructions apart: the items of the conversation."""
-    background: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -86,9 +85,17 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     id: str
     kept: StoredResponse
     runner: str
-    job: Job | None = None
-    """None: no other ingress can compute it."""
+    job: Job
     lost_runners: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self.kept.size_bytes + self.job.size_bytes
+
+    @property
+    def is_last_attempt(self) -> bool:
+        """A runner computes one of these at a time: another one may be what ends it."""
+        return self.lost_runners == MAX_LOST_RUNNERS - 1
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -151,29 +158,18 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
 StoreReply = bool | StoredLookup | HeartbeatReply | None
 
 
-class _Entry(msgspec.Struct):
-    kept: StoredResponse
-    status: StoredStatus
-    stored_at_s: float
-    """When it was begun, or became final."""
-
-
-class _Run(_Entry):
-    runner: str
-    """Empty: it waits for one."""
+class _Run(msgspec.Struct):
+    begin: Begin
+    """Its `runner` is empty while it waits for one."""
+    begun_s: float
     last_heartbeat_s: float
     """When its runner reported it last, in seconds of listening."""
-    job: Job | None
-    lost_runners: int
 
-    @property
-    def is_last_attempt(self) -> bool:
-        """A runner computes one of these at a time: another one may be what ends it."""
-        return self.lost_runners == MAX_LOST_RUNNERS - 1
 
-    @property
-    def size_bytes(self) -> int:
-        return self.kept.size_bytes + (self.job.size_bytes if self.job else 0)
+class _Final(msgspec.Struct, frozen=True):
+    found: StoredLookup
+    final_s: float
+    """When it became final."""
 
 
 class ResponseStore:
@@ -184,13 +180,13 @@ class ResponseStore:
         self._limit = limit
         self._limit_bytes = limit_bytes
         self._limit_s = limit_s
-        self._final: OrderedDict[str, _Entry] = OrderedDict()
+        self._final: OrderedDict[str, _Final] = OrderedDict()
         """Least recently used first."""
         self._running: dict[str, _Run] = {}
         self._deleted_while_running: dict[str, float] = {}
         """Deleted while running, and when their runners reported them last, as of a run."""
         self._clock = ListeningClock(LEASE_S)
-        self._listened_s = 0.0
+        self._now_s = self._listened_s = 0.0
         self._final_bytes = 0
         self._running_bytes = 0
         self._last_expiry_s = float("-inf")
@@ -204,65 +200,53 @@ class ResponseStore:
 
     def handle(self, request: StoreRequest, now_s: float) -> StoreReply:
         """One request of an ingress, at a monotonic time."""
-        self._listened_s = self._clock.advance(now_s)
+        self._now_s, self._listened_s = now_s, self._clock.advance(now_s)
         if isinstance(request, Heartbeat):
-            return self._on_heartbeat(request, now_s)
-        self._expire(now_s)
+            return self._on_heartbeat(request)
+        self._expire()
         match request:
             case RunnerExit(runner):
                 return self._on_runner_exit(runner)
             case Store(id, kept, runner):
-                return self._store(id, kept, runner, now_s)
+                return self._store(id, kept, runner)
             case Begin():
-                return self._begin(request, now_s)
+                return self._begin(request)
             case Read(id):
                 return self._lookup(id)
             case Cancel(id):
                 if id in self._running:
-                    self._stop(id, StoredStatus.CANCELLED, now_s)
+                    self._stop(id, StoredStatus.CANCELLED)
                 return self._lookup(id)
             case Delete(id):
-                return self._delete(id, now_s)
+                return self._delete(id)
 
-    def _store(self, id: str, kept: StoredResponse, runner: str, now_s: float) -> bool:
+    def _store(self, id: str, kept: StoredResponse, runner: str) -> bool:
         if id in self._deleted_while_running or id in self._final:
             return False
         run = self._running.get(id)
-        if run is not None and runner and run.runner not in ("", runner):
+        if run is not None and run.begin.runner not in ("", runner):
             return False
         if not self._make_room(kept.size_bytes, run):
             return False
-        if run is not None:
-            del self._running[id]
-            self._running_bytes -= run.size_bytes
-        self._add(id, _Entry(kept, StoredStatus.DONE, now_s))
+        self._end(id, StoredLookup(kept, StoredStatus.DONE))
         return True
 
-    def _begin(self, begin: Begin, now_s: float) -> bool:
-        id, last_heartbeat_s = begin.id, self._listened_s
+    def _begin(self, begin: Begin) -> bool:
+        id = begin.id
         known = id in self._final or id in self._running or id in self._deleted_while_running
-        run = _Run(
-            begin.kept,
-            StoredStatus.RUNNING,
-            now_s,
-            begin.runner,
-            last_heartbeat_s,
-            begin.job,
-            begin.lost_runners,
-        )
-        if known or not self._make_room(run.size_bytes):
+        if known or not self._make_room(begin.size_bytes):
             return False
-        self._running[id] = run
-        self._running_bytes += run.size_bytes
+        self._running[id] = _Run(begin, self._now_s, self._listened_s)
+        self._running_bytes += begin.size_bytes
         return True
 
-    def _on_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> HeartbeatReply:
+    def _on_heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
         """A runner that sends one is not silent, however late its heartbeat is handled."""
         orders, runner = HeartbeatReply([], [], []), heartbeat.runner
         for id in heartbeat.ids:
             run = self._running.get(id)
-            if run is not None and run.runner in ("", runner):
-                run.runner, run.last_heartbeat_s = runner, self._listened_s
+            if run is not None and run.begin.runner in ("", runner):
+                self._assign(run, runner)
             elif id in self._deleted_while_running:
                 self._deleted_while_running[id] = self._listened_s
                 orders.stop.append(id)
@@ -270,44 +254,48 @@ class ResponseStore:
                 orders.stop.append(id)
             else:
                 orders.unknown.append(id)
-        self._expire(now_s)
+        self._expire()
         self._assign_orphans(heartbeat, orders)
         return orders
 
     def _on_runner_exit(self, runner: str) -> bool:
         for run in self._running.values():
-            if run.runner == runner and run.job is not None:
-                run.runner = ""
+            if run.begin.runner == runner:
+                self._assign(run, "")
         return True
 
     def _assign_orphans(self, heartbeat: Heartbeat, orders: HeartbeatReply) -> None:
         """Give what waits for a runner to the sender."""
-        runs = self._running.values()
-        last = any(run.is_last_attempt for run in runs if run.runner == heartbeat.runner)
+        begins = [run.begin for run in self._running.values()]
+        last = any(begin.is_last_attempt for begin in begins if begin.runner == heartbeat.runner)
         size_bytes = 0
-        for id, run in self._running.items():
-            if run.runner or run.job is None or (last and run.is_last_attempt):
+        for begin in begins:
+            if begin.runner or (last and begin.is_last_attempt):
                 continue
-            size_bytes += run.size_bytes
+            size_bytes += begin.size_bytes
             full = orders.taken and size_bytes > _MAX_TAKEOVER_BYTES
             if full or len(orders.taken) >= heartbeat.takes:
                 return
-            run.runner, run.last_heartbeat_s = heartbeat.runner, self._listened_s
-            last = last or run.is_last_attempt
-            orders.taken.append(Begin(id, run.kept, heartbeat.runner, run.job, run.lost_runners))
+            last = last or begin.is_last_attempt
+            orders.taken.append(self._assign(self._running[begin.id], heartbeat.runner))
+
+    def _assign(self, run: _Run, runner: str) -> Begin:
+        run.begin = msgspec.structs.replace(run.begin, runner=runner)
+        run.last_heartbeat_s = self._listened_s
+        return run.begin
 
     def _lookup(self, id: str) -> StoredLookup | None:
-        entry = self._running.get(id) or self._final.get(id)
-        if entry is None:
+        if id in self._running:
+            return StoredLookup(self._running[id].begin.kept, StoredStatus.RUNNING)
+        if id not in self._final:
             return None
-        if id in self._final:
-            self._final.move_to_end(id)
-        return StoredLookup(entry.kept, entry.status)
+        self._final.move_to_end(id)
+        return self._final[id].found
 
-    def _delete(self, id: str, now_s: float) -> StoredLookup | None:
+    def _delete(self, id: str) -> StoredLookup | None:
         found = self._lookup(id)
         if id in self._running:
-            self._stop(id, StoredStatus.CANCELLED, now_s)
+            self._stop(id, StoredStatus.CANCELLED)
             self._deleted_while_running[id] = self._listened_s
         if found is not None:
             self._drop(id)
@@ -319,41 +307,44 @@ class ResponseStore:
         """Drop what must go for one more, which may take the place of `run`; nothing, where what
         runs leaves too little."""
         count = self._limit + (run is not None)
-        room_bytes = self._limit_bytes - size_bytes + (run.size_bytes if run else 0)
+        room_bytes = self._limit_bytes - size_bytes + (run.begin.size_bytes if run else 0)
         if len(self._running) >= count or self._running_bytes > room_bytes:
             return False
         while len(self) >= count or self.size_bytes > room_bytes:
             self._drop(next(iter(self._final)))
         return True
 
-    def _add(self, id: str, entry: _Entry) -> None:
-        self._final[id] = entry
-        self._final_bytes += entry.kept.size_bytes
-
     def _drop(self, id: str) -> None:
-        self._final_bytes -= self._final.pop(id).kept.size_bytes
+        self._final_bytes -= self._final.pop(id).found.kept.size_bytes
 
-    def _stop(self, id: str, status: StoredStatus, now_s: float) -> None:
-        """It runs no longer, whatever its runner reports."""
-        run = self._running.pop(id)
-        self._running_bytes -= run.size_bytes
-        self._add(id, _Entry(run.kept, status, now_s))
+    def _end(self, id: str, found: StoredLookup) -> None:
+        """It is final, and runs no longer, whatever its runner reports."""
+        run = self._running.pop(id, None)
+        if run is not None:
+            self._running_bytes -= run.begin.size_bytes
+        self._final[id] = _Final(found, self._now_s)
+        self._final_bytes += found.kept.size_bytes
 
-    def _expire(self, now_s: float) -> None:
+    def _stop(self, id: str, status: StoredStatus) -> None:
+        self._end(id, StoredLookup(self._running[id].begin.kept, status))
+
+    def _expire(self) -> None:
         """What runners have left, and what is too old; for the latter all are checked, so not too
         often."""
         for id, run in list(self._running.items()):
-            if run.runner and self._listened_s - run.last_heartbeat_s > LEASE_S:
-                run.runner, run.lost_runners = "", run.lost_runners + 1
-                if run.job is None or run.lost_runners >= MAX_LOST_RUNNERS:
-                    self._stop(id, StoredStatus.LOST, now_s)
-            elif not run.runner and now_s - run.stored_at_s > self._limit_s:
-                self._stop(id, StoredStatus.LOST, now_s)
-        if now_s - self._last_expiry_s < HEARTBEAT_S:
+            begin = run.begin
+            if begin.runner and self._listened_s - run.last_heartbeat_s > LEASE_S:
+                lost_runners = begin.lost_runners + 1
+                run.begin = msgspec.structs.replace(begin, runner="", lost_runners=lost_runners)
+                if lost_runners >= MAX_LOST_RUNNERS:
+                    self._stop(id, StoredStatus.LOST)
+            elif not begin.runner and self._now_s - run.begun_s > self._limit_s:
+                self._stop(id, StoredStatus.LOST)
+        if self._now_s - self._last_expiry_s < HEARTBEAT_S:
             return
-        self._last_expiry_s = now_s
+        self._last_expiry_s = self._now_s
         for id, entry in list(self._final.items()):
-            if now_s - entry.stored_at_s > self._limit_s:
+            if self._now_s - entry.final_s > self._limit_s:
                 self._drop(id)
         for id, last_heartbeat_s in list(self._deleted_while_running.items()):
             if self._listened_s - last_heartbeat_s > LEASE_S:

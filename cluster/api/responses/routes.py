@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,11 @@ from swell.cluster.api.responses.background import (
     restore_job,
 )
 from swell.cluster.api.responses.convert import chat_request, name_of
+from swell.cluster.api.responses.items import ReasoningItem
 from swell.cluster.api.responses.protocol import LOGPROBS, ResponsesRequest
 from swell.cluster.api.responses.response import (
     ResponseBody,
     ResponseDeleted,
-    ResponseFailure,
     begin_response,
     item_list,
 )
@@ -46,19 +47,13 @@ from swell.cluster.api.responses.response_store import (
 from swell.cluster.api.responses.serving import ResponsesWriter
 from swell.cluster.api.responses.store_client import ResponseStoreClient, store_key
 from swell.cluster.api.routing import json_response, route
-from swell.cluster.api.server.api_keys import ApiKeys
-from swell.cluster.api.serving_handler import ServingHandler
-from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.text.input_processor import AsyncInputProcessor, RequestParams
-from swell.cluster.text.offload import OffloadPool
-from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, shown
-from swell.configs.schema import ServeConfig
+from swell.cluster.api.services import Services
+from swell.cluster.text.input_processor import RequestParams
+from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, bad_value, shown
 
 _PAGE_ITEMS = 20
 _MAX_PAGE_ITEMS = 100
 _encode = msgspec.json.encode
-
-ReadBody = Callable[[Request, type[Any]], Awaitable[Any]]
 
 
 class _Answer(msgspec.Struct):
@@ -74,36 +69,20 @@ class _Answer(msgspec.Struct):
     @property
     def stored(self) -> StoredResponse:
         """What the store keeps of it now."""
-        return StoredResponse(_encode(self.response), self.items, self.response.background)
+        return StoredResponse(_encode(self.response), self.items)
 
 
 class ResponseRoutes:
-    """`read` gives the checked body of a request. An answer is stored before its end is sent, so a
-    client that has seen the end and shows the same API key can continue it, through any ingress."""
+    """An answer is stored before its end is sent, so a client that has seen the end and shows the
+    same API key can continue it, through any ingress."""
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        model: str,
-        users: ApiKeys,
-        store: Any,
-        read: ReadBody,
-        input_processor: AsyncInputProcessor,
-        sampling_defaults: Mapping[str, Any],
-        serving: ServingHandler,
-        offload: OffloadPool,
-        llm: AsyncLLM,
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._user_keys = users
-        self._read = read
-        self._input_processor = input_processor
-        self._sampling_defaults = sampling_defaults
-        self._serving = serving
-        self._offload = offload
-        self._store = ResponseStoreClient(store)
-        self._background = BackgroundRunner(self._store, self._resume, lambda: llm.has_seen_engine)
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._config = services.config.serve
+        self._store = ResponseStoreClient(services.store)
+        self._background = BackgroundRunner(
+            self._store, self._resume, lambda: services.llm.has_seen_engine
+        )
 
     def routes(self) -> list[Route]:
         return [
@@ -124,21 +103,23 @@ class ResponseRoutes:
     # ---------------------------------------------------------------- an answer
 
     async def _create(self, request: Request) -> Any:
-        body: ResponsesRequest = await self._read(request, ResponsesRequest)
-        response = begin_response(body, self._model, store=self._should_store(body))
-        owner = self._user_keys.owner(request)
+        body = await self._services.read_for_answer(request, ResponsesRequest)
+        response = begin_response(body, self._services.model, store=self._should_store(body))
+        owner = self._services.access.check_user(request)
         found = await self._previous_response(owner, body.previous_response_id)
         if body.background and body.seed is None:  # another ingress must sample the same
             body.seed = secrets.randbits(SEED_BITS)
         size = body_bytes(request) + (0 if found is None else found.kept.size_bytes)
-        chat, items = await self._offload.run_sized(size, _conversation, body, found)
+        chat, items = await self._services.offloads.bodies.run_sized(
+            size, _conversation, body, found
+        )
         params = await with_deadline(request, self._process_chat(chat, size))
         response.temperature, response.top_p = params.params.temperature, params.params.top_p
         answer = _Answer(store_key(owner, response.id), items, body, response)
         writer = self._writer(answer, params)
         if body.background:
             return await self._begin(request, answer, params, writer)
-        reply = await self._serving.answer(request, params, writer)
+        reply = await self._services.serving.answer(request, params, writer)
         if params.stream:
             return reply
         await writer.finalize()
@@ -151,9 +132,9 @@ class ResponseRoutes:
         return ResponsesWriter(answer.response, params.make_parser, finalize, logprobs)
 
     async def _process_chat(self, chat: ChatCompletionRequest, size_bytes: int) -> RequestParams:
-        convert = partial(to_generation_request, chat, self._sampling_defaults)
+        convert = partial(to_generation_request, chat, self._services.sampling_defaults)
         try:
-            return await self._input_processor.process(convert, size_bytes)
+            return await self._services.input_processor.process(convert, size_bytes)
         except BadRequest as error:
             raise error.renamed(name_of) from None
 
@@ -176,7 +157,7 @@ class ResponseRoutes:
         try:
             return await self._store.found(Read(store_key(owner, id)))
         except HTTPError as error:
-            if error.status != 404:
+            if error.info.status != 404:
                 raise
             raise BadRequest(
                 f"previous_response_id: {error}",
@@ -184,28 +165,28 @@ class ResponseRoutes:
                 "previous_response_not_found",
             ) from None
 
-    async def _finalize(self, answer: _Answer, reasoning: list[str]) -> None:
+    async def _finalize(self, answer: _Answer) -> None:
         """Store a response that has ended. Where another ingress computes it now, neither the
         answer nor the failure is stored."""
         response = answer.response
-        await self._count_reasoning(response, reasoning)
+        await self._count_reasoning(response)
         if not response.store:
             return
         if not response.background:
             response.store = await self._store.keep(answer.key, answer.stored)
         elif not await self._background.store(answer.key, answer.stored):
             response.output = []
-            _mark_failed(response, "there is no room for the answer in serve.stored_response_bytes")
+            response.fail("there is no room for the answer in serve.stored_response_bytes")
             await self._background.store(answer.key, answer.stored)
 
-    async def _count_reasoning(self, response: ResponseBody, reasoning: list[str]) -> None:
-        usage = response.usage
+    async def _count_reasoning(self, response: ResponseBody) -> None:
+        usage, count = response.usage, 0
         if usage is None:
             return
-        count = 0
-        for text in filter(None, reasoning):
+        reasoning = [item for item in response.output if isinstance(item, ReasoningItem)]
+        for text in [part.text for item in reasoning for part in item.content if part.text]:
             try:
-                count += await self._input_processor.count_tokens(text)
+                count += await self._services.input_processor.count_tokens(text)
             except BadRequest:  # written otherwise than the model did, it would not fit
                 count = usage.output_tokens
         usage.output_tokens_details.reasoning_tokens = min(count, usage.output_tokens)
@@ -221,26 +202,23 @@ class ResponseRoutes:
         job = make_job(request, answer.body)
         again = detached_request(job)
         again.state.deadline = getattr(request.state, "deadline", None)
-        work = self._run(partial(self._serving.answer, again, params), writer)
+        work = partial(self._run, partial(self._services.serving.answer, again, params), writer)
         await self._background.begin(answer.key, answer.stored, job, work)
         return json_response(queued)
 
     async def _resume(self, begun: Begin) -> None:
         """Compute again, to the same answer, what another ingress has left."""
-        assert begun.job is not None, "the store gives nothing else"
         size = begun.kept.size_bytes
-        body, response, chat = await self._offload.run_sized(
-            size, restore_job, begun.job, begun.kept
-        )
+        restored = await self._services.offloads.bodies.run_sized(size, restore_job, begun)
+        body, response, chat = restored
         answer = _Answer(begun.id, begun.kept.items, body, response)
         try:
             params = await self._process_chat(chat, size)
         except BadRequest as error:  # this ingress has other limits
-            _mark_failed(response, f"it could not be taken over by another ingress: {error}")
-            await self._background.store(answer.key, answer.stored)
-            return
+            response.fail(f"it could not be taken over by another ingress: {error}")
+            return await self._finalize(answer)
         again = detached_request(begun.job)
-        handle = partial(self._serving.handle_admitted, again, params)
+        handle = partial(self._services.serving.handle_admitted, again, params)
         await self._run(handle, self._writer(answer, params))
 
     async def _run(
@@ -257,53 +235,51 @@ class ResponseRoutes:
     async def _retrieve(self, request: Request) -> Response:
         query = self._query(request, "stream", "include_obfuscation")
         if query.get("stream", "false") != "false":
-            raise BadRequest(
-                f"stream={shown(query['stream'])} is not supported: a stored response is not "
-                "streamed; leave it out",
-                "stream",
-                "unsupported_value",
-            )
-        return _current_body(await self._store.found(Read(self._key(request))))
+            problem = "is not supported: a stored response is not streamed; leave it out"
+            raise bad_value("stream", query["stream"], problem, "unsupported_value")
+        found = await self._find(request, Read)
+        is_current = found.status in (StoredStatus.DONE, StoredStatus.RUNNING)
+        return json_response(found.kept.body if is_current else _current_response(found))
 
     async def _cancel(self, request: Request) -> Response:
         """Also of one that has ended: the answer says how."""
         self._query(request)
-        found = await self._store.found(Cancel(self._key(request)))
-        if not found.kept.background:
+        response = _current_response(await self._find(request, Cancel))
+        if not response.background:
             raise BadRequest(
                 f"the response {request.path_params['id']!r} was not made with background=true; "
                 "such a one is cancelled by closing its connection",
                 "id",
                 "not_in_background",
             )
-        return _current_body(found)
+        return json_response(response)
 
     async def _delete(self, request: Request) -> Response:
         self._query(request)
-        await self._store.found(Delete(self._key(request)))
+        await self._find(request, Delete)
         return json_response(ResponseDeleted(id=request.path_params["id"]))
 
     async def _input_items(self, request: Request) -> Response:
         query = self._query(request, "limit", "order", "after")
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise BadRequest(f"order={shown(order)} must be 'asc' or 'desc'", "order")
+            raise bad_value("order", order, "must be 'asc' or 'desc'")
         limit = _limit(query.get("limit", str(_PAGE_ITEMS)))
-        found = await self._store.found(Read(self._key(request)))
-        page = item_list(
-            items_of(found.kept),
-            limit=limit,
-            after=query.get("after"),
-            newest_first=order == "desc",
-        )
+        found = await self._find(request, Read)
+        items, after = items_of(found.kept), query.get("after")
+        page = item_list(items, limit=limit, after=after, newest_first=order == "desc")
         return json_response(page)
 
-    def _key(self, request: Request) -> str:
-        return store_key(self._user_keys.owner(request), request.path_params["id"])
+    async def _find(
+        self, request: Request, kind: type[Read] | type[Cancel] | type[Delete]
+    ) -> StoredLookup:
+        """What is under the id of the route."""
+        key = store_key(self._services.access.check_user(request), request.path_params["id"])
+        return await self._store.found(kind(key))
 
     def _query(self, request: Request, *known: str) -> dict[str, str]:
         """The checked query of a request that is authorized."""
-        self._user_keys.check(request)
+        self._services.access.check_user(request)
         query = dict(request.query_params)
         for name in query:
             if name not in known:
@@ -325,25 +301,19 @@ def _conversation(
     if found is not None:
         response = _current_response(found)
         if response.status not in ("completed", "incomplete"):
-            raise BadRequest(
-                f"previous_response_id={shown(body.previous_response_id)} is {response.status}; "
-                "only a response that is completed or incomplete can be continued",
+            raise bad_value(
                 "previous_response_id",
+                body.previous_response_id,
+                f"is {response.status}; only a response that is completed or incomplete can be "
+                "continued",
             )
         before = [*items_of(found.kept), *response.output]
     return chat_request(body, own, before), _encode([*before, *own])
 
 
 def _limit(text: str) -> int:
-    if (
-        len(text) > len(str(_MAX_PAGE_ITEMS))
-        or not text.isascii()
-        or not text.isdigit()
-        or not 1 <= int(text) <= _MAX_PAGE_ITEMS
-    ):
-        raise BadRequest(
-            f"limit={shown(text)} must be an integer between 1 and {_MAX_PAGE_ITEMS}", "limit"
-        )
+    if not re.fullmatch("[0-9]{1,3}", text) or not 1 <= int(text) <= _MAX_PAGE_ITEMS:
+        raise bad_value("limit", text, f"must be an integer between 1 and {_MAX_PAGE_ITEMS}")
     return int(text)
 
 
@@ -352,19 +322,8 @@ def _current_response(found: StoredLookup) -> ResponseBody:
     if found.status is StoredStatus.CANCELLED:
         response.status = "cancelled"
     if found.status is StoredStatus.LOST:
-        _mark_failed(
-            response,
+        response.fail(
             "the ingresses that computed the response are gone, one after the other; it is not "
             "computed again",
         )
     return response
-
-
-def _mark_failed(response: ResponseBody, why: str) -> None:
-    response.status, response.error = "failed", ResponseFailure(message=why)
-
-
-def _current_body(found: StoredLookup) -> Response:
-    if found.status in (StoredStatus.CANCELLED, StoredStatus.LOST):
-        return json_response(_current_response(found))
-    return json_response(found.kept.body)

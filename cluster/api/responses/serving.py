@@ -18,7 +18,6 @@ from swell.cluster.api.responses.response import (
     InputTokensDetails,
     OutputTokensDetails,
     ResponseBody,
-    ResponseFailure,
     ResponseUsage,
 )
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
@@ -36,26 +35,22 @@ class ResponsesWriter(ResponseWriter):
 
     Whole or streamed, the answer goes through the same writer, so both hold the same. `finalize` is
     awaited once the response has ended, before its end is sent: a client that has seen the end
-    can retrieve what is stored. It is given the texts of the reasoning. `top_logprobs` as in
-    `make_part_reader`.
+    can retrieve what is stored. `top_logprobs` as in `make_part_reader`.
     """
 
     def __init__(
         self,
         response: ResponseBody,
         make_parser: Callable[[], Parser],
-        finalize: Callable[[list[str]], Awaitable[None]],
+        finalize: Callable[[], Awaitable[None]],
         top_logprobs: int | None = None,
     ) -> None:
         super().__init__(response.id, response.model)
         self.response = response
-        self._finalize = finalize
+        self.finalize = finalize
         self._reader = make_part_reader(make_parser, top_logprobs)
-        self._writer = OutputItemWriter()
+        self._writer = OutputItemWriter(response.output)
         self._sequence = 0
-
-    async def finalize(self) -> None:
-        await self._finalize(self._writer.reasoning)
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> ResponseBody:
         """Before `finalize`."""
@@ -69,9 +64,7 @@ class ResponsesWriter(ResponseWriter):
         """Nothing more comes: what there is stays, cut off."""
         for _ in self._writer.close("incomplete"):
             pass
-        self.response.output = self._writer.items
-        self.response.status = "failed"
-        self.response.error = ResponseFailure(message=message)
+        self.response.fail(message)
 
     # ---------------------------------------------------------------- as a stream
 
@@ -117,7 +110,6 @@ class ResponsesWriter(ResponseWriter):
             response.incomplete_details = IncompleteDetails()
         else:
             response.completed_at = int(time.time())
-        response.output = self._writer.items
         response.usage = ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(

@@ -8,10 +8,9 @@ from typing import Any
 
 from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.responses.response_store import (
-    Begin,
-    Heartbeat,
-    HeartbeatReply,
-    RunnerExit,
+    Cancel,
+    Delete,
+    Read,
     Store,
     StoredLookup,
     StoredResponse,
@@ -27,7 +26,7 @@ _UNAVAILABLE_S = 10.0
 
 
 def store_key(owner: str, id: str) -> str:
-    """The name under which the store has the response `id` of `owner` (`ApiKeys.owner`): who
+    """The name under which the store has the response `id` of `owner` (`Access.check_user`): who
     shows another key finds nothing under it. Where there are no keys, all share one namespace."""
     return f"{owner}/{id}" if owner else id
 
@@ -65,40 +64,26 @@ class ResponseStoreClient:
         if time.monotonic() < self._unavailable_until_s:
             return False
         try:
-            return await self.store(id, kept)
+            return await self.call(Store(id, kept)) is True
         except StoreUnavailable as away:
             self._unavailable_until_s = time.monotonic() + _UNAVAILABLE_S
             self._log.warning("responses are not kept", error=str(away))
             return False
 
-    async def store(self, id: str, kept: StoredResponse, runner: str = "") -> bool:
-        """False: there is no room, or it was cancelled or deleted while it ran, or taken over."""
-        return await self._call(Store(id, kept, runner)) is True
-
-    async def begin(self, begin: Begin) -> bool:
-        return await self._call(begin) is True
-
-    async def heartbeat(self, runner: str, ids: list[str], takes: int) -> HeartbeatReply:
-        orders = await self._call(Heartbeat(runner, ids, takes))
-        return orders if isinstance(orders, HeartbeatReply) else HeartbeatReply([], [])
-
-    async def leave(self, runner: str) -> None:
-        await self._call(RunnerExit(runner))
-
-    async def found(self, request: StoreRequest) -> StoredLookup:
-        """What a request to read, cancel or delete finds. HTTPError 404 where there is nothing."""
-        found = await self._call(request)
+    async def found(self, request: Read | Cancel | Delete) -> StoredLookup:
+        """HTTPError 404 where there is nothing."""
+        found = await self.call(request)
         if not isinstance(found, StoredLookup):
-            id = response_id_of(getattr(request, "id", ""))
             raise HTTPError(
                 404,
-                f"there is no response {id!r}: it was not stored, was deleted, or had to make room "
-                "for others",
+                f"there is no response {response_id_of(request.id)!r}: it was not stored, was "
+                "deleted, or had to make room for others",
                 "response_not_found",
             )
         return found
 
-    async def _call(self, request: StoreRequest) -> StoreReply:
+    async def call(self, request: StoreRequest) -> StoreReply:
+        """None also where nothing is kept."""
         if self._store is None:
             return None
         try:

@@ -16,7 +16,7 @@ from swell.configs.log import StructuredLogger
 PER_TURN = 256
 """Some 20 ms of work with the first bytes of each. A full queue of the kernel is empty after 16
 turns."""
-_PAUSE_S = 1.0
+PAUSE_S = 1.0
 """Where none can be taken, for want of file descriptors or memory, until it is tried again."""
 
 
@@ -27,14 +27,9 @@ class Acceptor:
         self,
         listener: socket.socket,
         protocol_factory: Callable[[], asyncio.Protocol],
-        *,
-        per_turn: int = PER_TURN,
-        pause_s: float = _PAUSE_S,
     ) -> None:
         self._listener = listener
         self._protocol_factory = protocol_factory
-        self._per_turn = per_turn
-        self._pause_s = pause_s
         self._loop = asyncio.get_running_loop()
         self._connecting: set[asyncio.Task[None]] = set()
         self._paused: asyncio.TimerHandle | None = None
@@ -56,7 +51,7 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(self._per_turn):
+        for _ in range(PER_TURN):
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError):
@@ -66,7 +61,7 @@ class Acceptor:
             except OSError as error:
                 self._log.error("no connection can be taken", error=str(error))
                 self._loop.remove_reader(self._listener)
-                self._paused = self._loop.call_later(self._pause_s, self._listen)
+                self._paused = self._loop.call_later(PAUSE_S, self._listen)
                 return
             begun = self._loop.create_task(self._begin(connection))
             self._connecting.add(begun)

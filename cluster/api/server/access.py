@@ -4,9 +4,8 @@ A browser sends requests for any page that is open in it. What protects a server
 reach, one on a loopback address above all:
 
 - JSON is sent with its content type, for which a browser sends a preflight first, and is refused:
-so a page of
-  another site cannot make it send any (`body_reader.require_json`), unless `serve.cors_origins`
-  names it.
+  so a page of another site cannot make it send any (`body_reader.require_json`), unless
+  `serve.cors_origins` names it.
 - A page may give its own name the address of this server, and is then of the same site. But the
   browser sends that name as `Host`: a name that is not known is refused. An address is no name, so
   it cannot be given away.
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -29,24 +27,39 @@ from swell.cluster.text.sampling_params import shown
 from swell.configs.schema import ServeConfig
 
 
-class AccessRules:
-    """Of one server, for admin routes and for others. Both raise HTTPError 403."""
+class Access:
+    """Of one server, for users of the model and for operators. Raises HTTPError 401 and 403."""
 
     def __init__(self, config: ServeConfig) -> None:
         own = {"localhost", socket.gethostname().lower(), config.host.lower()}
         self._hosts = own | {name.lower() for name in config.allowed_hosts}
         self._origins = {origin.lower().rstrip("/") for origin in config.allowed_origins}
         self._checks_host = bool(config.allowed_hosts) or _is_loopback(config.host)
+        self._user_keys = ApiKeys(config.api_keys_file, "serve.api_keys_file")
+        self._admin_keys = ApiKeys(config.admin_keys_file, "serve.admin_keys_file")
+        self._admin_closed = config.admin_keys_file is None and config.api_keys_file is not None
 
-    def check(self, request: Request) -> None:
+    def check_user(self, request: Request) -> str:
         """Of somebody who wants an answer of the model. A server that the network reaches has
-        names that it does not know, unless they were listed."""
+        names that it does not know, unless they were listed. Returns the name of the user's key:
+        what is stored for it, no other key finds."""
         if self._checks_host:
             self._check_host(request)
+        return self._user_keys.check(request)
 
     def check_admin(self, request: Request) -> None:
+        """Of an operator, who shows a key of `serve.admin_keys_file`. Where only
+        `serve.api_keys_file` is set, a user's key opens nothing."""
         self._check_host(request)
         self._check_origin(request)
+        if self._admin_closed:
+            raise HTTPError(
+                403,
+                "the admin API is closed: serve.api_keys_file is set, and keys of users open "
+                "nothing here; set serve.admin_keys_file to a file with keys of operators",
+                "no_admin_keys",
+            )
+        self._admin_keys.check(request)
 
     def _check_host(self, request: Request) -> None:
         for host in request.headers.getlist("host"):
@@ -63,7 +76,8 @@ class AccessRules:
         for origin in request.headers.getlist("origin"):
             site = origin.lower()
             name, place = _site(site)
-            here = _is_loopback(name) or place in _lower(request)
+            hosts = [host.lower() for host in request.headers.getlist("host") if host]
+            here = _is_loopback(name) or place in hosts
             if not (here or site in self._origins or "*" in self._origins):
                 raise HTTPError(
                     403,
@@ -71,19 +85,6 @@ class AccessRules:
                     "serve.allowed_origins",
                     "origin_not_allowed",
                 )
-
-
-class UserKeys(ApiKeys):
-    """Those who may use the model: they show a key, where there are keys, and know the server by a
-    name of its own."""
-
-    def __init__(self, config: ServeConfig, rules: AccessRules) -> None:
-        super().__init__(config.api_keys_file, "serve.api_keys_file")
-        self._rules = rules
-
-    def check(self, request: Request) -> None:
-        self._rules.check(request)
-        super().check(request)
 
 
 def host_name(host: str) -> str:
@@ -101,10 +102,6 @@ def _site(origin: str) -> tuple[str, str]:
         return parts.hostname or "", parts.netloc
     except ValueError:
         return "", ""
-
-
-def _lower(request: Request) -> Iterable[str]:
-    return [host.lower() for host in request.headers.getlist("host") if host]
 
 
 def _is_address(name: str) -> bool:

@@ -22,7 +22,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from swell.cluster.api.protocol_base import error_body
+from swell.cluster.api.http_errors import HTTPError, error_body
 from swell.cluster.api.server.cors import CorsRules
 from swell.cluster.api.server.half_close import HalfCloseWatcher
 from swell.cluster.api.server.response_framing import with_framing
@@ -45,14 +45,6 @@ LINGER_S = 2.0
 _SLICE_BYTES = 8 * 1024
 
 
-class Refusal(msgspec.Struct, frozen=True):
-    """Why a connection ends."""
-
-    status: int
-    message: str
-    code: str
-
-
 class _ReadState(enum.Enum):
     """What the client is sending, or was."""
 
@@ -72,12 +64,14 @@ class LimitedConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.url, self.headers = b"", []
         self._read_state = _ReadState.HEAD
         self._head_bytes = 0
         """Of the stage HEAD, or since the last part of a body."""
         self._chunks = 0
         """Parts of a body in this piece of the network's."""
-        self._refusal: Refusal | None = None
+        self._refusal: HTTPError | None = None
+        """Why the connection ends."""
         self._reparsing_head = False
         """The parser reads a head that was read."""
         self._closing = False
@@ -96,11 +90,12 @@ class LimitedConnection(HttpToolsProtocol):
         if len(self.connections) > self.limits.max_connections:
             self.connections.discard(self)
             self._refuse(
-                Refusal(
+                HTTPError(
                     503,
                     f"this server has serve.max_connections={self.limits.max_connections} "
                     "connections already; try again later",
                     "too_many_connections",
+                    "server_error",
                 )
             )
             return
@@ -108,10 +103,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = True
-        for alarm in (self._read_timer, self._write_timer):
-            if alarm is not None:
-                alarm.cancel()
-        self._read_timer = self._write_timer = None
+        self._cancel_read_timer()
+        self.resume_writing()
         if self._half_closed is not None:
             self._half_closed.stop()
         if self._answering is not None and self._answering is not self.cycle:
@@ -180,13 +173,14 @@ class LimitedConnection(HttpToolsProtocol):
         """The parser takes what follows for another protocol; a new one takes it for the body that
         the head has announced. What would be the next request to us, and a body to a proxy in
         between, could pass that proxy's rules."""
-        version = self.scope["http_version"].encode()
+        version, url, headers = self.scope["http_version"].encode(), self.url, [*self.headers]
         head = [b"POST / HTTP/" + version, *(b": ".join(pair) for pair in self._framing())]
         self._reparsing_head = True
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.parser.feed_data(b"\r\n".join(head) + b"\r\n\r\n")
         self._reparsing_head = False
+        self.url, self.headers[:] = url, headers
 
     def _framing(self) -> list[tuple[bytes, bytes]]:
         names = (b"content-length", b"transfer-encoding")
@@ -215,30 +209,14 @@ class LimitedConnection(HttpToolsProtocol):
         if self._read_timer is None:
             self._arm_read_timer(self.limits.head_timeout_s)
 
-    def on_url(self, url: bytes) -> None:
-        if self._reparsing_head:
-            return
-        if len(self.url) + len(url) > MAX_URL_BYTES:
-            self._refusal = Refusal(
-                414, f"the URL has more than {MAX_URL_BYTES} bytes", "request_too_large"
-            )
-            return
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reparsing_head:
-            return
-        if len(self.headers) >= MAX_HEADERS:
-            self._refusal = Refusal(
-                431, f"the request has more than {MAX_HEADERS} headers", "request_too_large"
-            )
-            return
-        super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
-        if self._refusal is not None or self._reparsing_head:
+        if self._reparsing_head:
             return
-        self._read_state, self._head_bytes = _ReadState.BODY, 0
+        self._head_bytes = 0
+        self._refusal = self._refusal or self._exceeded_limit()
+        if self._refusal is not None:
+            return
+        self._read_state = _ReadState.BODY
         super().on_headers_complete()
         self._arm_read_timer(self.limits.transfer_timeout_s)
 
@@ -271,22 +249,25 @@ class LimitedConnection(HttpToolsProtocol):
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    def _exceeded_limit(self) -> Refusal | None:
+    def _exceeded_limit(self) -> HTTPError | None:
+        code = "request_too_large"
+        if len(self.url) > MAX_URL_BYTES:
+            return HTTPError(414, f"the URL has more than {MAX_URL_BYTES} bytes", code)
+        if len(self.headers) > MAX_HEADERS:
+            return HTTPError(431, f"the request has more than {MAX_HEADERS} headers", code)
         if self._head_bytes > MAX_HEAD_BYTES:
             what = "head" if self._read_state is _ReadState.HEAD else "framing"
-            return Refusal(
-                431,
-                f"the request's {what} has more than {MAX_HEAD_BYTES} bytes",
-                "request_too_large",
+            return HTTPError(
+                431, f"the request's {what} has more than {MAX_HEAD_BYTES} bytes", code
             )
         if len(self.pipeline) > MAX_PIPELINED:
-            return Refusal(
+            return HTTPError(
                 400,
                 f"more than {MAX_PIPELINED} requests wait on this connection",
                 "too_many_requests",
             )
         if self._chunks > MAX_CHUNKS:
-            return Refusal(400, "the body comes in chunks that are too small", "chunks_too_small")
+            return HTTPError(400, "the body comes in chunks that are too small", "chunks_too_small")
         return None
 
     def _arm_read_timer(self, timeout_s: float) -> None:
@@ -314,39 +295,37 @@ class LimitedConnection(HttpToolsProtocol):
         elif self._read_state is _ReadState.COMPLETE:
             if self._is_idle():
                 self.transport.close()
-        elif self._read_state is _ReadState.HEAD:
-            what = f"no whole head came within serve.head_timeout_s={limits.head_timeout_s:g} s"
-            self._refuse(Refusal(408, what, "request_timeout"))
         else:
             what = (
                 f"the body stopped for serve.transfer_timeout_s={limits.transfer_timeout_s:g} s, "
                 f"or comes with less than {MIN_BODY_RATE} bytes a second"
             )
-            self._refuse(Refusal(408, what, "request_timeout"))
+            if self._read_state is _ReadState.HEAD:
+                what = f"no whole head came within serve.head_timeout_s={limits.head_timeout_s:g} s"
+            self._refuse(HTTPError(408, what, "request_timeout"))
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: HTTPError) -> None:
         """Answer, where nothing else is being answered on this connection, and close it."""
         if self._closing or self.transport.is_closing():
             return
         cycle, waiting = self.cycle, self._read_state is _ReadState.BODY
-        answering = cycle is not None and not cycle.response_complete and not waiting
+        answering = False
         if cycle is not None:
-            answering = answering or (cycle.response_started and not cycle.response_complete)
+            answering = not cycle.response_complete and (cycle.response_started or not waiting)
             cycle.disconnected = True
             cycle.message_event.set()
         if answering or self.pipeline:
             self._closing = True
             self.transport.close()
             return
-        kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
-        body = error_body(refusal.message, type=kind, code=refusal.code)
+        status = refusal.info.status
+        body = msgspec.json.encode(error_body(refusal.info))
         head = (
-            f"HTTP/1.1 {refusal.status} {http.HTTPStatus(refusal.status).phrase}\r\n"
+            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
             "connection: close\r\n"
         )
-        cors = self.cors.headers_at(getattr(self, "url", None), self.headers)
-        lines = [b"%b: %b\r\n" % pair for pair in cors]
+        lines = [b"%b: %b\r\n" % pair for pair in self.cors.headers_at(self.url, self.headers)]
         self.transport.write(b"".join([head.encode(), *lines, b"\r\n", body]))
         self._linger()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.text.sampling_params import BadRequest, shown
 
 DECODED_CHUNK_BYTES = 64 * 1024
@@ -19,28 +20,13 @@ DECODED_CHUNK_BYTES = 64 * 1024
 MAX_MEMBERS = 1024
 """Of a body of gzip: one of 20 bytes unpacks to nothing, and takes a microsecond at least. Those of
 `bgzip` have 64 KiB each."""
-ACCEPTED = "gzip, deflate"
+_ACCEPTED = "gzip, deflate"
 _NAMES = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "deflate"}
 _GZIP, _ZLIB, _RAW = 31, 15, -15
 """The `wbits` of zlib."""
 
 
-class UnknownEncoding(Exception):
-    """The body is encoded in a way that is not read here."""
-
-
-class BodyDecoder:
-    """Reads a body that is not packed."""
-
-    def pieces(self, part: bytes) -> Iterator[bytes]:
-        """What a part of the body holds. Raises BadRequest where it is damaged."""
-        yield part
-
-    def end(self) -> None:
-        """Nothing follows. Raises BadRequest where something is missing."""
-
-
-class ZlibDecoder(BodyDecoder):
+class ZlibDecoder:
     """`deflate` means zlib's format (RFC 9110, 8.4.1.2); clients that leave its head and its sum
     out are understood by the head that is missing."""
 
@@ -51,6 +37,7 @@ class ZlibDecoder(BodyDecoder):
         self._members = 1
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
+        """What a part of the body holds. Raises BadRequest where it is damaged."""
         if self._inflate is None:
             part = self._head = self._head + part
             if len(part) < 2:
@@ -80,6 +67,7 @@ class ZlibDecoder(BodyDecoder):
         return zlib.decompressobj(_GZIP)
 
     def end(self) -> None:
+        """Nothing follows. Raises BadRequest where something is missing."""
         if self._inflate is None or not self._inflate.eof:
             raise self._damaged("ends too early")
 
@@ -94,16 +82,18 @@ def _is_zlib(head: bytes) -> bool:
     return head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0
 
 
-def body_decoder(request: Request) -> BodyDecoder:
-    """What reads the body of this request. Raises UnknownEncoding."""
+def body_decoder(request: Request) -> ZlibDecoder | None:
+    """What unpacks the body of this request; None: it is not packed. Raises HTTPError 415."""
     sent = ",".join(request.headers.getlist("content-encoding"))
     names = [name.strip().lower() for name in sent.split(",")]
     names = [name for name in names if name not in ("", "identity")]
     if not names:
-        return BodyDecoder()
+        return None
     if len(names) > 1 or names[0] not in _NAMES:
-        raise UnknownEncoding(
+        raise HTTPError(
+            415,
             f"content-encoding {shown(', '.join(names))} is not supported; send one of "
-            f"{ACCEPTED}, or a body without an encoding"
+            f"{_ACCEPTED}, or a body without an encoding",
+            headers={"accept-encoding": _ACCEPTED},
         )
     return ZlibDecoder(_NAMES[names[0]])

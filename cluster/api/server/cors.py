@@ -9,13 +9,13 @@ which the server is known nor the content type that it wants.
 
 from __future__ import annotations
 
-from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import request_response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swell.cluster.api.http_errors import HTTPError
@@ -58,10 +58,10 @@ class CorsRules(msgspec.Struct, frozen=True):
             pairs.append((b"access-control-expose-headers", _EXPOSED.encode()))
         return pairs
 
-    def headers_at(self, url: bytes | None, sent: Pairs | None) -> Pairs:
+    def headers_at(self, url: bytes, sent: Pairs) -> Pairs:
         """The same, for what has come of a request: perhaps nothing."""
-        path = unquote((url or b"").partition(b"?")[0].decode("latin-1"))
-        origins = [value.decode("latin-1") for name, value in sent or () if name == b"origin"]
+        path = unquote(url.partition(b"?")[0].decode("latin-1"))
+        origins = [value.decode("latin-1") for name, value in sent if name == b"origin"]
         return self.headers(path, origins[0] if origins else None)
 
 
@@ -76,6 +76,7 @@ class Cors:
     def __init__(self, app: ASGIApp, rules: CorsRules) -> None:
         self._app = app
         self._rules = rules
+        self._preflight = request_response(with_error_handling(self._answer_preflight))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_off = scope["type"] != "http" or not self._rules.origins
@@ -90,22 +91,12 @@ class Cors:
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
-        app = _preflight(self._rules) if _is_preflight(scope, headers) else self._app
+        app = self._preflight if _is_preflight(scope, headers) else self._app
         await app(scope, receive, send_readable)
 
-
-def _is_preflight(scope: Scope, headers: Headers) -> bool:
-    return (
-        scope["method"] == "OPTIONS"
-        and "origin" in headers
-        and "access-control-request-method" in headers
-    )
-
-
-def _preflight(rules: CorsRules) -> ASGIApp:
-    async def answer(request: Request) -> Any:
+    async def _answer_preflight(self, request: Request) -> Response:
         origin = request.headers["origin"]
-        if not rules.allows(origin):
+        if not self._rules.allows(origin):
             raise HTTPError(
                 403,
                 f"pages of {shown(origin)} may not use this server; add the origin to "
@@ -123,8 +114,10 @@ def _preflight(rules: CorsRules) -> ASGIApp:
             },
         )
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = await with_error_handling(answer)(Request(scope))
-        await response(scope, receive, send)
 
-    return app
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
+    return (
+        scope["method"] == "OPTIONS"
+        and "origin" in headers
+        and "access-control-request-method" in headers
+    )

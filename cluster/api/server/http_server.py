@@ -86,9 +86,6 @@ class _Server(uvicorn.Server):
         yield
 
 
-_DEFAULTS = ServeConfig()
-
-
 class EdgeServer:
     """Serves an ASGI app in the running event loop until `stop`; `config` limits its
     connections."""
@@ -99,7 +96,7 @@ class EdgeServer:
         host: str,
         port: int,
         drain_timeout_s: float,
-        config: ServeConfig = _DEFAULTS,
+        config: ServeConfig,
     ) -> None:
         self._socket = _shared_socket(host, port)
         self._server = _Server(

@@ -26,10 +26,9 @@ UNTHROTTLED_PATHS = ("/health", "/ping", "/ready", "/metrics", "/load", "/admin/
 class RequestThrottle:
     """ASGI middleware. Who waits is bounded by the connections that the server takes."""
 
-    def __init__(self, app: ASGIApp, per_turn: int = PER_TURN) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._per_turn = per_turn
-        self._left = per_turn
+        self._left = PER_TURN
         """How many may still begin in this turn of the loop."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -42,7 +41,7 @@ class RequestThrottle:
 
     async def _acquire(self) -> None:
         loop = asyncio.get_running_loop()
-        if self._left == self._per_turn:
+        if self._left == PER_TURN:
             loop.call_soon(self._refill)
         if self._left:
             self._left -= 1
@@ -53,11 +52,11 @@ class RequestThrottle:
 
     def _refill(self) -> None:
         """Those who wait come before those who come now."""
-        self._left = self._per_turn
+        self._left = PER_TURN
         while self._waiting and self._left:
             place = self._waiting.popleft()
             if not place.done():
                 place.set_result(None)
                 self._left -= 1
-        if self._left < self._per_turn:
+        if self._left < PER_TURN:
             asyncio.get_running_loop().call_soon(self._refill)

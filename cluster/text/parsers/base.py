@@ -1,15 +1,13 @@
-"""A parser reads an answer while it streams; a matcher finds its markers."""
+"""A parser reads an answer while it streams."""
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Protocol
 
 from swell.cluster.text.parsers.deltas import AnswerDelta, Content, merge
-from swell.cluster.text.stop_strings import StopAutomaton
+from swell.cluster.text.parsers.matching import Matcher
+from swell.cluster.text.parsers.reading import Reading, TextReader
 
 
 class Parser(ABC):
@@ -65,70 +63,36 @@ class ReasoningFormat(Protocol):
         """After this prompt no reasoning can begin."""
 
 
-class StateParser(Parser):
-    """A parser that is in one state at a time: a state reads some of a text and returns where the
-    next one continues."""
+class AnswerReader(Parser, TextReader):
+    """A parser that reads one thing behind the other."""
 
-    def __init__(self, state: Callable[[str, int], int]) -> None:
-        self._state = state
+    def __init__(self) -> None:
+        super().__init__()
         self._deltas: list[AnswerDelta] = []
+        self._later: list[tuple[str, int]] = []
+        """Texts to be read, the next one last, and from where on."""
 
     def push(self, text: str) -> list[AnswerDelta]:
-        self._read(text)
-        return self._take()
+        self.read(text)
+        while self._later:
+            self.read(*self._later.pop())
+        return self._take_deltas()
 
-    def _read(self, text: str) -> None:
-        at = 0
-        while at < len(text):
-            at = self._state(text, at)
+    def _unread(self, text: str) -> None:
+        """It was read last, and is read again."""
+        self._later.append((self._text, self._at))
+        self._text, self._at = text, 0
 
-    def _take(self) -> list[AnswerDelta]:
+    def _pass_on(self, parser: Parser) -> Reading[None]:
+        """All that follows is read by another parser."""
+        while True:
+            self._deltas += parser.push(self._text[self._at :])
+            self._at = len(self._text)
+            yield
+
+    def _take_deltas(self) -> list[AnswerDelta]:
         deltas, self._deltas = self._deltas, []
         return merge(deltas)
-
-
-_automaton = lru_cache(maxsize=64)(StopAutomaton)
-
-
-class Matcher:
-    """Finds the first of some markers, and holds back only what may be the beginning of one."""
-
-    def __init__(self, *markers: str) -> None:
-        self._automaton = _automaton(markers)
-        self._first_char = re.compile("|".join(map(re.escape, sorted({m[0] for m in markers}))))
-        self._node = 0
-        self._held = ""
-
-    def push(self, text: str, at: int) -> tuple[str, str | None, int]:
-        """Read from `text[at:]` up to the end of a marker or of the text.
-
-        Returns what is no marker, the marker if one is complete, and where reading stopped. Of
-        two markers that end together it is the longer one.
-        """
-        start, node, automaton = at, self._node, self._automaton
-        while at < len(text):
-            if not node:
-                found = self._first_char.search(text, at)
-                if found is None:
-                    at = len(text)
-                    break
-                at = found.start()
-            node = automaton.step(node, text[at])
-            at += 1
-            marker = automaton.found[node]
-            if marker is not None:
-                shown = self._held + text[start:at]
-                self._node, self._held = 0, ""
-                return shown[: -len(marker)], marker, at
-        shown = self._held + text[start:at]
-        keep = len(shown) - automaton.held[node]
-        self._node, self._held = node, shown[keep:]
-        return shown[:keep], None, at
-
-    def flush(self) -> str:
-        """Nothing follows: what was held is no marker."""
-        held, self._node, self._held = self._held, 0, ""
-        return held
 
 
 class ContentParser(Parser):

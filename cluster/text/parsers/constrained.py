@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from swell.cluster.text.parsers.base import ContentParser, Parser
-from swell.cluster.text.parsers.calls import SPACE, end_of
+from swell.cluster.text.parsers.base import AnswerReader, ContentParser, Parser
 from swell.cluster.text.parsers.deltas import AnswerDelta, Content
+from swell.cluster.text.parsers.reading import NotRead, Reading
 from swell.cluster.text.parsers.tools import ToolParser
 
 
@@ -31,14 +31,10 @@ class RequiredCallsParser(WrappedParser):
     the answer was cut off."""
 
     def push(self, text: str) -> list[AnswerDelta]:
-        return _without_content(super().push(text))
+        return [delta for delta in super().push(text) if not isinstance(delta, Content)]
 
     def flush(self) -> list[AnswerDelta]:
-        return _without_content(super().flush())
-
-
-def _without_content(deltas: list[AnswerDelta]) -> list[AnswerDelta]:
-    return [delta for delta in deltas if not isinstance(delta, Content)]
+        return [delta for delta in super().flush() if not isinstance(delta, Content)]
 
 
 class ConstrainedCallsParser(WrappedParser):
@@ -62,52 +58,42 @@ class ConstrainedCallsParser(WrappedParser):
         return shown
 
 
-class StructuredOrCallsParser(Parser):
+class StructuredOrCallsParser(AnswerReader):
     """The answer is structured output, or calls if it begins with a start marker of calls.
     Structured output may hold such markers anywhere else."""
 
     def __init__(self, calls: ToolParser) -> None:
+        super().__init__()
         self.markers = calls.markers
         self.keeps_special_tokens = calls.keeps_special_tokens
         self._calls = calls
-        self._start_markers = tuple({one.lstrip() for one in calls.start_markers})
         self._chosen: Parser | None = None
-        self._space: list[str] = []
-        self._held = ""
-        """The beginning of a marker, behind the whitespace."""
 
     def push(self, text: str) -> list[AnswerDelta]:
-        if self._chosen is None:
-            self._choose(text)
-            if self._chosen is None:
-                return []
-            text = self._take()
-        deltas = self._chosen.push(text)
-        self.rest = self._chosen.rest
+        deltas = super().push(text)
+        self.rest = self._chosen.rest if self._chosen is not None else None
         return deltas
 
     def flush(self) -> list[AnswerDelta]:
         if self._chosen is None:
-            self._chosen = ContentParser()
-        return [*self._chosen.push(self._take()), *self._chosen.flush()]
+            self.push("")
+            self._reading.throw(NotRead())
+        assert self._chosen is not None, "the beginning decides"
+        return [*self._take_deltas(), *self._chosen.flush()]
 
     def stop_at(self, marker: str) -> None:
         """Reasoning is no structured output."""
         self._chosen = self._calls
         self._calls.stop_at(marker)
 
-    def _choose(self, text: str) -> None:
-        if not self._held:
-            end = end_of(SPACE, text, 0)
-            self._space.append(text[:end])
-            text = text[end:]
-        self._held += text
-        if self._held.startswith(self._start_markers):
-            self._chosen = self._calls
-        elif not any(one.startswith(self._held) for one in self._start_markers):
-            self._chosen = ContentParser()
-
-    def _take(self) -> str:
-        held, self._held = "".join([*self._space, self._held]), ""
-        self._space.clear()
-        return held
+    def _read(self) -> Reading[None]:
+        if self._chosen is None:
+            held: list[str] = []
+            markers = {one.lstrip() for one in self._calls.start_markers}
+            try:
+                yield from self._one_of(*markers, give=held.append)
+                self._chosen = self._calls
+            except NotRead:
+                self._chosen = ContentParser()
+            self._unread("".join(held))
+        yield from self._pass_on(self._chosen)

@@ -12,7 +12,8 @@ the one that the model was trained on.
 from __future__ import annotations
 
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder, literal
-from swell.cluster.text.parsers.json_call import DELIMITED_NAME, DelimitedCall
+from swell.cluster.text.parsers.json_call import DELIMITED_NAME, JsonCall
+from swell.cluster.text.parsers.reading import Reading
 from swell.cluster.text.parsers.sections import SectionParser
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -20,30 +21,18 @@ CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜
 FENCE, FENCE_END = "```json", "```"
 
 
-class DeepSeekCall(DelimitedCall):
-    ends = (FENCE_END + CALL_END, CALL_END)
+class DeepSeekCall(JsonCall):
     fence = "<`"
 
-    def _end_word(self, word: str) -> None:
-        self.name = word
-        self._expect({SEP: self._after_sep})
-
-    def _after_sep(self, _: str) -> None:
-        self._state = self._at_name
-
-    def _at_name(self, text: str, at: int) -> int:
-        """Arguments begin, or the word before was the type of the call."""
-        if text[at] in " \t\r\n":
-            return at + 1
-        if text[at] == "{":
-            self._begin_arguments("")
-        else:
-            self._read_run(DELIMITED_NAME, self._end_name)
-        return at
-
-    def _end_name(self, name: str) -> None:
-        self.name = name
-        self._expect({FENCE: self._begin_arguments})
+    def _read(self) -> Reading[None]:
+        self.name = yield from self._run(DELIMITED_NAME)
+        yield from self._one_of(SEP)
+        if (yield from self._next()) != "{":
+            # The word before was the type of the call.
+            self.name = yield from self._run(DELIMITED_NAME)
+            yield from self._one_of(FENCE)
+        yield from self._read_arguments()
+        yield from self._one_of(FENCE_END + CALL_END, CALL_END)
 
 
 class DeepSeekV3Parser(SectionParser):
@@ -54,7 +43,7 @@ class DeepSeekV3Parser(SectionParser):
     call_begin = CALL
 
     @classmethod
-    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+    def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
         begin, sep, end, section_end = map(builder.marker, (CALL, SEP, CALL_END, SECTION_END))
         heads, tail, between = cls._frames(builder, sep)
         more = builder.repeated(f"{between} {begin} call {end}")

@@ -63,15 +63,17 @@ class Message(msgspec.Struct, frozen=True):
 
 def merge(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
     """The same answer in the fewest deltas: neighbours that continue each other are one."""
+    whole = [delta for delta in deltas if isinstance(delta, ToolCall) or delta.text]
+    if len(whole) < 2:
+        return whole
     merged: list[AnswerDelta] = []
     # Between the arguments of two calls the second call begins.
-    for _, group in groupby(deltas, key=type):
-        first, *rest = group
-        if rest and not isinstance(first, ToolCall):
-            text = "".join(one.text for one in (first, *rest) if not isinstance(one, ToolCall))
-            first = msgspec.structs.replace(first, text=text)
-        if isinstance(first, ToolCall) or first.text:
-            merged.append(first)
+    for kind, group in groupby(whole, key=type):
+        parts = list(group)
+        if kind is not ToolCall and len(parts) > 1:
+            text = "".join(one.text for one in parts if not isinstance(one, ToolCall))
+            parts = [msgspec.structs.replace(parts[0], text=text)]
+        merged += parts
     return merged
 
 

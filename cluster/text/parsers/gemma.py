@@ -9,7 +9,7 @@ Gemma 3 has no format of its own: its users prompt for Python's.
 from __future__ import annotations
 
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
-from swell.cluster.text.parsers.notation import FUNCTION_GEMMA, GEMMA4, NotationHead
+from swell.cluster.text.parsers.notation import FUNCTION_GEMMA, GEMMA4, NotationCall
 from swell.cluster.text.parsers.notation_grammar import gemma_calls
 from swell.cluster.text.parsers.tools import ToolParser
 
@@ -22,7 +22,7 @@ class FunctionGemmaParser(ToolParser):
     keeps_special_tokens = True
 
     @classmethod
-    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+    def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
         (start,), (end,) = cls.start_markers, cls.end_markers
         body = f"call {builder.marker(end)}"
         return CallGrammar(
@@ -32,8 +32,8 @@ class FunctionGemmaParser(ToolParser):
             rules=gemma_calls(builder.tools, cls.notation, builder.special),
         )
 
-    def _on_marker(self, marker: str) -> None:
-        self._open_call(marker, NotationHead(self.notation))
+    def _marked_call(self, marker: str) -> NotationCall:
+        return NotationCall(self.notation)
 
 
 class Gemma4Parser(FunctionGemmaParser):

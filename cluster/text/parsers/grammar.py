@@ -40,7 +40,8 @@ class GrammarBuilder(msgspec.Struct, frozen=True):
     parallel: bool
     """Any number of calls, otherwise one at most."""
     special: Mapping[str, int]
-    """Text -> id of this tokenizer's added tokens."""
+    """Text -> id of this tokenizer's added tokens; a marker that is none is written as text. The
+    grammar names them by id, since llguidance has no other name for those like `[TOOL_CALLS]`."""
 
     def marker(self, text: str) -> str:
         return marker_expression(text, self.special)

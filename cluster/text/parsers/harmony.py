@@ -19,10 +19,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from swell.cluster.text.parsers.answer_grammar import MessageGrammar
-from swell.cluster.text.parsers.base import Matcher
-from swell.cluster.text.parsers.calls import LiteralMatcher, end_of
 from swell.cluster.text.parsers.deltas import AnswerDelta, Arguments, Content, Reasoning, Tool
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder, marker_expression
+from swell.cluster.text.parsers.matching import Matcher
+from swell.cluster.text.parsers.reading import NotRead, Reading
 from swell.cluster.text.parsers.tools import ToolParser
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -32,6 +32,7 @@ TO = "to="
 MAX_HEADER_CHARS = 400
 
 _HEADER = re.compile(r"[-+\w.:/= \t]*")
+_ANYTHING = re.compile(r"(?s:.*)")
 _CHANNEL = re.compile(r"<\|channel\|>[ \t]*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([-\w.:/]+)")
 _NAMESPACE = "functions."
@@ -62,16 +63,17 @@ class HarmonyParser(ToolParser):
         super().__init__(make_id, tools or ())
         self._may_call = tools is not None
         self._ends_with_first = False
-        self._begin_between()
         self._make_delta: Callable[[str], AnswerDelta] = Content
+        self._matcher = Matcher(START, CHANNEL, *ENDS)
+        self._in_body = False
+        self._is_last = False
+        """Nothing in the message is a marker."""
         self._num_header_chars = 0
         self._num_messages = 0
         """Those that have begun, and texts outside of any."""
         _, found, begun = prompt.rpartition(START)
         if found and begun != "assistant":
-            self._begin_header(START)
-            self._read(begun)
-            self._take()
+            self.push(START + begun)
         self._ends_with_first = constrained
 
     @classmethod
@@ -101,104 +103,87 @@ class HarmonyParser(ToolParser):
         )
 
     @classmethod
-    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+    def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
         """One call at most: the model ends its answer after a call."""
         constrain, message = map(builder.marker, (CONSTRAIN, MESSAGE))
         rules = builder.named_calls(f'" " {constrain} "json" {message}')
         return CallGrammar(marker=_CALL, body="call", rules=rules)
 
     def flush(self) -> list[AnswerDelta]:
-        held = "".join(self._held)
-        if self._state == self._in_message:
+        held, begun = "".join(self._held), self._literals.begun
+        if self._in_body:
             self._deltas.append(self._make_delta(self._matcher.flush()))
-        elif self._state == self._in_header and held.lstrip().startswith(TO):
-            self._begin_text(held, self._literals.begun)
-        elif self._state == self._between and (self._literals.begun or not self._num_messages):
-            self._begin_unmarked(self._literals.begun)
-        return self._take()
+        elif held.lstrip().startswith(TO):
+            self._begin_text(held + self._matcher.push(begun, 0)[0])
+        elif not held and (begun or not self._num_messages):
+            lead = "".join(self._leading_space).removesuffix(begun)
+            self._begin_text(lead + self._matcher.push(begun, 0)[0])
+        return self._take_deltas()
 
-    # --------------------------------------------------------------------------------- states
+    # --------------------------------------------------------------------------------- reading
 
-    def _between(self, text: str, at: int) -> int:
+    def _read(self) -> Reading[None]:
+        marker = ENDS[0]
+        while True:
+            self._in_body = False
+            if marker in ENDS:
+                self._held.clear()
+                self._leading_space.clear()
+                marker = yield from self._read_between()
+            elif marker == MESSAGE:
+                self._begin_message("".join(self._held))
+                marker = yield from self._read_body()
+            else:
+                marker = yield from self._read_header(marker)
+
+    def _read_between(self) -> Reading[str]:
         """Before a message or text: whitespace is dropped if a message follows."""
-        start = at
-        marker, possible, at = self._literals.push(text, at)
-        self._leading_space.append(text[start:at])
-        if marker is not None:
-            lead = "".join(self._leading_space)
-            self._leading_space[:] = [lead.removesuffix(marker)]
-            self._on_marker(marker)
-        elif not possible:
-            self._begin_unmarked(self._literals.begun)
-        return at
-
-    def _in_header(self, text: str, at: int) -> int:
-        end = at if self._literals.begun else end_of(_HEADER, text, at)
-        if end > at:
-            self._hold_header(text[at:end])
-            return end
-        marker, possible, at = self._literals.push(text, at)
-        if marker in (CHANNEL, CONSTRAIN):
-            self._hold_header(marker)
-        elif marker is not None:
-            self._on_marker(marker)
-        elif not possible:
-            self._begin_text("".join(self._held), self._literals.begun)
-        return at
-
-    def _in_message(self, text: str, at: int) -> int:
-        shown, marker, at = self._matcher.push(text, at)
-        self._deltas.append(self._make_delta(shown))
+        marker = yield from self._read_end_marker(TO, START, CHANNEL, MESSAGE, *ENDS)
         if marker:
-            self._on_marker(marker)
-        return at
+            return marker
+        self._begin_text("".join(self._leading_space))
+        return (yield from self._read_body())
 
-    def _in_last(self, text: str, at: int) -> int:
-        self._deltas.append(self._make_delta(text[at:]))
-        return len(text)
-
-    # ---------------------------------------------------------------------------- transitions
-
-    def _on_marker(self, marker: str) -> None:
-        """A marker outside of a header; `MESSAGE` ends the header that is held."""
-        if marker == MESSAGE:
-            self._begin_message("".join(self._held))
-        elif marker in ENDS:
-            self._begin_between()
-        else:
-            self._begin_header("".join(self._leading_space) + marker)
-
-    def _begin_between(self) -> None:
+    def _read_header(self, marker: str) -> Reading[str]:
+        """The marker that ends it."""
+        lead = "".join(self._leading_space) or marker
+        self._leading_space.clear()
         self._held.clear()
-        self._leading_space.clear()
-        self._literals = LiteralMatcher(TO, START, CHANNEL, MESSAGE, *ENDS)
-        self._state = self._between
+        self._num_header_chars = 0
+        try:
+            self._hold_header(lead)
+            while True:
+                yield from self._through(_HEADER, self._hold_header)
+                marker = yield from self._one_of(*self.markers, skip_space=False)
+                if marker not in (CHANNEL, CONSTRAIN):
+                    return marker
+                self._hold_header(marker)
+        except NotRead as error:
+            self._begin_text("".join(self._held))
+            self._unread(error.unread)
+        return (yield from self._read_body())
 
-    def _begin_header(self, text: str) -> None:
-        self._held[:] = [text]
-        self._leading_space.clear()
-        self._num_header_chars = len(text)
-        self._literals = LiteralMatcher(*self.markers, skip_space=False)
-        self._state = self._in_header
+    def _read_body(self) -> Reading[str]:
+        """The marker that ends it."""
+
+        def give(text: str) -> None:
+            self._deltas.append(self._make_delta(text))
+
+        if self._is_last:
+            yield from self._through(_ANYTHING, give)
+        return (yield from self._up_to(self._matcher, give))
 
     def _hold_header(self, text: str) -> None:
         self._held.append(text)
         self._num_header_chars += len(text)
         if self._num_header_chars > MAX_HEADER_CHARS:
-            self._begin_text("".join(self._held), "")
+            raise NotRead
 
-    def _begin_unmarked(self, begun: str) -> None:
-        """The lead ends with `begun`, where text begins instead of a marker."""
-        lead = "".join(self._leading_space).removesuffix(begun)
-        self._leading_space.clear()
-        self._begin_text(lead, begun)
-
-    def _begin_text(self, known: str, rest: str) -> None:
+    def _begin_text(self, known: str) -> None:
         """Content outside of a message. `known` holds no marker that counts."""
         self._make_delta = Content
-        self._deltas.append(Content("".join([*self._leading_space, known])))
+        self._deltas.append(Content(known))
         self._begin_body()
-        self._read(rest)
 
     def _begin_message(self, header: str) -> None:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
@@ -211,15 +196,14 @@ class HarmonyParser(ToolParser):
             reasons = channel is not None and channel[1] == "analysis"
             self._make_delta = Reasoning if reasons else Content
         self._begin_body()
-        if self._ends_with_first and (name or (channel is not None and channel[1] == "final")):
-            self._state = self._in_last
+        final = channel is not None and channel[1] == "final"
+        self._is_last = self._ends_with_first and (bool(name) or final)
 
     def _begin_body(self) -> None:
         self._held.clear()
         self._leading_space.clear()
         self._num_messages += 1
-        self._matcher = Matcher(START, CHANNEL, *ENDS)
-        self._state = self._in_message
+        self._in_body = True
 
     def _function(self, recipient: str) -> str:
         """The tool that a message is sent to; empty: none of the client's."""

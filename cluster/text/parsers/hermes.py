@@ -20,7 +20,7 @@ class HermesParser(ToolParser):
     end_markers = (CLOSE,)
 
     @classmethod
-    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+    def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
         body = f'"\\n" call "\\n" {builder.marker(CLOSE)}'
         return CallGrammar(
             marker=OPEN,
@@ -29,5 +29,5 @@ class HermesParser(ToolParser):
             rules=builder.json_calls("arguments"),
         )
 
-    def _on_marker(self, marker: str) -> None:
-        self._open_call(marker, CallReader(fence=CLOSE[0]))
+    def _marked_call(self, marker: str) -> CallReader:
+        return CallReader(fence=CLOSE[0])

@@ -13,30 +13,89 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container
 
-from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, Call, MarkedCall
+from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, Call
 from swell.cluster.text.parsers.json_values import (
-    RawValue,
+    IN_STRING,
     ScalarValue,
     StringArguments,
     StringValue,
-    Value,
 )
-from swell.cluster.text.parsers.structure import StructureReader
+from swell.cluster.text.parsers.reading import NotRead, Reading
 
 DELIMITED_NAME = re.compile(rf"[^\s<>]{{0,{MAX_NAME_CHARS + 1}}}")
 
 
-class CallReader(StructureReader, Call):
+class JsonCall(Call):
+    """A call with arguments in JSON: an object, or a string whose content is then their text."""
+
+    fence = ""
+    """First characters of what follows the arguments, at which those that a model forgot to close
+    end."""
+    _has_arguments = False
+    _string: StringArguments | None = None
+
+    def finish(self) -> None:
+        if self._string is not None:
+            self._string.finish()
+            self._pieces.append(self._string.take())
+
+    def _read_arguments(self) -> Reading[None]:
+        """The call is `known` where they begin, if it has a name."""
+        char = yield from self._next()
+        if char not in '{"':
+            raise NotRead
+        self._has_arguments = True
+        self.known = bool(self.name)
+        if char == "{":
+            yield from self._read_raw(self._pieces.append)
+        else:
+            self._string = StringArguments()
+            yield from self._follow(self._string, self._pieces.append)
+            self._string = None
+
+    def _read_raw(self, give: Callable[[str], None]) -> Reading[None]:
+        """An object or an array, as it is written. What the format writes behind it ends it
+        wherever that begins outside a string: a model that forgets a bracket still closes its
+        call."""
+        outside = re.compile(f'[^"{{}}\\[\\]{re.escape(self.fence)}]*')
+        depth = 0
+        while True:
+            char = yield from self._through(outside, give)
+            if char in self.fence:
+                return
+            yield from self._read_char(give)
+            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(char, 0)
+            if char == '"':
+                yield from self._read_raw_string(give)
+            elif depth == 0:
+                return
+
+    def _read_raw_string(self, give: Callable[[str], None]) -> Reading[None]:
+        while (yield from self._through(IN_STRING, give)) == "\\":
+            yield from self._read_char(give)
+            yield from self._read_char(give)
+        yield from self._read_char(give)
+
+    def _read_char(self, give: Callable[[str], None]) -> Reading[None]:
+        give((yield from self._char()))
+        self._at += 1
+
+    def _read_string(self) -> Reading[str]:
+        value = StringValue()
+        if (yield from self._next()) != '"':
+            raise NotRead
+        yield from self._follow(value)
+        return value.take()
+
+
+class CallReader(JsonCall):
     """One call, `{"name": ..., "arguments": ...}`, from its brace on.
 
-    `known` as soon as it has a name and its arguments begin, which are an object, or a string
-    whose content is then their text. What comes before that decides whether it is a call at all;
-    what follows decides nothing. Keys may come in any order; of a key that is written twice
-    the first counts. `argument_keys` are the names of the arguments' key. `other_keys`: keys that
-    may precede that, None for any. `names`: those that a call may have.
+    What comes before it is `known` decides whether it is a call at all; what follows decides
+    nothing. Keys may come in any order; of a key that is written twice the first counts.
+    `argument_keys` are the names of the arguments' key. `other_keys`: keys that may precede that,
+    None for any. `names`: those that a call may have.
     """
-
-    _allows_last_comma = True
 
     def __init__(
         self,
@@ -49,161 +108,50 @@ class CallReader(StructureReader, Call):
         super().__init__()
         self._argument_keys = argument_keys
         self._other_keys = other_keys
-        self._fence = fence
+        self.fence = fence
         self._names = names
-        self._value: Value
-        self._after: Callable[[str], None]
-        self._key = ""
-        self._arguments: Value | None = None
 
-    def take(self) -> str:
-        return "" if self._arguments is None else self._arguments.take()
+    def _read(self) -> Reading[None]:
+        yield from self._pass("{")
+        while (yield from self._next()) != "}":
+            key = yield from self._read_key()
+            yield from self._pass(":")
+            yield from self._read_member(key)
+            if (yield from self._next()) == ",":
+                self._at += 1
+            elif self._text[self._at] != "}":
+                raise NotRead
+        # A whole object without what makes it a call is none, so its brace is not read.
+        self._at += self.known
 
-    def flush(self) -> None:
-        if self._arguments is not None:
-            self._arguments.flush()
-
-    # ----------------------------------------------------------------------------- structure
-
-    def _stop(self, at: int) -> int:
-        self.ended = True
-        return at
-
-    def _close(self, at: int) -> int:
-        """A whole object without what makes it a call is none, so its brace is not read."""
-        self.ended = True
-        return at + 1 if self.known else at
-
-    def _begin(self, char: str, at: int, *, is_key: bool) -> int:
-        if not self._open:
-            return self._nest("}", ":", at) if char == "{" else self._stop(at)
-        if not is_key:
-            return self._begin_member(char, at)
-        if char != '"':
-            return self._stop(at)
+    def _read_key(self) -> Reading[str]:
         if self.known or self._other_keys is None:
-            return self._begin_value(StringValue(), self._end_key, at)
-        self._key = ""
-        self._state = self._in_listed_key
-        return at + 1
-
-    def _in_listed_key(self, text: str, at: int) -> int:
-        """Only keys that may still come, so that other objects are not held until they end."""
-        key, char = self._key, text[at]
-        open_keys = self._open_keys()
-        if char == '"' and key in open_keys:
-            self._end_key(key)
-        elif any(one.startswith(key + char) for one in open_keys):
-            self._key += char
-        else:
-            return self._stop(at)
-        return at + 1
-
-    def _open_keys(self) -> tuple[str, ...]:
+            return (yield from self._read_string())
+        # Only keys that may still come, so that other objects are not held until they end.
         names = () if self.name else ("name",)
-        arguments = () if self._arguments is not None else self._argument_keys
-        return names + arguments + (self._other_keys or ())
+        arguments = () if self._has_arguments else self._argument_keys
+        yield from self._pass('"')
+        keys = [f'{key}"' for key in (*names, *arguments, *self._other_keys)]
+        return (yield from self._one_of(*keys, skip_space=False))[:-1]
 
-    # -------------------------------------------------------------------------------- values
+    def _read_member(self, key: str) -> Reading[None]:
+        if key == "name" and not self.name:
+            self.name = yield from self._read_string()
+            if not self.name or (self._names is not None and self.name not in self._names):
+                raise NotRead
+            self.known = self._has_arguments
+        elif key in self._argument_keys and not self._has_arguments:
+            yield from self._read_arguments()
+        else:
+            yield from self._read_other()
 
-    def _begin_member(self, char: str, at: int) -> int:
-        if self._key == "name" and not self.name:
-            return self._begin_value(StringValue(), self._end_name, at, fits=char == '"')
-        value: Value = StringValue() if char == '"' else RawValue(self._fence)
-        if self._key in self._argument_keys and self._arguments is None:
-            value = StringArguments() if char == '"' else value
-            if char in '{"':
-                self._arguments = value
-                self.known = bool(self.name)
-            return self._begin_value(value, self._end_other, at, fits=char in '{"')
-        if char not in '{["':
-            value = ScalarValue()
-        fits = char in '{["' or ScalarValue.may_begin_with(char)
-        return self._begin_value(value, self._end_other, at, fits=fits)
-
-    def _begin_value(
-        self, value: Value, after: Callable[[str], None], at: int, *, fits: bool = True
-    ) -> int:
-        """The value's first character is at `at`, if it `fits`: the value reads it."""
-        if not fits:
-            return self._stop(at)
-        self._value, self._after = value, after
-        self._state = self._in_value
-        return at
-
-    def _in_value(self, text: str, at: int) -> int:
-        at = self._value.push(text, at)
-        if self._value.broken:
-            self.ended = True
-        elif self._value.done:
-            self._after("" if self._value is self._arguments else self._value.take())
-        return at
-
-    def _end_key(self, key: str) -> None:
-        self._key = key
-        self._state = self._before_separator
-
-    def _end_name(self, name: str) -> None:
-        self.name = name
-        self.ended = not name or (self._names is not None and name not in self._names)
-        self.known = not self.ended and self._arguments is not None
-        self._state = self._after_value
-
-    def _end_other(self, _: str) -> None:
-        self._state = self._after_value
-
-
-class BareArguments(CallReader):
-    """The arguments of a call whose name is known already, without an object around them."""
-
-    def __init__(self, name: str, fence: str = "", call_id: str = "") -> None:
-        super().__init__(fence=fence)
-        self.name, self.id = name, call_id
-        self._key = self._argument_keys[0]
-        self._open = [("", "")]
-
-    def _end_other(self, _: str) -> None:
-        self.ended = True
-
-
-class DelimitedCall(MarkedCall):
-    """A call whose arguments are JSON between the markers of its format, which reads the head, up
-    to `_begin_arguments`."""
-
-    ends: tuple[str, ...]
-    """What follows the arguments."""
-    fence = ""
-    """First characters of those, at which arguments that a model forgot to close end."""
-
-    def __init__(self) -> None:
-        self._arguments: BareArguments | None = None
-        self._read_run(DELIMITED_NAME, self._end_word)
-
-    def _end_word(self, word: str) -> None:
-        """The first word of the head is `word`."""
-        raise NotImplementedError
-
-    def _begin_arguments(self, _: str) -> None:
-        self._arguments = BareArguments(self.name, self.fence)
-        self._state = self._in_arguments
-
-    def _in_arguments(self, text: str, at: int) -> int:
-        arguments = self._arguments
-        assert arguments is not None
-        at = arguments.push(text, at)
-        self.known = arguments.known
-        if arguments.ended and not self.known:
-            self._break("")
-        elif arguments.ended:
-            self._expect(dict.fromkeys(self.ends, self._end))
-        return at
-
-    def _end(self, _: str) -> None:
-        self.ended = True
-
-    def take(self) -> str:
-        return "" if self._arguments is None else self._arguments.take()
-
-    def flush(self) -> None:
-        if self._arguments is not None:
-            self._arguments.flush()
+    def _read_other(self) -> Reading[None]:
+        char = yield from self._next()
+        if char == '"':
+            yield from self._read_string()
+        elif char in "{[":
+            yield from self._read_raw(lambda _: None)
+        elif ScalarValue.may_begin_with(char):
+            yield from self._follow(ScalarValue())
+        else:
+            raise NotRead

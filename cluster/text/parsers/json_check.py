@@ -4,9 +4,8 @@ character."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
-from swell.cluster.text.parsers.calls import end_of
+from swell.cluster.text.parsers.reading import NotRead, Reading
 from swell.cluster.text.parsers.structure import StructureReader
 
 JSON_TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"))
@@ -37,88 +36,71 @@ _NUMBER_ENDS = frozenset(("zero", "int", "fraction", "exponent"))
 
 
 class JsonChecker(StructureReader):
-    """Reads one value, with whitespace around it."""
+    """Reads one value of some types, with whitespace around it. `ended`: no continuation is one."""
 
     def __init__(self, types: frozenset[str] = JSON_TYPES) -> None:
         super().__init__()
-        self.broken = False
-        """No continuation is a value of one of the `types`."""
+        self.in_string = False
+        """The next character is in a string within an array or object."""
         self._types = types
-        self._after_string: Callable[[str, int], int] = self._after_value
-        self._part = ""
-        """Of a number: what it ends with. Of a word or an escape: its characters so far."""
+        self._whole = False
 
     @property
     def whole(self) -> bool:
         """The text so far is a value."""
-        if self.broken or self._open:
-            return False
-        in_number = self._state == self._in_number and self._part in _NUMBER_ENDS
-        return in_number or self._state == self._after_value
+        return self._whole and not self.ended
 
-    @property
-    def in_string(self) -> bool:
-        """The next character is in a string within an array or object."""
-        return bool(self._open) and self._state == self._in_string
+    def _read(self) -> Reading[None]:
+        yield from super()._read()
+        self._whole = True
+        yield from self._token()
+        raise NotRead
 
-    def push(self, text: str) -> None:
-        at = 0
-        while at < len(text) and not self.broken:
-            at = self._state(text, at)
-
-    def _stop(self, at: int) -> int:
-        self.broken = True
-        return at
-
-    def _begin(self, char: str, at: int, *, is_key: bool) -> int:
+    def _opened_by(self, char: str) -> tuple[str, str] | None:
         kind = _FIRST.get(char)
         if kind is None or (not self._open and kind not in self._types):
-            return self._stop(at)
+            raise NotRead
+        return {"object": ("}", ":"), "array": ("]", "")}.get(kind)
+
+    def _read_scalar(self, char: str, *, is_key: bool) -> Reading[None]:
+        kind = _FIRST.get(char)
         if kind == "string":
-            self._after_string = self._before_separator if is_key else self._after_value
-            self._state = self._in_string
-            return at + 1
-        if is_key:
-            return self._stop(at)
-        if kind == "object" or kind == "array":
-            return self._nest("}", ":", at) if kind == "object" else self._nest("]", "", at)
-        self._part = ""
-        self._state = self._in_number if kind == "number" else self._in_word
-        return at
+            self._at += 1
+            self.in_string = bool(self._open)
+            yield from self._read_string()
+            self.in_string = False
+        elif is_key:
+            raise NotRead
+        elif kind == "number":
+            yield from self._read_number(char)
+        else:
+            yield from self._read_word()
 
-    def _in_string(self, text: str, at: int) -> int:
-        at = end_of(_IN_STRING, text, at)
-        if at == len(text):
-            return at
-        if text[at] not in '"\\':
-            return self._stop(at)
-        self._part = ""
-        self._state = self._after_string if text[at] == '"' else self._in_escape
-        return at + 1
+    def _read_string(self) -> Reading[None]:
+        while (char := (yield from self._through(_IN_STRING))) == "\\":
+            self._at += 1
+            escape = yield from self._char()
+            while _ESCAPE.fullmatch(escape):
+                self._at += 1
+                if escape[0] != "u" or len(escape) == 5:
+                    break
+                escape += yield from self._char()
+            else:
+                raise NotRead
+        if char != '"':
+            raise NotRead
+        self._at += 1
 
-    def _in_escape(self, text: str, at: int) -> int:
-        self._part += text[at]
-        if not _ESCAPE.fullmatch(self._part):
-            return self._stop(at)
-        if self._part[0] != "u" or len(self._part) == 5:
-            self._state = self._in_string
-        return at + 1
+    def _read_number(self, char: str) -> Reading[None]:
+        part = ""
+        while step := _NUMBER[part].get(_DIGITS.get(char, char)):
+            part = step
+            self._at += 1
+            self._whole = not self._open and part in _NUMBER_ENDS
+            char = yield from self._char()
+        if part not in _NUMBER_ENDS:
+            raise NotRead
 
-    def _in_number(self, text: str, at: int) -> int:
-        step = _NUMBER[self._part].get(_DIGITS.get(text[at], text[at]))
-        if step is not None:
-            self._part = step
-            return at + 1
-        if self._part not in _NUMBER_ENDS:
-            return self._stop(at)
-        self._state = self._after_value
-        return at
-
-    def _in_word(self, text: str, at: int) -> int:
-        self._part += text[at]
+    def _read_word(self) -> Reading[None]:
         words = _WORDS if self._open else (*_WORDS, *PYTHON_WORDS)
-        if self._part in words:
-            self._state = self._after_value
-        elif not any(word.startswith(self._part) for word in words):
-            return self._stop(at)
-        return at + 1
+        yield from self._one_of(*words)

@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 
-from swell.cluster.text.parsers.calls import end_of
+from swell.cluster.text.parsers.matching import end_of
+from swell.cluster.text.parsers.reading import Reading, TextReader
 from swell.cluster.text.parsers.values import TypedText
 
 REPLACEMENT = "\ufffd"
 HEX = frozenset("0123456789abcdefABCDEF")
 
-_IN_STRING = re.compile(r'[^"\\]*')
+IN_STRING = re.compile(r'[^"\\]*')
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
-class Value:
-    """One JSON value from its first character on. `take` gives what of it is readable."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self.broken = False
-        """The value cannot go on at the character where `push` stopped."""
-        self._pieces: list[str] = []
-
-    def push(self, text: str, at: int) -> int:
-        """Read from `text[at:]` to the end of the value or of the text; where reading stopped."""
-        raise NotImplementedError
-
-    def take(self) -> str:
-        """The text since the last call."""
-        taken, self._pieces = "".join(self._pieces), []
-        return taken
-
-    def flush(self) -> None:
-        """Nothing follows."""
-
-
-class ScalarValue(Value):
+class ScalarValue(TextReader):
     """A number, true, false or null. It ends at the first character that is of none of them."""
 
     _chars = re.compile(r"[-+.0-9A-Za-z]*")
@@ -46,61 +26,11 @@ class ScalarValue(Value):
     def may_begin_with(cls, char: str) -> bool:
         return end_of(cls._chars, char, 0) == 1
 
-    def push(self, text: str, at: int) -> int:
-        end = end_of(self._chars, text, at)
-        self._pieces.append(text[at:end])
-        self.done = end < len(text)
-        return end
+    def _read(self) -> Reading[None]:
+        yield from self._through(self._chars, self._pieces.append)
 
 
-class RawValue(Value):
-    """An object or an array, as it is written.
-
-    `fence`: characters that end it wherever they occur outside a string, because the format's
-    closing marker begins with them: a model that forgets a bracket still closes its call.
-    """
-
-    def __init__(self, fence: str) -> None:
-        super().__init__()
-        self._fence = fence
-        self._outside = re.compile(f'[^"{{}}\\[\\]{re.escape(fence)}]*')
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def push(self, text: str, at: int) -> int:
-        start = at
-        while at < len(text) and not self.done and not self.broken:
-            at = self._push_in_string(text, at) if self._in_string else self._push_outside(text, at)
-        self._pieces.append(text[start:at])
-        return at
-
-    def _push_in_string(self, text: str, at: int) -> int:
-        if self._escaped:
-            self._escaped = False
-            return at + 1
-        at = end_of(_IN_STRING, text, at)
-        if at == len(text):
-            return at
-        self._in_string = text[at] != '"'
-        self._escaped = text[at] == "\\"
-        return at + 1
-
-    def _push_outside(self, text: str, at: int) -> int:
-        at = end_of(self._outside, text, at)
-        if at == len(text):
-            return at
-        char = text[at]
-        if char in self._fence:
-            self.broken = True
-            return at
-        self._in_string = char == '"'
-        self._depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(char, 0)
-        self.done = self._depth == 0
-        return at + 1
-
-
-class EscapedString(Value):
+class EscapedString(TextReader):
     """A string with escapes. An escape that is unknown, or breaks off, is text."""
 
     _escapes: Mapping[str, str]
@@ -108,38 +38,33 @@ class EscapedString(Value):
     _code_digits: Mapping[str, int]
     """Character behind the backslash -> number of hexadecimal digits that follow it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._escape = ""
+    _escape = ""
+    """What was read of one."""
 
-    def push(self, text: str, at: int) -> int:
-        while at < len(text) and not self.done:
-            at = self._push_escape(text, at) if self._escape else self._push_plain(text, at)
-        return at
-
-    def _push_plain(self, text: str, at: int) -> int:
-        raise NotImplementedError
-
+    @abstractmethod
     def _show(self, text: str) -> None:
-        raise NotImplementedError
+        """Of the string."""
 
+    @abstractmethod
     def _show_code(self, code: int, escape: str) -> None:
-        raise NotImplementedError
+        """What `escape` means, which has this number."""
 
-    def _push_escape(self, text: str, at: int) -> int:
-        char, kind = text[at], self._escape[1:2]
-        escape, self._escape = self._escape, ""
-        if kind and char not in HEX:
-            self._show(escape)
-            return at
-        escape += char
-        if not kind and char not in self._code_digits:
-            self._show(self._escapes.get(char, escape))
-        elif kind and len(escape) == 2 + self._code_digits[kind]:
+    def _read_escape(self) -> Reading[None]:
+        self._escape = escape = "\\"
+        self._at += 1
+        kind = yield from self._char()
+        num_digits = self._code_digits.get(kind, 0)
+        while len(escape) < 2 + num_digits:
+            char = yield from self._char()
+            if len(escape) > 1 and char not in HEX:
+                break
+            self._at += 1
+            self._escape = escape = escape + char
+        self._escape = ""
+        if num_digits and len(escape) == 2 + num_digits:
             self._show_code(int(escape[2:], 16), escape)
         else:
-            self._escape = escape
-        return at + 1
+            self._show(self._escapes.get(kind, escape))
 
 
 class StringValue(EscapedString):
@@ -148,30 +73,18 @@ class StringValue(EscapedString):
     _escapes = _ESCAPES
     _code_digits: Mapping[str, int] = {"u": 4}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._opened = False
-        self._high_surrogate = 0
+    _high_surrogate = 0
 
-    def flush(self) -> None:
+    def finish(self) -> None:
         self._show(self._escape)
         self._end_pair()
-        self._escape = ""
 
-    def _push_plain(self, text: str, at: int) -> int:
-        if not self._opened:
-            self._opened = True
-            at += 1
-        end = end_of(_IN_STRING, text, at)
-        self._show(text[at:end])
-        if end == len(text):
-            return end
-        if text[end] == '"':
-            self._end_pair()
-            self.done = True
-        else:
-            self._escape = "\\"
-        return end + 1
+    def _read(self) -> Reading[None]:
+        self._at += 1
+        while (yield from self._through(IN_STRING, self._show)) == "\\":
+            yield from self._read_escape()
+        self._at += 1
+        self._end_pair()
 
     def _show(self, text: str) -> None:
         if text:
@@ -204,18 +117,18 @@ class StringArguments(StringValue):
         super().__init__()
         self._typed = TypedText(frozenset(("object", "string")))
         self._cut = False
-        self._ended = False
+        self._given = False
 
     def take(self) -> str:
         text = self._typed.push(super().take())
-        if self._ended or not (self.done or self._cut):
+        if self._given or not (self.ended or self._cut):
             return text
-        self._ended = True
+        self._given = True
         if self._cut:
             return text + self._typed.flush()
         end = self._typed.end()
         return text + end if text or end != '""' else "{}"
 
-    def flush(self) -> None:
-        super().flush()
-        self._cut = not self.done
+    def finish(self) -> None:
+        super().finish()
+        self._cut = not self.ended

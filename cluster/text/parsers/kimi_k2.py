@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder, literal
-from swell.cluster.text.parsers.json_call import DelimitedCall
+from swell.cluster.text.parsers.json_call import DELIMITED_NAME, JsonCall
+from swell.cluster.text.parsers.reading import NotRead, Reading
 from swell.cluster.text.parsers.sections import SectionParser
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -24,20 +25,21 @@ ARGUMENTS = "<|tool_call_argument_begin|>"
 _NUMBERED = re.compile(r"(?:functions\.)?(.+):[0-9]+")
 
 
-class KimiCall(DelimitedCall):
-    ends = (CALL_END,)
+class KimiCall(JsonCall):
     fence = "<"
 
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         super().__init__()
         self._tools = tools
 
-    def _end_word(self, word: str) -> None:
-        self.id, self.name = word, self._name(word)
-        if self.name:
-            self._expect({ARGUMENTS: self._begin_arguments})
-        else:
-            self._break("")
+    def _read(self) -> Reading[None]:
+        self.id = yield from self._run(DELIMITED_NAME)
+        self.name = self._name(self.id)
+        if not self.name:
+            raise NotRead
+        yield from self._one_of(ARGUMENTS)
+        yield from self._read_arguments()
+        yield from self._one_of(CALL_END)
 
     def _name(self, text: str) -> str:
         if numbered := _NUMBERED.fullmatch(text):
@@ -56,7 +58,7 @@ class KimiK2Parser(SectionParser):
     call_begin = CALL
 
     @classmethod
-    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+    def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
         begin, arguments, end = map(builder.marker, (CALL, ARGUMENTS, CALL_END))
         heads = [
             f"{begin} {literal(f'functions.{tool.name}:')} INDEX {arguments}"

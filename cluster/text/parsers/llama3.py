@@ -19,12 +19,13 @@ import json
 import re
 from collections.abc import Callable, Container, Sequence
 
-from swell.cluster.text.parsers.base import Matcher
-from swell.cluster.text.parsers.calls import SPACE, MarkedCall, behind_space, end_of
+from swell.cluster.text.parsers.calls import Call
 from swell.cluster.text.parsers.deltas import AnswerDelta, Arguments, Tool
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
-from swell.cluster.text.parsers.json_call import BareArguments, CallReader
+from swell.cluster.text.parsers.json_call import CallReader, JsonCall
+from swell.cluster.text.parsers.matching import SPACE, Matcher
 from swell.cluster.text.parsers.notation import PYTHON, NotationCall
+from swell.cluster.text.parsers.reading import NotRead, Reading
 from swell.cluster.text.parsers.tools import ToolParser
 from swell.cluster.text.parsers.values import json_escaped
 
@@ -39,42 +40,22 @@ _OTHER_KEYS = ("type", "id")
 _CALL = ".call"
 
 
-class Llama3Head(MarkedCall):
-    """What follows a start marker, up to the arguments."""
+class FunctionCall(JsonCall):
+    """What follows `<function=`."""
 
-    def __init__(self, marker: str) -> None:
-        self._may_be_built_in = marker == PYTHON_TAG
-        if marker == FUNCTION:
-            self._read_run(_NAME, self._end_function, skip_space=False)
-        else:
-            self._state = self._at_first
+    def _read(self) -> Reading[None]:
+        self.name = yield from self._run(_NAME, skip_space=False)
+        yield from self._one_of(">", skip_space=False)
+        yield from self._read_arguments()
 
-    @behind_space
-    def _at_first(self, text: str, at: int) -> int:
-        if text[at] == "{":
-            self._begin_body(CallReader(argument_keys=_ARGUMENT_KEYS))
-        elif self._may_be_built_in:
-            self._read_run(_NAME, self._end_built_in, skip_space=False)
-        else:
-            self._break("")
-        return at
 
-    def _end_built_in(self, name: str) -> None:
-        self.name = name.removesuffix(_CALL)
-        if self.name and self.name != name:
-            self._expect({"(": self._begin_notation}, skip_space=False)
-        else:
-            self._break("")
-
-    def _begin_notation(self, _: str) -> None:
-        self._begin_body(NotationCall(self.name, PYTHON))
-
-    def _end_function(self, name: str) -> None:
-        self.name = name
-        self._expect({">": self._begin_json}, skip_space=False)
-
-    def _begin_json(self, _: str) -> None:
-        self._begin_body(BareArguments(self.name))
+class BuiltInCall(NotationCall):
+    def _read_name(self) -> Reading[str]:
+        written = yield from super()._read_name()
+        name = written.removesuffix(_CALL)
+        if name in ("", written):
+            raise NotRead
+        return name
 
 
 class Llama3Parser(ToolParser):
@@ -85,6 +66,7 @@ class Llama3Parser(ToolParser):
 
     _marker = ""
     """What begins the text that is held."""
+    _in_code = False
 
     def __init__(
         self, make_id: Callable[[], str] | None = None, tools: Sequence[Tool] = ()
@@ -94,7 +76,7 @@ class Llama3Parser(ToolParser):
         self._code_tool = next((name for name in CODE_TOOLS if name in self._tools), "")
 
     @classmethod
-    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+    def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
         return CallGrammar(
             marker=PYTHON_TAG,
             body="call",
@@ -106,41 +88,52 @@ class Llama3Parser(ToolParser):
     def flush(self) -> list[AnswerDelta]:
         if self._held and self._is_code():
             self._begin_code()
-        if self._state == self._in_code:
+        if self._in_code:
             self._deltas.append(Arguments(self._num_calls - 1, '"}'))
-            return self._take()
+            return self._take_deltas()
         return super().flush()
 
-    def _on_marker(self, marker: str) -> None:
+    def _read_calls(self, marker: str) -> Reading[None]:
         self._marker = marker
+        call: Call | None = None
         if marker == "{":
             # It may follow text, where only a tool's name shows that a call is meant.
-            self._begin_bare(self._tools or None)
-            self._read(marker)
+            self._at -= 1
+            call = self._bare_call(self._tools or None)
+        elif marker == FUNCTION:
+            self._hold(marker)
+            call = FunctionCall()
         else:
-            self._open_call(marker, Llama3Head(marker))
+            self._hold(marker)
+            if (yield from self._through(SPACE, self._held.append)) == "{":
+                call = CallReader(argument_keys=_ARGUMENT_KEYS)
+            elif marker == PYTHON_TAG:
+                call = BuiltInCall(PYTHON)
+        if call is None:
+            self._give_up()
+        elif (yield from self._read_call("", call)):
+            yield from self._read_gap()
+        elif self._in_code:
+            yield from self._read_code()
 
-    def _on_call_end(self) -> None:
-        self._state = self._gap
-
-    def _gap(self, text: str, at: int) -> int:
-        end = end_of(_SEPARATOR if self._num_calls else SPACE, text, at)
-        self._leading_space.append(text[at:end])
-        if end == len(text):
-            return end
-        self._state = self._content
-        if text[end] == "{":
-            self._marker = "{"
-            self._begin_bare(None)
-        elif text[end] == "<" and self._num_calls:
-            super()._on_call_end()
-        return end
-
-    def _begin_bare(self, names: Container[str] | None) -> None:
+    def _bare_call(self, names: Container[str] | None) -> Call:
         """A call without a marker, which must have one of these names."""
-        self._open_call(
-            "", CallReader(argument_keys=_ARGUMENT_KEYS, other_keys=_OTHER_KEYS, names=names)
-        )
+        return CallReader(argument_keys=_ARGUMENT_KEYS, other_keys=_OTHER_KEYS, names=names)
+
+    def _read_gap(self) -> Reading[None]:
+        while True:
+            space = _SEPARATOR if self._num_calls else SPACE
+            char = yield from self._through(space, self._leading_space.append)
+            if char == "{":
+                self._marker = char
+                if not (yield from self._read_call("", self._bare_call(None))):
+                    return
+            elif char == "<" and self._num_calls:
+                if not (yield from self._read_end_marker(*self.end_markers)):
+                    return
+                self._leading_space.clear()
+            else:
+                return
 
     # ----------------------------------------------------------------------------------- code
 
@@ -162,8 +155,12 @@ class Llama3Parser(ToolParser):
         self._announce(self._code_tool)
         start = f'{{{json.dumps(name)}: "{json_escaped(code)}'
         self._deltas.append(Arguments(self._num_calls - 1, start))
-        self._state = self._in_code
+        self._in_code = True
 
-    def _in_code(self, text: str, at: int) -> int:
-        self._deltas.append(Arguments(self._num_calls - 1, json_escaped(text[at:])))
-        return len(text)
+    def _read_code(self) -> Reading[None]:
+        while True:
+            self._deltas.append(
+                Arguments(self._num_calls - 1, json_escaped(self._text[self._at :]))
+            )
+            self._at = len(self._text)
+            yield

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from swell.cluster.text.parsers.base import Matcher
-from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, MarkedCall
+from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, Call
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
 from swell.cluster.text.parsers.json_check import JSON_TYPES
 from swell.cluster.text.parsers.markup_grammar import markup_calls
+from swell.cluster.text.parsers.matching import Matcher
+from swell.cluster.text.parsers.reading import NotRead, Reading
 from swell.cluster.text.parsers.sections import SectionParser
 from swell.cluster.text.parsers.values import STRING, TypedText, json_escaped, parameter_types
 
@@ -53,7 +54,7 @@ class Markup(msgspec.Struct, frozen=True, kw_only=True):
         return (self.value_end, *padded, *self.other_value_ends)
 
 
-class MarkupCall(MarkedCall):
+class MarkupCall(Call):
     def __init__(
         self,
         markup: Markup,
@@ -62,113 +63,92 @@ class MarkupCall(MarkedCall):
     ) -> None:
         """`types`: what values a tool's argument may have. `names`: the tools that may be called;
         None: any."""
+        super().__init__()
         self._markup = markup
         self._types = types
-        self._pieces: list[str] = []
+        self._names = names
         self._num_keys = 0
-        self._element = ""
-        """What of one was read before its value."""
-        self._key = ""
-        self._value = TypedText(JSON_TYPES)
-        self._matcher = Matcher(*markup.value_ends())
-        if names is None:
-            self._read_run(_NAME, self._end_name)
-        else:
-            heads = [name + markup.name_end for name in names]
-            self._expect(dict.fromkeys(heads, self._end_known_head), skip_space=False)
+        self._value: TypedText | None = None
+        """The one that is read."""
 
-    def take(self) -> str:
-        taken, self._pieces = "".join(self._pieces), []
-        return taken
-
-    def flush(self) -> None:
+    def finish(self) -> None:
         """What may have been the end of the value is taken for it, but the value is not whole."""
-        if self._state == self._in_value:
+        if self._value is not None:
             self._pieces.append(self._value.flush())
 
-    def _break(self, unread: str) -> None:
-        super()._break(self._element + unread)
+    def _read(self) -> Reading[None]:
+        markup = self._markup
+        yield from self._read_name()
+        marker = ""
+        while marker not in markup.call_ends:
+            if marker != markup.key_begin:
+                marker = yield from self._one_of(markup.key_begin, *markup.call_ends)
+            self._mark_known()
+            if marker == markup.key_begin:
+                types = yield from self._read_key()
+                marker = yield from self._read_value(TypedText(types))
+        self._pieces.append("}")
 
-    # ------------------------------------------------------------------------------- the head
-
-    def _end_name(self, name: str) -> None:
-        self.name = name
-        if self._markup.name_end:
-            self._expect({self._markup.name_end: self._end_head})
-        else:
-            self._begin_element("")
-
-    def _end_known_head(self, head: str) -> None:
-        self.name = head.removesuffix(self._markup.name_end)
-        self._end_head("")
-
-    def _end_head(self, _: str) -> None:
-        self._mark_known()
-        self._begin_element("")
+    def _read_name(self) -> Reading[None]:
+        end = self._markup.name_end
+        if self._names is not None:
+            heads = [name + end for name in self._names]
+            head = yield from self._one_of(*heads, skip_space=False)
+            self.name = head.removesuffix(end)
+            self._mark_known()
+            return
+        self.name = yield from self._run(_NAME)
+        if end:
+            yield from self._one_of(end)
+            self._mark_known()
 
     def _mark_known(self) -> None:
         if not self.known:
             self.known = True
             self._pieces.append("{")
 
-    def _end_call(self, _: str) -> None:
-        self._mark_known()
-        self._pieces.append("}")
-        self.ended = True
-
-    # ----------------------------------------------------------------------------- an element
-
-    def _begin_element(self, _: str) -> None:
-        """It, or the end of the call, follows."""
-        ends = dict.fromkeys(self._markup.call_ends, self._end_call)
-        self._expect({self._markup.key_begin: self._begin_key, **ends})
-
-    def _begin_key(self, begin: str) -> None:
-        self._mark_known()
-        self._element = begin
-        self._read_run(_KEY, self._end_key)
-
-    def _end_key(self, key: str) -> None:
-        self._element += key
-        self._key = key.strip()
-        self._expect(dict.fromkeys(self._markup.key_ends, self._after_key))
-
-    def _after_key(self, end: str) -> None:
-        types = self._types(self.name, self._key)
-        if len(self._markup.key_ends) > 1:
-            types = _marked_types(types, is_string=end == self._markup.key_ends[0])
-        self._value = TypedText(types)
-        if self._markup.value_begin:
-            self._element += end
-            self._expect({self._markup.value_begin: self._begin_value})
-        else:
-            self._begin_value("")
-
-    def _begin_value(self, _: str) -> None:
-        comma = ", " if self._num_keys else ""
+    def _read_key(self) -> Reading[frozenset[str]]:
+        """Of an element, whose beginning was read, up to its value; the types of that. Where it is
+        no element, all of it is unread."""
+        markup, read = self._markup, self._markup.key_begin
+        try:
+            key = yield from self._run(_KEY)
+            read += key
+            end = yield from self._one_of(*markup.key_ends)
+            if markup.value_begin:
+                read += end
+                yield from self._one_of(markup.value_begin)
+        except NotRead as error:
+            raise NotRead(read + error.unread) from None
+        key = key.strip()
+        self._pieces.append(f'{", " if self._num_keys else ""}"{json_escaped(key)}": ')
         self._num_keys += 1
-        self._element = ""
-        self._pieces.append(f'{comma}"{json_escaped(self._key)}": {self._value.push("")}')
-        self._state = self._at_value
+        types = self._types(self.name, key)
+        if len(markup.key_ends) > 1:
+            types = _marked_types(types, is_string=end == markup.key_ends[0])
+        return types
 
-    def _at_value(self, text: str, at: int) -> int:
-        self._state = self._in_value
-        padding = self._markup.padding
-        return at + len(padding) if padding and text[at] == padding else at
+    def _read_value(self, value: TypedText) -> Reading[str]:
+        """What marks the end of the value or, where the model forgot that, what follows."""
+        self._pieces.append(value.push(""))
+        self._value = value
+        if self._at == len(self._text):
+            yield
+        padding, value_end = self._markup.padding, self._markup.value_end
+        if padding and self._text[self._at] == padding:
+            self._at += len(padding)
+        matcher = Matcher(*self._markup.value_ends())
 
-    def _in_value(self, text: str, at: int) -> int:
-        shown, end, at = self._matcher.push(text, at)
-        self._pieces.append(self._value.push(shown))
-        if end is None:
-            return at
-        if self._value.in_json and end == self._markup.value_end:
-            self._pieces.append(self._value.push(end))
-            return at
-        self._pieces.append(self._value.end())
-        then: dict[str, Callable[[str], None]] = {self._markup.key_begin: self._begin_key}
-        then |= dict.fromkeys(self._markup.call_ends, self._end_call)
-        then.get(end.strip(), self._begin_element)(end.strip())
-        return at
+        def give(text: str) -> None:
+            self._pieces.append(value.push(text))
+
+        end = yield from self._up_to(matcher, give)
+        while value.in_json and end == value_end:
+            give(end)
+            end = yield from self._up_to(matcher, give)
+        self._pieces.append(value.end())
+        self._value = None
+        return end.strip()
 
 
 def _marked_types(types: frozenset[str], *, is_string: bool) -> frozenset[str]:
@@ -188,7 +168,7 @@ class MarkupParser(SectionParser):
         self._known_kinds: dict[tuple[str, str], frozenset[str]] = {}
 
     @classmethod
-    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+    def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
         return markup_calls(cls, builder)
 
     def _new_call(self, *, bare: bool) -> MarkupCall:

@@ -13,10 +13,10 @@ import re
 import secrets
 import string
 
-from swell.cluster.text.parsers.calls import MarkedCall
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
-from swell.cluster.text.parsers.json_call import BareArguments, CallReader
+from swell.cluster.text.parsers.json_call import CallReader, JsonCall
 from swell.cluster.text.parsers.lists import ListParser
+from swell.cluster.text.parsers.reading import NotRead, Reading
 
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 CALL_ID_CHARS = 9
@@ -25,39 +25,26 @@ _NAME = re.compile(r"[-.:/\w]*")
 _ID = re.compile(r"[0-9A-Za-z]*")
 
 
-class MistralHead(MarkedCall):
-    """Name and id: `g[CALL_ID]aB3dE6gH9[ARGS]`."""
+class MistralCall(JsonCall):
+    """`g[CALL_ID]aB3dE6gH9[ARGS]{}`."""
 
-    def __init__(self) -> None:
-        self._read_run(_NAME, self._end_name, skip_space=False)
+    def _read(self) -> Reading[None]:
+        try:
+            yield from self._read_head()
+        except NotRead:
+            # What was read of a marker is not read again: its bracket begins no other.
+            raise NotRead from None
+        yield from self._read_arguments()
 
-    def _end_name(self, name: str) -> None:
-        self.name = name
-        self._state = self._after_name
-
-    def _after_name(self, text: str, at: int) -> int:
-        if text[at] == "{":
-            self._end_head("")
-        else:
-            self._expect({CALL_ID: self._begin_id, ARGS: self._end_head}, skip_space=False)
-        return at
-
-    def _begin_id(self, _: str) -> None:
-        self._read_run(_ID, self._end_id, max_chars=CALL_ID_CHARS, skip_space=False)
-
-    def _end_id(self, call_id: str) -> None:
-        self.id = call_id
-        if len(call_id) == CALL_ID_CHARS:
-            self._expect({ARGS: self._end_head}, skip_space=False)
-        else:
-            self._break("")
-
-    def _end_head(self, _: str) -> None:
-        self._begin_body(BareArguments(self.name, call_id=self.id))
-
-    def _break(self, unread: str) -> None:
-        """What was read of a marker is not read again: its bracket begins no other."""
-        super()._break("")
+    def _read_head(self) -> Reading[None]:
+        self.name = yield from self._run(_NAME, skip_space=False)
+        if self._text[self._at] == "{":
+            return
+        if (yield from self._one_of(CALL_ID, ARGS, skip_space=False)) == CALL_ID:
+            self.id = yield from self._run(_ID, max_chars=CALL_ID_CHARS, skip_space=False)
+            if len(self.id) < CALL_ID_CHARS:
+                raise NotRead
+            yield from self._one_of(ARGS, skip_space=False)
 
 
 class MistralParser(ListParser):
@@ -71,7 +58,7 @@ class MistralParser(ListParser):
         return "".join(secrets.choice(alphabet) for _ in range(CALL_ID_CHARS))
 
     @classmethod
-    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+    def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
         if ARGS not in builder.special:
             body, rules = f'" "? {builder.call_list()}', builder.json_calls("arguments")
             return CallGrammar(marker=TOOL_CALLS, body=body, rules=rules)
@@ -85,5 +72,5 @@ class MistralParser(ListParser):
     def _new_element(self) -> CallReader:
         return CallReader()
 
-    def _new_single(self) -> MistralHead:
-        return MistralHead()
+    def _new_single(self) -> MistralCall:
+        return MistralCall()

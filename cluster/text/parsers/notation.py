@@ -14,14 +14,14 @@ from collections.abc import Mapping
 
 import msgspec
 
-from swell.cluster.text.parsers.calls import Call, LiteralMatcher, MarkedCall
-from swell.cluster.text.parsers.json_values import Value
+from swell.cluster.text.parsers.calls import Call
 from swell.cluster.text.parsers.notation_values import (
     BareKey,
     BareScalar,
     DelimitedString,
     QuotedString,
 )
+from swell.cluster.text.parsers.reading import NotRead, Reading, TextReader
 from swell.cluster.text.parsers.structure import StructureReader
 
 _NAME = re.compile(r"[-.\w]*")
@@ -55,56 +55,40 @@ FUNCTION_GEMMA = Notation("call:", "{", "}", ":", '"', "<escape>", _BRACKETS, _P
 GEMMA4 = Notation("call:", "{", "}", ":", '"', '<|"|>', _BRACKETS, _PYTHON_WORDS)
 
 
-class NotationHead(MarkedCall):
-    """The name of a call, up to the bracket that opens its arguments."""
-
-    def __init__(self, notation: Notation) -> None:
-        self._notation = notation
-        if notation.prefix:
-            self._expect({notation.prefix: self._begin_name})
-        else:
-            self._read_run(_NAME, self._end_name)
-
-    def _begin_name(self, _: str) -> None:
-        self._read_run(_NAME, self._end_name, skip_space=False)
-
-    def _end_name(self, name: str) -> None:
-        self.name = name
-        self._expect({self._notation.open: self._end_head}, skip_space=False)
-
-    def _end_head(self, _: str) -> None:
-        self._begin_body(NotationCall(self.name, self._notation))
-
-
 class NotationCall(StructureReader, Call):
-    """A call, from after the bracket that opens its arguments.
+    """A call, from its name on.
 
     `known` where the first argument's value begins, or the arguments end without any.
     """
 
     _allows_last_comma = True
 
-    def __init__(self, name: str, notation: Notation) -> None:
+    def __init__(self, notation: Notation) -> None:
         super().__init__()
-        self.name = name
         self._notation = notation
-        self._out = ["{"]
-        self._open = [(notation.close, notation.assign)]
-        self._state = self._before_first
         self._comma_is_due = False
         """Something precedes the next element."""
-        self._value = Value()
-        self._is_key = False
-        self._marks: LiteralMatcher
+        self._value: TextReader | None = None
 
-    def take(self) -> str:
-        taken, self._out = "".join(self._out), []
-        return taken
+    def finish(self) -> None:
+        if self._value is not None:
+            self._value.finish()
+            self._pieces.append(self._value.take())
 
-    def flush(self) -> None:
-        if self._state == self._in_value:
-            self._value.flush()
-            self._out.append(self._value.take())
+    def _read(self) -> Reading[None]:
+        notation = self._notation
+        self.name = yield from self._read_name()
+        yield from self._one_of(notation.open, skip_space=False)
+        self._pieces.append("{")
+        self._open = [(notation.close, notation.assign)]
+        yield from super()._read()
+        self.known = True
+
+    def _read_name(self) -> Reading[str]:
+        prefix = self._notation.prefix
+        if prefix:
+            yield from self._one_of(prefix)
+        return (yield from self._run(_NAME, skip_space=not prefix))
 
     # -------------------------------------------------------------------------------- tokens
 
@@ -113,60 +97,36 @@ class NotationCall(StructureReader, Call):
             self._comma_is_due = True
         elif text in "}]:":
             self._comma_is_due = False
-            self._out.append(": " if text == ":" else text)
+            self._pieces.append(": " if text == ":" else text)
         else:
             self._separate()
             self.known = True
-            self._out.append(text)
+            self._pieces.append(text)
 
     def _separate(self) -> None:
         if self._comma_is_due:
             self._comma_is_due = False
-            self._out.append(", ")
-
-    def _stop(self, at: int) -> int:
-        self.ended = True
-        return at
+            self._pieces.append(", ")
 
     # -------------------------------------------------------------------------------- values
 
-    def _begin(self, char: str, at: int, *, is_key: bool) -> int:
-        notation, self._is_key = self._notation, is_key
-        if not is_key and char in notation.brackets:
-            return self._nest(*notation.brackets[char], at)
-        if notation.mark[:1] == char:
-            self._marks = LiteralMatcher(notation.mark, skip_space=False)
-            self._state = self._in_mark
-        elif char in notation.quotes:
-            self._begin_value(QuotedString(char))
-        elif BareScalar.may_begin_with(char):
-            self._begin_value(BareKey() if is_key else BareScalar(notation.words))
-        else:
-            self.ended = True
-        return at
+    def _opened_by(self, char: str) -> tuple[str, str] | None:
+        return self._notation.brackets.get(char)
 
-    def _begin_value(self, value: Value) -> None:
+    def _read_scalar(self, char: str, *, is_key: bool) -> Reading[None]:
+        value = yield from self._begun_by(char, is_key=is_key)
         self._separate()
-        self.known = self.known or not self._is_key
-        self._value, self._state = value, self._in_value
-        self._out.append(value.take())
+        self.known = self.known or not is_key
+        self._value = value
+        yield from self._follow(value, self._pieces.append)
+        self._value = None
 
-    def _in_mark(self, text: str, at: int) -> int:
-        mark, possible, at = self._marks.push(text, at)
-        if mark is not None:
-            self._begin_value(DelimitedString(mark))
-        elif not possible:
-            self.ended, self.unread = True, self._marks.begun
-        return at
-
-    def _in_value(self, text: str, at: int) -> int:
-        at = self._value.push(text, at)
-        self._out.append(self._value.take())
-        if self._value.done:
-            self._state = self._before_separator if self._is_key else self._after_value
-        return at
-
-    def _end_value(self) -> None:
-        super()._end_value()
-        if not self._open:
-            self.known = self.ended = True
+    def _begun_by(self, char: str, *, is_key: bool) -> Reading[TextReader]:
+        notation = self._notation
+        if notation.mark[:1] == char:
+            return DelimitedString((yield from self._one_of(notation.mark, skip_space=False)))
+        if char in notation.quotes:
+            return QuotedString(char)
+        if BareScalar.may_begin_with(char):
+            return BareKey() if is_key else BareScalar(notation.words)
+        raise NotRead

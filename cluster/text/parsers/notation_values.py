@@ -7,9 +7,9 @@ import math
 import re
 from collections.abc import Mapping
 
-from swell.cluster.text.parsers.base import Matcher
-from swell.cluster.text.parsers.calls import end_of
-from swell.cluster.text.parsers.json_values import EscapedString, ScalarValue, Value
+from swell.cluster.text.parsers.json_values import EscapedString, ScalarValue
+from swell.cluster.text.parsers.matching import Matcher
+from swell.cluster.text.parsers.reading import Reading, TextReader
 from swell.cluster.text.parsers.values import json_escaped
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
@@ -38,36 +38,36 @@ class QuotedString(EscapedString):
         super().__init__()
         self._quote = quote
         self._plain = re.compile(f"[^{quote}\\\\]*")
+        self._is_open = False
+        """What began the string was read."""
         self._quotes = 0
         """In a row, that may begin or end the string."""
-        self._quotes_needed = 0
-        """One or three; 0 where the string begins."""
 
-    def _push_plain(self, text: str, at: int) -> int:
-        if text[at] == self._quote:
+    def finish(self) -> None:
+        if self._is_open:
+            self._show(self._quote * self._quotes)
+        elif self._quotes == 2:
+            self._pieces.append('"')
+
+    def _read(self) -> Reading[None]:
+        self._pieces.append('"')
+        around = yield from self._read_quotes(3)
+        self._is_open = around != 2
+        quotes = 0 if self._is_open else around
+        while quotes < around:
+            self._show(self._quote * quotes)
+            if (yield from self._through(self._plain, self._show)) == "\\":
+                yield from self._read_escape()
+            quotes = yield from self._read_quotes(around)
+        self._pieces.append('"')
+
+    def _read_quotes(self, most: int) -> Reading[int]:
+        """How many follow, in a row."""
+        while self._quotes < most and (yield from self._char()) == self._quote:
+            self._at += 1
             self._quotes += 1
-            if not self._quotes_needed:
-                if self._quotes == 1:
-                    self._pieces.append('"')
-                elif self._quotes == 3:
-                    self._quotes, self._quotes_needed = 0, 3
-            elif self._quotes == self._quotes_needed:
-                self._end()
-            return at + 1
-        if not self._quotes_needed:
-            if self._quotes == 2:
-                self._end()
-                return at
-            self._quotes, self._quotes_needed = 0, 1
-        if self._quotes:
-            self._pieces.append(json_escaped(self._quote * self._quotes))
-            self._quotes = 0
-        end = end_of(self._plain, text, at)
-        self._pieces.append(json_escaped(text[at:end]))
-        if end < len(text) and text[end] == "\\":
-            self._escape = "\\"
-            return end + 1
-        return end
+        count, self._quotes = self._quotes, 0
+        return count
 
     def _show(self, text: str) -> None:
         self._pieces.append(json_escaped(text))
@@ -79,36 +79,21 @@ class QuotedString(EscapedString):
         else:
             self._show(chr(code) if code < 0x110000 else escape)
 
-    def _end(self) -> None:
-        self._pieces.append('"')
-        self.done = True
 
-    def flush(self) -> None:
-        if not self._quotes_needed and self._quotes == 2:
-            self._end()
-        elif self._quotes_needed:
-            self._pieces.append(json_escaped(self._quote * self._quotes))
-            self._quotes = 0
-
-
-class DelimitedString(Value):
+class DelimitedString(TextReader):
     """Between two equal marks, without escapes, from after the first on."""
 
     def __init__(self, mark: str) -> None:
         super().__init__()
         self._matcher = Matcher(mark)
-        self._pieces.append('"')
 
-    def push(self, text: str, at: int) -> int:
-        shown, found, at = self._matcher.push(text, at)
-        self._pieces.append(json_escaped(shown))
-        if found:
-            self._pieces.append('"')
-            self.done = True
-        return at
-
-    def flush(self) -> None:
+    def finish(self) -> None:
         self._pieces.append(json_escaped(self._matcher.flush()))
+
+    def _read(self) -> Reading[None]:
+        self._pieces.append('"')
+        yield from self._up_to(self._matcher, lambda text: self._pieces.append(json_escaped(text)))
+        self._pieces.append('"')
 
 
 class BareScalar(ScalarValue):
@@ -127,19 +112,18 @@ class BareScalar(ScalarValue):
         self._held: list[str] = []
         self._is_string = False
 
-    def push(self, text: str, at: int) -> int:
-        end = end_of(self._chars, text, at)
-        while at < end and not self._is_string:
-            self._push_char(text[at])
-            at += 1
+    def _read(self) -> Reading[None]:
+        yield from self._through(self._chars, self._push_word)
+        self.finish()
         if self._is_string:
-            self._pieces.append(json_escaped(text[at:end]))
-        self.done = end < len(text)
-        if self.done:
-            self.flush()
+            self._pieces.append('"')
+
+    def _push_word(self, text: str) -> None:
+        for at, char in enumerate(text):
             if self._is_string:
-                self._pieces.append('"')
-        return end
+                self._pieces.append(json_escaped(text[at:]))
+                break
+            self._push_char(char)
 
     def _push_char(self, char: str) -> None:
         word = self._word + char
@@ -158,7 +142,7 @@ class BareScalar(ScalarValue):
         self._pieces.append('"' + json_escaped("".join(self._held)))
         self._held.clear()
 
-    def flush(self) -> None:
+    def finish(self) -> None:
         if self._is_string:
             return
         word = "".join(self._held)

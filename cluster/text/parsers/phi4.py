@@ -24,7 +24,7 @@ class Phi4Parser(ListParser):
     end_markers = (PHI_CLOSE,)
 
     @classmethod
-    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+    def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
         return CallGrammar(
             marker=PHI_OPEN,
             body=f"{builder.call_list()} {builder.marker(PHI_CLOSE)}",

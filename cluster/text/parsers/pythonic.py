@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
 from swell.cluster.text.parsers.lists import ListParser
-from swell.cluster.text.parsers.notation import PYTHON, NotationHead
+from swell.cluster.text.parsers.notation import PYTHON, NotationCall
 from swell.cluster.text.parsers.notation_grammar import python_calls
+from swell.cluster.text.parsers.reading import Reading
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 TOOL_CODE, FENCE = "```tool_code", "```"
@@ -29,7 +30,7 @@ class PythonicParser(ListParser):
     end_markers = (PYTHON_END, FENCE)
 
     @classmethod
-    def _call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+    def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
         return CallGrammar(
             marker=PYTHON_START,
             body=builder.call_list(),
@@ -37,13 +38,12 @@ class PythonicParser(ListParser):
             bare="[",
         )
 
-    def _gap(self, text: str, at: int) -> int:
-        end = super()._gap(text, at)
-        if end < len(text) and text[end] == "[" and not self._num_calls:
-            self._hold("", self._before_list)
-        return end
+    def _read_start(self) -> Reading[None]:
+        yield from self._read_gap()
+        if self._text[self._at] == "[":
+            yield from self._read_calls("")
 
-    def _new_element(self) -> NotationHead:
-        return NotationHead(PYTHON)
+    def _new_element(self) -> NotationCall:
+        return NotationCall(PYTHON)
 
     _new_single = _new_element

@@ -20,14 +20,15 @@ call belong to it. A `</think>` after the call is text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
-from swell.cluster.text.parsers.base import ContentParser, Parser, StateParser
-from swell.cluster.text.parsers.calls import LiteralMatcher
+from swell.cluster.text.parsers.base import AnswerReader, ContentParser, Parser
 from swell.cluster.text.parsers.deltas import AnswerDelta, Content, Reasoning, ToolCall
+from swell.cluster.text.parsers.reading import NotRead, Reading
 
 
-class ThinkParser(StateParser):
+class ThinkParser(AnswerReader):
     """The model writes `<think>` itself, or answers without reasoning (Qwen3). Where the prompt
     ends with `<think>`, the answer begins inside."""
 
@@ -36,18 +37,19 @@ class ThinkParser(StateParser):
 
     def __init__(self, make_inner: Callable[[], Parser] = ContentParser, prompt: str = "") -> None:
         """`make_inner` makes what reads the content. `prompt`: the end of the prompt's text."""
-        super().__init__(self._before)
+        super().__init__()
         self._make_inner = make_inner
         self._inner = make_inner()
         """Reads reasoning up to `end_token`, and another one the content after it."""
         self.markers = (self.start_token, self.end_token, *self._inner.markers)
         self.keeps_special_tokens |= self._inner.keeps_special_tokens
-        self._literals = LiteralMatcher(self.start_token)
-        self._lead: list[str] = []
-        """What may be whitespace and `start_token`."""
+        self._tag_padding = re.compile(f"[{self.padding}]*" if self.padding else "")
         self._padding: list[str] = []
         """Before what may be `end_token` or a call."""
         self._prompt_opened = self.opened_by_prompt(prompt)
+        self._has_begun = False
+        """Reasoning, or the answer without it."""
+        self._is_inside = False
 
     @classmethod
     def opened_by_prompt(cls, prompt: str) -> bool:
@@ -58,57 +60,55 @@ class ThinkParser(StateParser):
         return prompt.rstrip().endswith(cls.end_token)
 
     def flush(self) -> list[AnswerDelta]:
-        if self._state == self._before:
-            self._begin_unmarked()
-        if self._state == self._inside:
+        if not self._has_begun:
+            self.push("")
+            self._reading.throw(NotRead())
+        if self._is_inside:
             self._reason(self._inner.flush())
             self._deltas.append(Reasoning("".join(self._padding)))
         else:
             self._deltas += self._inner.flush()
-        return self._take()
+        return self._take_deltas()
 
-    def _before(self, text: str, at: int) -> int:
-        """Behind whitespace `start_token` is first, or reasoning does not begin at all."""
-        start = at
-        found, possible, at = self._literals.push(text, at)
-        self._lead.append(text[start:at])
-        if found:
-            self._state = self._after_open
-        elif not possible:
-            self._begin_unmarked()
-        return at
+    def _read(self) -> Reading[None]:
+        lead: list[str] = []
+        opened = True
+        try:
+            yield from self._one_of(self.start_token, give=lead.append)
+        except NotRead:
+            opened = self._prompt_opened
+            self._unread("".join(lead))
+        self._has_begun = True
+        if opened:
+            yield from self._through(self._tag_padding)
+            yield from self._read_inside()
+        yield from self._pass_on(self._inner)
 
-    def _begin_unmarked(self) -> None:
-        """The answer begins with other text."""
-        self._state = self._after_open if self._prompt_opened else self._content
-        self._read("".join(self._lead))
-
-    def _after_open(self, text: str, at: int) -> int:
-        at = self._padding_end(text, at)
-        if at < len(text):
-            self._inner.stop_at(self.end_token)
-            self._state = self._inside
-        return at
-
-    def _inside(self, text: str, at: int) -> int:
-        self._reason(self._inner.push(text[at:]))
-        rest = self._inner.rest
-        if rest is None:
-            return len(text)
+    def _read_inside(self) -> Reading[None]:
+        """Up to the content or the call behind."""
+        self._inner.stop_at(self.end_token)
+        self._is_inside = True
+        while self._inner.rest is None:
+            self._reason(self._inner.push(self._text[self._at :]))
+            self._at = len(self._text)
+            if not self._is_inside:
+                return
+            if self._inner.rest is None:
+                yield
+        self._at -= len(self._inner.rest)
         # What was held is no call.
         self._reason(self._inner.flush())
-        self._padding.clear()
+        self._is_inside = False
         self._inner = self._make_inner()
-        self._state = self._after_close
-        return len(text) - len(rest)
+        yield from self._through(self._tag_padding)
 
     def _reason(self, deltas: list[AnswerDelta]) -> None:
         """What the inner parser has read is reasoning until a call begins."""
         for delta in deltas:
-            if isinstance(delta, ToolCall) and self._state == self._inside:
+            if isinstance(delta, ToolCall) and self._is_inside:
                 self._padding.clear()
-                self._state = self._content
-            if isinstance(delta, Content) and self._state == self._inside:
+                self._is_inside = False
+            if isinstance(delta, Content) and self._is_inside:
                 self._show(delta.text)
             else:
                 self._deltas.append(delta)
@@ -119,19 +119,6 @@ class ThinkParser(StateParser):
             self._deltas.append(Reasoning("".join([*self._padding, stripped])))
             self._padding.clear()
         self._padding.append(text[len(stripped) :])
-
-    def _after_close(self, text: str, at: int) -> int:
-        at = self._padding_end(text, at)
-        if at < len(text):
-            self._state = self._content
-        return at
-
-    def _content(self, text: str, at: int) -> int:
-        self._deltas += self._inner.push(text[at:])
-        return len(text)
-
-    def _padding_end(self, text: str, at: int) -> int:
-        return len(text) - len(text[at:].lstrip(self.padding))
 
 
 class OpenThinkParser(ThinkParser):

@@ -10,9 +10,9 @@ without one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 
-from swell.cluster.text.parsers.calls import Call, LiteralMatcher, MarkedCall
+from swell.cluster.text.parsers.calls import Call
+from swell.cluster.text.parsers.reading import NotRead, Reading
 from swell.cluster.text.parsers.tools import ToolParser
 
 
@@ -29,35 +29,25 @@ class SectionParser(ToolParser):
     def _new_call(self, *, bare: bool) -> Call:
         """Reads a call from after what begins it. `bare`: there was no section around it."""
 
-    def _on_marker(self, marker: str) -> None:
-        if not self.call_begin or marker.endswith(self.call_begin):
-            self._open_call(marker, self._new_call(bare=bool(self.call_begin)))
-        else:
-            self._open_call(marker, _FirstCall(self.call_begin, self._new_call))
-
-    def _on_call_end(self) -> None:
-        if self.call_begin:
-            self._end_of_call = LiteralMatcher(self.call_begin, *self.end_markers)
-            self._state = self._after_call
-        else:
-            self._state = self._gap
-
-    def _on_end_marker(self, marker: str) -> None:
-        if marker == self.call_begin:
-            self._open_call("", self._new_call(bare=False))
-        else:
-            super()._on_end_marker(marker)
-
-    def _on_no_end_marker(self, begun: str) -> None:
-        self._read_again(begun, self._leading_space)
+    def _read_calls(self, marker: str) -> Reading[None]:
+        self._hold(marker)
+        bare = bool(self.call_begin) and marker.endswith(self.call_begin)
+        if self.call_begin and not bare:
+            try:
+                yield from self._one_of(self.call_begin, give=self._held.append)
+            except NotRead as error:
+                return self._give_up(error.unread)
+        while (yield from self._read_call("", self._new_call(bare=bare))):
+            if not self.call_begin:
+                return (yield from self._read_gap())
+            end = yield from self._read_end_marker(self.call_begin, *self.end_markers)
+            if not end:
+                return self._show("")
+            if end != self.call_begin:
+                self._leading_space.clear()
+                return (yield from self._read_gap())
+            bare = False
 
     def _flush_end_marker(self) -> None:
         """What may have been the end of a section is taken for it."""
         self._leading_space.clear()
-
-
-class _FirstCall(MarkedCall):
-    """What begins the first call of a section."""
-
-    def __init__(self, call_begin: str, new_call: Callable[..., Call]) -> None:
-        self._expect({call_begin: lambda _: self._begin_body(new_call(bare=False))})

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from abc import abstractmethod
 
-from swell.cluster.text.parsers.calls import SPACE, end_of
-
-_Reader = TypeVar("_Reader", bound="StructureReader")
+from swell.cluster.text.parsers.matching import SPACE
+from swell.cluster.text.parsers.reading import NotRead, Reading, TextReader
 
 
-def _token(state: Callable[[_Reader, str, int], int]) -> Callable[[_Reader, str, int], int]:
-    """A state that reads the next character that is no whitespace, which is at an index."""
-
-    def read(self: _Reader, text: str, at: int) -> int:
-        end = end_of(SPACE, text, at)
-        if end > at:
-            self._on_space(text[at:end])
-        return state(self, text[end], end) if end < len(text) else end
-
-    return read
-
-
-class StructureReader:
+class StructureReader(TextReader):
     """Reads brackets, commas and what separates keys from values. A subclass reads the rest."""
 
     _allows_last_comma = False
     """A comma may precede a closing bracket."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._open: list[tuple[str, str]] = []
         """Of each array and object that is open: what closes it, and what separates key and value;
         empty for arrays."""
-        self._state: Callable[[str, int], int] = self._before_value
 
     # ---------------------------------------------------------------------------- a subclass
 
@@ -42,60 +28,68 @@ class StructureReader:
     def _on_space(self, text: str) -> None:
         """Whitespace was read."""
 
-    def _begin(self, char: str, at: int, *, is_key: bool) -> int:
-        """A key or a value begins at `at`: `_nest`, or set the state that reads it."""
-        raise NotImplementedError
+    def _on_value(self) -> None:
+        """A value is whole."""
 
-    def _end_value(self) -> None:
-        self._state = self._after_value
+    @abstractmethod
+    def _opened_by(self, char: str) -> tuple[str, str] | None:
+        """As in `_open`, of what this character opens; None: it opens neither array nor object."""
 
-    def _stop(self, at: int) -> int:
-        """The character at `at` cannot follow."""
-        raise NotImplementedError
+    @abstractmethod
+    def _read_scalar(self, char: str, *, is_key: bool) -> Reading[None]:
+        """A key or a value that begins with `char`."""
 
-    # --------------------------------------------------------------------------------- states
+    # --------------------------------------------------------------------------------- reading
 
-    @_token
-    def _before_value(self, char: str, at: int) -> int:
-        return self._begin(char, at, is_key=False)
+    def _read(self) -> Reading[None]:
+        """One value, or the rest of what is open."""
+        may_close = bool(self._open)
+        while True:
+            char = yield from self._token()
+            closer, separator = self._open[-1] if self._open else ("", "")
+            if may_close and char == closer:
+                self._close()
+            else:
+                if separator:
+                    char = yield from self._read_key(char, separator)
+                if may_close := self._nest(char):
+                    continue
+                yield from self._read_scalar(char, is_key=False)
+                self._on_value()
+            while self._open and (yield from self._token()) == self._open[-1][0]:
+                self._close()
+            if not self._open:
+                return
+            if self._text[self._at] != ",":
+                raise NotRead
+            self._take_token(",")
+            may_close = self._allows_last_comma
 
-    @_token
-    def _before_key(self, char: str, at: int) -> int:
-        return self._begin(char, at, is_key=True)
+    def _token(self) -> Reading[str]:
+        return (yield from self._through(SPACE, self._on_space))
 
-    @_token
-    def _before_first(self, char: str, at: int) -> int:
-        closer, separator = self._open[-1]
-        return self._close(at) if char == closer else self._begin(char, at, is_key=bool(separator))
+    def _read_key(self, char: str, separator: str) -> Reading[str]:
+        """A key and what separates it from its value; that one's first character."""
+        yield from self._read_scalar(char, is_key=True)
+        if (yield from self._token()) != separator:
+            raise NotRead
+        self._take_token(":")
+        return (yield from self._token())
 
-    @_token
-    def _before_separator(self, char: str, at: int) -> int:
-        if char != self._open[-1][1]:
-            return self._stop(at)
-        self._on_token(":")
-        self._state = self._before_value
-        return at + 1
+    def _nest(self, char: str) -> bool:
+        """Whether an array or object begins."""
+        opened = self._opened_by(char)
+        if opened is None:
+            return False
+        self._open.append(opened)
+        self._take_token("{" if opened[1] else "[")
+        return True
 
-    @_token
-    def _after_value(self, char: str, at: int) -> int:
-        closer, separator = self._open[-1] if self._open else ("", "")
-        if char == closer:
-            return self._close(at)
-        if not closer or char != ",":
-            return self._stop(at)
-        self._on_token(",")
-        behind = self._before_key if separator else self._before_value
-        self._state = self._before_first if self._allows_last_comma else behind
-        return at + 1
-
-    def _nest(self, closer: str, separator: str, at: int) -> int:
-        self._on_token("{" if separator else "[")
-        self._open.append((closer, separator))
-        self._state = self._before_first
-        return at + 1
-
-    def _close(self, at: int) -> int:
+    def _close(self) -> None:
         _, separator = self._open.pop()
-        self._on_token("}" if separator else "]")
-        self._end_value()
-        return at + 1
+        self._take_token("}" if separator else "]")
+        self._on_value()
+
+    def _take_token(self, token: str) -> None:
+        self._at += 1
+        self._on_token(token)

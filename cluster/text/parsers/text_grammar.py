@@ -177,7 +177,7 @@ class TextGrammar:
     def _choice(self, name: str, values: list[str], others: frozenset[str]) -> list[str]:
         for value in values:
             checker = JsonChecker(others)
-            checker.push(value)
+            checker.read(value)
             if checker.whole or any(one in value + self._end[:1] for one in self._forbidden):
                 raise ValueError(
                     f"allows the text {value!r}, which would be read as something else"

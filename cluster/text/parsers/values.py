@@ -57,8 +57,8 @@ class TypedText:
         if self._checker is None:
             return self._opened() + json_escaped(text)
         self._held.append(text)
-        self._checker.push(text)
-        if not self._checker.broken:
+        self._checker.read(text)
+        if not self._checker.ended:
             return ""
         return self._as_string()
 

@@ -9,17 +9,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from swell.cluster.text.sampling_params import BadRequest, Field, shown
+from swell.cluster.text.sampling_params import BadRequest, Field, bad_value, shown
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+from swell.cluster.text.validate_params import check_length
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that every chat template is taken to know; any other must be one of the template's own."""
-_ROLE = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
 MAX_OWN_ROLES = 8
 """Other roles of one conversation: each is looked for in the template by a rendering."""
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
+_NAME_RULE = "1 to 64 letters, digits, '_', '-' or '.'"
 
 
 class ContentPart(HistoryPart, kw_only=True):
@@ -78,19 +79,15 @@ class ChatMessage(HistoryPart, kw_only=True):
     def check_at(self, path: str) -> None:
         if self.audio is not None:
             self.refuse_unsupported(path + ".")
-        if self.role not in ROLES and not _ROLE.match(self.role):
-            raise BadRequest(
-                f"{path}.role={shown(self.role)} must be one of {', '.join(ROLES)}, or a role of "
-                "the chat template's: 1 to 64 letters, digits, '_', '-' or '.'",
-                f"{path}.role",
+        if self.role not in ROLES and not _NAME.match(self.role):
+            rule = (
+                f"must be one of {', '.join(ROLES)}, or a role of the chat template's: {_NAME_RULE}"
             )
+            raise bad_value(f"{path}.role", self.role, rule)
         if self.tool_calls or self.function_call is not None:
             self._check_calls(path)
         if self.tool_call_id == "":
-            raise BadRequest(
-                f"{path}.tool_call_id='' must be the id of a call; it is empty",
-                f"{path}.tool_call_id",
-            )
+            raise bad_value(f"{path}.tool_call_id", "", "must be the id of a call; it is empty")
         if self.content is None and self.role != "assistant":
             raise BadRequest(
                 f"{path}.content is missing: a message of role {self.role!r} needs text",
@@ -141,7 +138,7 @@ class ChatMessage(HistoryPart, kw_only=True):
 def check_named(value: str, path: str) -> None:
     """An id or a name of a call, which its result and the template refer to."""
     if not value:
-        raise BadRequest(f"{path}='' is empty; at least one character is needed", path)
+        raise bad_value(path, value, "is empty; at least one character is needed")
 
 
 def _missing_field(path: str) -> BadRequest:
@@ -150,11 +147,8 @@ def _missing_field(path: str) -> BadRequest:
 
 def _check_part(part: ContentPart, path: str) -> None:
     if part.type not in TEXT_PARTS:
-        raise BadRequest(
-            f"{path}.type={shown(part.type)} is not supported; only 'text' parts are",
-            f"{path}.type",
-            "unsupported_value",
-        )
+        rule = "is not supported; only 'text' parts are"
+        raise bad_value(f"{path}.type", part.type, rule, "unsupported_value")
     name = "refusal" if part.type == "refusal" else "text"
     if getattr(part, name) is None:
         raise _missing_field(f"{path}.{name}")
@@ -164,7 +158,7 @@ def _check_part(part: ContentPart, path: str) -> None:
 def check_messages(messages: list[ChatMessage]) -> None:
     """Also brings calls of the older API into the form of the newer one."""
     if not messages:
-        raise BadRequest("messages=[] must hold at least one message", "messages")
+        raise bad_value("messages", messages, "must hold at least one message")
     for index, message in enumerate(messages):
         message.check_at(f"messages[{index}]")
     own = {message.role for message in messages} - {*ROLES, "function"}
@@ -191,11 +185,8 @@ def _upgrade_function_call(messages: list[ChatMessage]) -> None:
         elif message.role == "function":
             name = message.name or ""
             if name not in called:
-                raise BadRequest(
-                    f"messages[{index}].name={shown(message.name)} of role 'function' is the name "
-                    "of no earlier function_call",
-                    f"messages[{index}].name",
-                )
+                rule = "of role 'function' is the name of no earlier function_call"
+                raise bad_value(f"messages[{index}].name", message.name, rule)
             message.role, message.tool_call_id = "tool", called[name]
 
 
@@ -311,10 +302,7 @@ def call_rules(choice: ToolChoice | None) -> CallRules:
 
 
 def check_count(tools: Sequence[object] | None) -> None:
-    if tools is not None and len(tools) > MAX_TOOLS:
-        raise BadRequest(
-            f"tools holds {len(tools)} tools; at most {MAX_TOOLS} are allowed", "tools"
-        )
+    check_length("tools", tools or (), "tools", MAX_TOOLS)
 
 
 def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -> None:
@@ -326,20 +314,16 @@ def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -
     if choice is None or choice in ("none", "auto"):
         return
     if not names:
-        raise BadRequest(
-            f"tool_choice={shown(msgspec.to_builtins(choice))} needs tools, and tools is empty",
-            "tool_choice",
-        )
+        sent = msgspec.to_builtins(choice)
+        raise bad_value("tool_choice", sent, "needs tools, and tools is empty")
     if not isinstance(choice, NamedToolChoice):
         return
     choice.check()
     chosen = call_rules(choice).names
     assert chosen is not None, "an object names tools"
     if not chosen:
-        raise BadRequest(
-            "tool_choice.allowed_tools.tools=[] allows no tool; send tool_choice='none'",
-            "tool_choice.allowed_tools.tools",
-        )
+        rule = "allows no tool; send tool_choice='none'"
+        raise bad_value("tool_choice.allowed_tools.tools", [], rule)
     for name in sorted(chosen.difference(names)):
         raise BadRequest(
             f"tool_choice names {shown(name)}, which tools does not hold; they are {shown(names)}",
@@ -350,23 +334,14 @@ def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -
 def _check_tool(tool: ToolDefinition, path: str, before: list[str]) -> str:
     """The tool's name."""
     if tool.type != "function":
-        raise BadRequest(
-            f"{path}.type={shown(tool.type)} is not supported; only 'function' is",
-            f"{path}.type",
-            "unsupported_value",
-        )
+        rule = "is not supported; only 'function' is"
+        raise bad_value(f"{path}.type", tool.type, rule, "unsupported_value")
     tool.refuse_unsupported(path + ".")
     if tool.function is None:
         raise _missing_field(f"{path}.function")
     name = tool.function.name
     if not _NAME.match(name):
-        raise BadRequest(
-            f"{path}.function.name={shown(name)} must be 1 to 64 letters, digits, '_', '-' or '.'",
-            f"{path}.function.name",
-        )
+        raise bad_value(f"{path}.function.name", name, f"must be {_NAME_RULE}")
     if name in before:
-        raise BadRequest(
-            f"{path}.function.name={shown(name)} is the name of an earlier tool too",
-            f"{path}.function.name",
-        )
+        raise bad_value(f"{path}.function.name", name, "is the name of an earlier tool too")
     return name

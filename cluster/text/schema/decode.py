@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -13,11 +15,7 @@ from swell.cluster.text.field_path import Key, join_path, rename_roots, split_pa
 from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.json_size import check_size
 from swell.cluster.text.schema.request_body import RequestBody
-from swell.cluster.text.schema.unknown_fields import (
-    StrippedFields,
-    UnknownFieldFilter,
-    UnknownFields,
-)
+from swell.cluster.text.schema.unknown_fields import StrippedFields, UnknownFields
 
 Request = TypeVar("Request", bound=RequestBody)
 
@@ -42,6 +40,7 @@ _JSON_TYPE_NAMES = {
 }
 
 
+_QUOTED = re.compile("`([^`]*)`")
 _UNKNOWN = "Object contains unknown field"
 _MISSING = "Object missing required field"
 
@@ -61,26 +60,24 @@ def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") ->
     """The same, and what of the body was left out; `unknown` is `serve.unknown_fields`."""
     body = body.removeprefix(_BYTE_ORDER_MARK)
     check_size(body)
-    stripped = StrippedFields()
+    stripped = StrippedFields(unknown)
     try:
-        return Decoded(_request(body, kind, unknown, stripped), stripped)
+        return Decoded(_request(body, kind, stripped), stripped)
     except BadRequest as error:
         raise error.renamed(rename_roots(stripped.aliases)) from None
 
 
-def _request(
-    body: bytes, kind: type[Request], unknown: UnknownFields, stripped: StrippedFields
-) -> Request:
+def _request(body: bytes, kind: type[Request], stripped: StrippedFields) -> Request:
     sent = body
     try:
         if kind.PARTS:  # the decoder alone does not read them
-            body = UnknownFieldFilter(unknown, stripped).strip(body, kind)
+            body = stripped.strip(body, kind)
         try:
             request: Request = _decoder(kind).decode(body)
         except msgspec.ValidationError as error:
             if not str(error).startswith(_UNKNOWN):
                 raise
-            body = UnknownFieldFilter(unknown, stripped).strip(body, kind)
+            body = stripped.strip(body, kind)
             request = _decoder(kind).decode(body)
         request.keep(sent)
     except msgspec.ValidationError as error:
@@ -94,64 +91,45 @@ def _request(
 def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
     """Why the body is not JSON. Python's own reader accepts two things that JSON and we do not,
     NaN and lone surrogates, so it can separate them from plain damage."""
-    if not body.strip():
-        return BadRequest("the body is empty; a JSON object is expected", code="invalid_json")
+    what, param = f"the body is not valid JSON: {error}", None
     constants: list[str] = []
     try:
         text = body.decode()
-        if len(body) > MAX_EXPLAINED_BYTES:
-            return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
-        value = json.loads(text, parse_constant=constants.append)
+        if not body.strip():
+            what = "the body is empty; a JSON object is expected"
+        elif len(body) <= MAX_EXPLAINED_BYTES:
+            keys = _find_surrogate(json.loads(text, parse_constant=constants.append))
+            if constants:
+                what = f"the body is not valid JSON: {constants[0]} is no JSON number"
+            elif keys is not None:
+                param = join_path(keys)[:_MAX_ERROR_CHARS] or None
+                what = (
+                    f"{param or 'the body'} holds a lone surrogate (half of a \\uD800-\\uDFFF "
+                    "pair), which is no text"
+                )
     except UnicodeDecodeError as flaw:
-        return BadRequest(
-            f"the body is not UTF-8: {flaw.reason} at byte {flaw.start}", code="invalid_json"
-        )
+        what = f"the body is not UTF-8: {flaw.reason} at byte {flaw.start}"
     except (ValueError, RecursionError):
-        return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
-    if constants:
-        return BadRequest(
-            f"the body is not valid JSON: {constants[0]} is no JSON number", code="invalid_json"
-        )
-    path = _find_surrogate(value)
-    if path is not None:
-        return BadRequest(
-            f"{path or 'the body'} holds a lone surrogate (half of a \\uD800-\\uDFFF pair), "
-            "which is no text",
-            path or None,
-            "invalid_json",
-        )
-    return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
+        pass  # plain damage
+    return BadRequest(what, param, "invalid_json")
 
 
-class _Location(NamedTuple):
-    """Where a value is; its path is only written once it is needed."""
-
-    key: Key
-    outer: _Location | None
-
-
-def _find_surrogate(value: object) -> str | None:
-    """The path of the first string that cannot be UTF-8."""
-    stack: list[tuple[object, _Location | None]] = [(value, None)]
-    while stack:
-        part, where = stack.pop()
-        if isinstance(part, str) and not _is_text(part):
-            return _path(where)
-        if isinstance(part, dict):
-            if not all(map(_is_text, part)):
-                return _path(where)
-            stack.extend((item, _Location(key, where)) for key, item in part.items())
-        elif isinstance(part, list):
-            stack.extend((item, _Location(index, where)) for index, item in enumerate(part))
+def _find_surrogate(value: object) -> list[Key] | None:
+    """The way to the first string that cannot be UTF-8."""
+    items: Iterable[tuple[Key, Any]] = ()
+    if isinstance(value, str):
+        return None if _is_text(value) else []
+    if isinstance(value, dict):
+        if not all(map(_is_text, value)):
+            return []
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, item in items:
+        keys = _find_surrogate(item)
+        if keys is not None:
+            return [key, *keys]
     return None
-
-
-def _path(place: _Location | None) -> str:
-    keys: list[Key] = []
-    while place is not None:
-        keys.append(place.key)
-        place = place.outer
-    return join_path(reversed(keys))[:_MAX_ERROR_CHARS]
 
 
 def _is_text(text: str) -> bool:
@@ -160,6 +138,10 @@ def _is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _json_types(quoted: re.Match[str]) -> str:
+    return " or ".join(_JSON_TYPE_NAMES.get(one, one) for one in quoted[1].split(" | "))
 
 
 class _Rejection(NamedTuple):
@@ -181,12 +163,7 @@ class _Rejection(NamedTuple):
         if not found:
             rule, path = message, ""
         name = rule[rule.find("`") + 1 : max(rule.rfind("`"), 0)]
-        texts = rule.split("`")
-        for place in range(1, len(texts) - 1, 2):
-            types = texts[place].split(" | ")
-            texts[place] = " or ".join(_JSON_TYPE_NAMES.get(one, one) for one in types)
-        unpaired = "`" if len(texts) % 2 == 0 else ""
-        rule = "".join(texts[:-1]) + unpaired + texts[-1]
+        rule = _QUOTED.sub(_json_types, rule)
         path = path.rstrip("`").removeprefix("$").removeprefix(".")
         return cls(rule[:1].lower() + rule[1:], path, name)
 
@@ -196,11 +173,10 @@ def _explain_validation(
 ) -> BadRequest:
     """msgspec gives the rule and the path; the value is looked up in the body."""
     rule, path, name = _Rejection.parse(str(error))
+    full = f"{path}.{name}" if path else name
     if str(error).startswith(_UNKNOWN):
-        full = _join(path, name)
         return BadRequest(_unknown_field(full, name, path, kind), full, "unknown_field")
     if str(error).startswith(_MISSING):
-        full = _join(path, name)
         return BadRequest(f"the required field {full!r} is missing", full, "missing_field")
     if not path:
         return BadRequest(f"the body is wrong: {rule}", None, "invalid_type")
@@ -214,10 +190,6 @@ def _unknown_field(full: str, name: str, path: str, kind: type[RequestBody]) -> 
     near = difflib.get_close_matches(name[:100], known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"the field {shown(full)} is unknown{hint}"
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _lookup(body: bytes, path: str) -> tuple[bool, Any]:

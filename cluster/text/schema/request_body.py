@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.sampling_params import bad_value
 from swell.cluster.text.schema.known_fields import Ecosystem
 
 
@@ -45,12 +45,8 @@ def check_neutral(path: str, value: Any, neutral: tuple[Any, ...]) -> None:
         value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
     ):
         return
-    raise BadRequest(
-        f"{path}={shown(value)} is not supported"
-        + (f"; leave it out or send {neutral[0]!r}" if neutral else "; leave it out"),
-        path,
-        "unsupported_value",
-    )
+    way_out = f"; leave it out or send {neutral[0]!r}" if neutral else "; leave it out"
+    raise bad_value(path, value, f"is not supported{way_out}", "unsupported_value")
 
 
 class HistoryPart(RequestBody, kw_only=True):

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache, lru_cache
-from typing import Any, Literal, NamedTuple
+from functools import cache
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from swell.cluster.text.sampling_params import BadRequest
-from swell.cluster.text.schema.known_fields import IGNORED_FIELDS
+from swell.cluster.text.schema.known_fields import IGNORED_FIELDS, Ecosystem
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, check_neutral
 
 UnknownFields = Literal["refuse", "ignore"]
@@ -28,24 +28,12 @@ UnknownFields = Literal["refuse", "ignore"]
 StructTypes = Mapping[str | None, type[msgspec.Struct]]
 """What a value may be: by the object's `type`, None for all others."""
 
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_OBJECTS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+Fields = dict[str, msgspec.Raw]
+_OBJECT = msgspec.json.Decoder(Fields)
+_PARTS = msgspec.json.Decoder(Fields | list[Fields])
 _LABELS = frozenset(IGNORED_FIELDS)
-_MAX_KEPT_CHARS = 64
-"""Of a name that is remembered as JSON: clients make them as long as they like."""
-_NULL = b"null"
-_OPEN_OBJECT, _OPEN_LIST, _QUOTE = b'{["'
-
-
-class StrippedFields(msgspec.Struct):
-    """What was left out of a body."""
-
-    ignored: Counter[str] = msgspec.field(default_factory=Counter)
-    """By label of `IGNORED_FIELDS`."""
-    warnings: list[str] = []
-    """Paths of what `serve.unknown_fields: ignore` left out of the request itself."""
-    aliases: dict[str, str] = {}
-    """Fields of ours that were sent under another name, which refusals name."""
+_NULL = msgspec.Raw(b"null")
+_BRACKETS, _QUOTE = b"{[", b'"'[0]
 
 
 class _StructInfo(NamedTuple):
@@ -55,108 +43,84 @@ class _StructInfo(NamedTuple):
     is_history: bool
 
 
-class UnknownFieldFilter:
-    """Of one body."""
+class StrippedFields(msgspec.Struct):
+    """What is left out of one body."""
 
-    def __init__(self, unknown: UnknownFields, stripped: StrippedFields) -> None:
-        self._unknown = unknown
-        self._stripped = stripped
+    unknown: UnknownFields
+    ignored: Counter[str] = msgspec.field(default_factory=Counter)
+    """By label of `IGNORED_FIELDS`."""
+    warnings: list[str] = []
+    """Paths of what `serve.unknown_fields: ignore` left out of the request itself."""
+    aliases: dict[str, str] = {}
+    """Fields of ours that were sent under another name, which refusals name."""
 
     def strip(self, body: bytes, kind: type[RequestBody]) -> bytes:
         """The body without what may be left out. Raises `BadRequest` for a field of another server
         that asks for what is not here, and what the JSON reader raises."""
-        fields = _OBJECT.decode(body)
-        names = _struct_info(kind).names
+        fields, info = _OBJECT.decode(body), _struct_info(kind)
         changed = False
-        for name in [name for name in fields if name not in names]:
-            changed |= self._translate(name, fields, kind)
-        changed |= self._strip_unknown(fields, _struct_info(kind), "")
-        return _encode_object(fields) if changed else body
+        for name in [name for name in fields if name not in info.names]:
+            changed |= self._translate(name, fields, kind.ECOSYSTEM)
+        changed |= self._strip_object(fields, info, "")
+        return msgspec.json.encode(fields) if changed else body
 
-    def _translate(
-        self, name: str, fields: dict[str, msgspec.Raw], kind: type[RequestBody]
-    ) -> bool:
+    def _translate(self, name: str, fields: Fields, table: Ecosystem) -> bool:
         """One field that the kind has not, as its table says; whether that knows it."""
-        table = kind.ECOSYSTEM
         if name in table.taken:
             del fields[name]
         elif name in table.means:
             target, raw = table.means[name], fields.pop(name)
-            if bytes(raw) != _NULL:
-                if bytes(fields.get(target, _NULL)) != _NULL:
-                    other = self._stripped.aliases.get(target, target)
+            if raw != _NULL:
+                if fields.get(target, _NULL) != _NULL:
+                    other = self.aliases.get(target, target)
                     raise BadRequest(f"{name} and {other} mean the same; send one of them", name)
                 fields[target] = raw
-                self._stripped.aliases[target] = name
+                self.aliases[target] = name
         elif name in table.neutral:
             check_neutral(name, msgspec.json.decode(fields.pop(name)), table.neutral[name])
         else:
             return False
         return True
 
-    def _value(self, raw: Any, kinds: StructTypes, path: str) -> Any:
-        """The same value, itself where nothing of it is left out."""
-        head = memoryview(raw)[0]
-        if head == _OPEN_OBJECT:
-            fields = _OBJECT.decode(raw)
-            return _encode_object(fields) if self._object(fields, kinds, path) else raw
-        if head != _OPEN_LIST:
-            return raw
-        try:
-            items = _OBJECTS.decode(raw)
-        except msgspec.ValidationError:  # a list of something else
-            return raw
-        changed = False
-        for fields in items:
-            changed |= self._object(fields, kinds, path)
-        return b"[" + b",".join(map(_encode_object, items)) + b"]" if changed else raw
-
-    def _object(self, fields: dict[str, Any], kinds: StructTypes, path: str) -> bool:
-        """Whether `fields` have changed."""
-        kind = kinds.get(None)
-        if kind is None or len(kinds) > 1:
-            kind = kinds.get(_type_of(fields), kind)
-        return kind is not None and self._strip_unknown(fields, _struct_info(kind), path)
-
-    def _strip_unknown(self, fields: dict[str, Any], shape: _StructInfo, path: str) -> bool:
+    def _strip_object(self, fields: Fields, info: _StructInfo, path: str) -> bool:
         """Whether `fields` have changed."""
         changed = False
-        if not shape.names.issuperset(fields):
-            for name in [name for name in fields if name not in shape.names]:
-                if shape.is_history:
-                    self._stripped.ignored[name if name in _LABELS else "other"] += 1
-                elif self._unknown == "ignore":
-                    self._stripped.warnings.append(f"{path}{name}")
+        if not info.names.issuperset(fields):
+            for name in [name for name in fields if name not in info.names]:
+                if info.is_history:
+                    self.ignored[name if name in _LABELS else "other"] += 1
+                elif self.unknown == "ignore":
+                    self.warnings.append(f"{path}{name}")
                 else:
                     continue
                 del fields[name]
                 changed = True
-        for name, kinds in shape.parts:
+        for name, kinds in info.parts:
             raw = fields.get(name)
-            if raw is not None:
-                fields[name] = self._value(raw, kinds, f"{path}{name}.")
+            if raw is not None and memoryview(raw)[0] in _BRACKETS:
+                fields[name] = self._strip_value(raw, kinds, f"{path}{name}.")
                 changed |= fields[name] is not raw
         return changed
 
+    def _strip_value(self, raw: msgspec.Raw, kinds: StructTypes, path: str) -> msgspec.Raw:
+        """An object or a list without what may be left out; itself where that is nothing."""
+        try:
+            value = _PARTS.decode(raw)
+        except msgspec.ValidationError:  # a list of something else
+            return raw
+        changed = False
+        for fields in value if isinstance(value, list) else (value,):
+            kind = kinds.get(None)
+            if kind is None or len(kinds) > 1:
+                kind = kinds.get(_type_of(fields), kind)
+            if kind is not None:
+                changed |= self._strip_object(fields, _struct_info(kind), path)
+        return msgspec.Raw(msgspec.json.encode(value)) if changed else raw
 
-def _encode_object(fields: dict[str, Any]) -> bytes:
-    return b"{" + b",".join([b"%b:%b" % (_key(name), raw) for name, raw in fields.items()]) + b"}"
 
-
-def _key(name: str) -> bytes:
-    return msgspec.json.encode(name) if len(name) > _MAX_KEPT_CHARS else _short_key(name)
-
-
-@lru_cache(maxsize=1024)
-def _short_key(name: str) -> bytes:
-    return msgspec.json.encode(name)
-
-
-def _type_of(fields: Mapping[str, msgspec.Raw]) -> str | None:
-    raw = fields.get("type")
-    if raw is None or memoryview(raw)[0] != _QUOTE:
-        return None
-    return str(msgspec.json.decode(raw))
+def _type_of(fields: Fields) -> str | None:
+    raw = fields.get("type", _NULL)
+    return str(msgspec.json.decode(raw)) if memoryview(raw)[0] == _QUOTE else None
 
 
 @cache
@@ -166,10 +130,9 @@ def _struct_info(kind: type[msgspec.Struct]) -> _StructInfo:
     names = {field.encode_name for field in info.fields}
     if info.tag_field is not None:
         names.add(info.tag_field)
-    parts: dict[str, StructTypes] = {}
-    for field in info.fields:
-        if kinds := _struct_types(field.type):
-            parts[field.encode_name] = kinds
+    parts: dict[str, StructTypes] = {
+        field.encode_name: kinds for field in info.fields if (kinds := _struct_types(field.type))
+    }
     if issubclass(kind, RequestBody):
         parts |= kind.PARTS
     is_history = issubclass(kind, HistoryPart)

@@ -8,8 +8,8 @@ from typing import Any
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.completions.protocol import CompletionRequest
+from swell.cluster.api.generation_body import STRUCTURED_OUTPUT_ALIASES
 from swell.cluster.api.responses.protocol import ResponsesRequest
-from swell.cluster.api.sampling_fields import STRUCTURED_OUTPUT_ALIASES
 from swell.cluster.text.schema.request_body import RequestBody
 from tests.cluster.api.field_lists import ROUTES, SERVERS
 from tests.cluster.api.test_request_fields import EFFECTIVE, without_effect

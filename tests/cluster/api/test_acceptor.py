@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from swell.cluster.api.server import acceptor
 from swell.cluster.api.server.acceptor import Acceptor
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -58,14 +59,14 @@ class Scene:
         if len(self.turns) < len(self.clients):
             asyncio.get_running_loop().call_soon(self.tick)
 
-    async def take(self, **settings: Any) -> None:
-        acceptor = Acceptor(self.listener, lambda: Taken(self), **settings)
+    async def take(self) -> None:
+        server = Acceptor(self.listener, lambda: Taken(self))
         self.tick()
         async with asyncio.timeout(DEADLINE_S):
             while len(self.turns) < len(self.clients):
                 await asyncio.sleep(0)
-        acceptor.close()
-        await acceptor.wait_closed()
+        server.close()
+        await server.wait_closed()
 
     def close(self) -> None:
         for one in (*self.transports, *self.clients, self.listener):
@@ -78,11 +79,12 @@ def run(make_loop: Callable[[], Any], work: Callable[[], Coroutine[Any, Any, Non
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_turn_takes_many(loop):
+def test_a_turn_takes_many(loop, monkeypatch):
+    monkeypatch.setattr(acceptor, "PER_TURN", 10)
     scene = Scene(100)
 
     async def work() -> None:
-        await scene.take(per_turn=10)
+        await scene.take()
         scene.close()
         await asyncio.sleep(0)
 
@@ -93,11 +95,12 @@ def test_a_turn_takes_many(loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_where_none_can_be_taken_it_is_tried_again(loop):
+def test_where_none_can_be_taken_it_is_tried_again(loop, monkeypatch):
+    monkeypatch.setattr(acceptor, "PAUSE_S", 0.001)
     scene = Scene(5, errno.EMFILE, errno.ECONNABORTED, errno.ENFILE)
 
     async def work() -> None:
-        await scene.take(pause_s=0.001)
+        await scene.take()
         scene.close()
         await asyncio.sleep(0)
 
@@ -111,12 +114,12 @@ def test_nothing_is_taken_after_the_end(loop):
     scene = Scene(0)
 
     async def work() -> None:
-        acceptor = Acceptor(scene.listener, lambda: Taken(scene))
-        acceptor.close()
+        server = Acceptor(scene.listener, lambda: Taken(scene))
+        server.close()
         scene.clients.append(socket.create_connection(scene.listener.getsockname()))
         for _ in range(20):
             await asyncio.sleep(0)
-        await acceptor.wait_closed()
+        await server.wait_closed()
         assert not scene.turns
         scene.close()
 

@@ -128,7 +128,7 @@ def test_all_bodies_together_are_bounded_and_room_comes_back(tmp_path: Path) -> 
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
                 b"Content-Type: application/json\r\nContent-Length: 9000\r\n\r\n"
             )
-            reader = cluster.ingress._reader
+            reader = cluster.ingress.services.reader
             held = []
             for _ in range(17):
                 _, writer = await asyncio.open_connection(url.host, url.port)
@@ -168,7 +168,7 @@ def test_a_key_is_asked_for_before_the_body(tmp_path: Path) -> None:
                 b"Content-Type: application/json\r\nContent-Length: 9000\r\n\r\n"
             )
             assert b"401" in await stream.readline()
-            assert cluster.ingress._reader.held_bytes == 0
+            assert cluster.ingress.services.reader.held_bytes == 0
             writer.close()
 
     asyncio.run(ask())

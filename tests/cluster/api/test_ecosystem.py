@@ -12,6 +12,7 @@ import pytest
 from tokenizers import processors
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.api.completions.convert import to_generation_request
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.text.sampling_params import BadRequest, to_core_request
 from swell.cluster.text.schema.decode import decode
@@ -64,7 +65,8 @@ def test_another_name_of_a_form_is_this_form(name: str, value: Any, own: str) ->
     form = request.form()
     assert form is not None
     assert getattr(form, own) == value
-    assert request.structured_outputs_field == name
+    sent = to_generation_request(request, {})
+    assert sent.structured_outputs_field == name
 
 
 @pytest.mark.parametrize(("name", "value", "own"), FORMS)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.cluster.api.sampling_fields import STRUCTURED_OUTPUT_ALIASES
+from swell.cluster.api.generation_body import STRUCTURED_OUTPUT_ALIASES
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
 from tests.cluster.api.field_lists import ROUTES, SERVERS

@@ -295,7 +295,7 @@ def test_a_stream_to_an_http10_client_has_no_chunks(
     folder: Path, run: Any, stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends with the connection; what is written to a client that has stopped sending, too."""
-    monkeypatch.setattr(half_close, "PROBE_S", 0.01)
+    monkeypatch.setattr(half_close, "PROBE_S", 0.3)
 
     async def ask() -> bytes:
         async with connected(folder, 2) as (_, engine, connect):

@@ -95,7 +95,7 @@ class ThreadedCluster:
         manager = SimpleNamespace()
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
         ingress = await build_ingress(self.config, connect, manager)
-        edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5)
+        edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5, self.config.serve)
         await edge.start()
         try:
             async with httpx.AsyncClient(

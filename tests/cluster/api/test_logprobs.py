@@ -90,7 +90,7 @@ def table_of(rows: list[tuple[int, float, list[tuple[int, float]]]]) -> LogprobT
     table = LogprobTable(TEXTS["byte_level"])
     for place, (token_id, logprob, best) in enumerate(rows):
         ids, values = [i for i, _ in best], [value for _, value in best]
-        table.append([token_id, *ids], [logprob, *values], place + 1, 3 * place)
+        table.append(TokenLogprobs([token_id, *ids], [logprob, *values], place + 1), 3 * place)
     return table
 
 

@@ -20,7 +20,8 @@ from swell.cluster.api.chat.protocol import (
     ChatResponseMessage,
 )
 from swell.cluster.api.completions.protocol import Completion, CompletionChoice, CompletionRequest
-from swell.cluster.api.protocol_base import error_body, usage
+from swell.cluster.api.http_errors import ErrorInfo, error_body, error_info
+from swell.cluster.api.protocol_base import usage
 from swell.cluster.api.tokenize import DetokenizeRequest, TokenizeRequest
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
@@ -220,6 +221,9 @@ def test_what_our_own_answer_says_can_be_sent_back() -> None:
         (b'{"model":"m","prompt":"x","temperature":1e999}', "out of range"),
         (b'{"model":"m","prompt":"a\\ud800"}', "prompt holds a lone surrogate"),
         (b'{"model":"m","prompt":["a","\\udfff b"]}', "prompt[1] holds a lone surrogate"),
+        (b'{"model":"m","prompt":["\\ud800"],"user":"\\ud800"}', "prompt[0] holds a lone"),
+        (b'{"model":"m","metadata":{"a":["b","\\ud800"]}}', "metadata.a[1] holds a lone"),
+        (b'{"model":"m","metadata":{"\\ud800":1}}', "metadata holds a lone"),
         (b'{"model":"m","prompt":"\xff"}', "not UTF-8"),
         ("{}".encode("utf-16"), "not UTF-8"),
         (b'{"model":"m"}', "'prompt' is missing"),
@@ -231,7 +235,7 @@ def test_broken_bodies(body: bytes, said: str) -> None:
     with pytest.raises(BadRequest) as caught:
         decode(body, CompletionRequest)
     assert said in caught.value.message
-    json.loads(error_body(caught.value.message, param=caught.value.param))
+    json.loads(msgspec.json.encode(error_body(error_info(caught.value))))
 
 
 JSON = st.recursive(
@@ -327,11 +331,11 @@ def test_responses_are_openais() -> None:
 
 
 def test_error_body() -> None:
-    body = json.loads(error_body("m", param="p", code="c"))
+    body = msgspec.to_builtins(error_body(ErrorInfo(400, "m", param="p", code="c")))
     assert body == {
         "error": {"message": "m", "type": "invalid_request_error", "param": "p", "code": "c"}
     }
-    body = json.loads(error_body("gone", type="server_error"))
+    body = msgspec.to_builtins(error_body(ErrorInfo(500, "gone", "server_error")))
     assert body["error"] == {
         "message": "gone", "type": "server_error", "param": None, "code": None
     }  # fmt: skip

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 from starlette.routing import Route
 
 from swell.cluster.api.admin.protocol import DrainRequest, ScaleRequest
 from swell.cluster.api.chat.protocol import ChatCompletionRequest as CHAT
+from swell.cluster.api.http_errors import ErrorInfo, error_body
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.openapi.document import openapi_document
-from swell.cluster.api.protocol_base import error_body
+from swell.cluster.api.services import Services
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
@@ -37,7 +39,8 @@ def served() -> set[tuple[str, str]]:
     detokenizer = Detokenizer(tokenizers_for_tests.chat_tokenizer())
     text = TextServices(prompts, detokenizer, None, {})  # type: ignore[arg-type]
     client = SimpleNamespace(start=lambda: None)
-    ingress = Ingress(load({"model": {"path": "."}}), lambda *_, **__: client, None, None, text)  # type: ignore[arg-type]
+    config = load({"model": {"path": "."}})
+    ingress = Ingress(Services(config, lambda *_, **__: client, None, None, text))  # type: ignore[arg-type]
     routes = [route for route in ingress.app.routes if isinstance(route, Route)]
     return {
         (method.lower(), route.path.replace(":path}", "}"))
@@ -114,7 +117,9 @@ def test_schemas_say_what_the_types_accept() -> None:
     assert requests.is_valid({"model": "m", "messages": messages, "top_k": 3})
     assert not requests.is_valid({"model": "m", "messages": messages, "top_kk": 3})
     assert not requests.is_valid({"model": "m"})
-    assert validator("ErrorBody").is_valid(json.loads(error_body("no", param="x")))
+    assert validator("ErrorBody").is_valid(
+        msgspec.to_builtins(error_body(ErrorInfo(400, "no", param="x")))
+    )
 
 
 def test_histories_are_open_and_fields_of_other_servers_are_told() -> None:

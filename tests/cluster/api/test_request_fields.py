@@ -102,7 +102,7 @@ EFFECTIVE: dict[str, str] = {
     "TextOptions": "format",
     "TextFormat": "type schema",
     "ReasoningOptions": "effort",
-    "FunctionTool": "type name description parameters strict",
+    "FunctionTool": "name description parameters strict",
     "FunctionChoice": "type name",
     "InputPart": "type text refusal",
     "openai.InputMessage": "type role content id",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swell.cluster.api.server import request_throttle
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S, PER_TURN, RequestThrottle
 
 
@@ -72,11 +73,12 @@ def test_who_comes_later_queues_behind():
     assert handlers.order() == [*ANSWERS, "/v1/late"]
 
 
-def test_one_that_leaves_while_it_waits_takes_no_place():
+def test_one_that_leaves_while_it_waits_takes_no_place(monkeypatch):
+    monkeypatch.setattr(request_throttle, "PER_TURN", 1)
     handlers = Handlers()
 
     async def run() -> None:
-        app = RequestThrottle(handlers, per_turn=1)
+        app = RequestThrottle(handlers)
         tasks = [asyncio.ensure_future(handlers._call(app, f"/v1/{n}")) for n in range(5)]
         await asyncio.sleep(0)
         for task in tasks[1:4]:

@@ -71,7 +71,7 @@ class PlainStore:
                 continue
             if row.runner and self.listened_s - row.last_heartbeat_s > LEASE_S:
                 row.runner, row.losses = "", row.losses + 1
-                if row.job is None or row.losses == MAX_LOST_RUNNERS:
+                if row.losses == MAX_LOST_RUNNERS:
                     self.end(row, StoredStatus.LOST, now_s)
             elif not row.runner and now_s - row.stored_at_s > LIMIT_S:
                 self.end(row, StoredStatus.LOST, now_s)
@@ -90,7 +90,7 @@ class PlainStore:
                 return orders
             case RunnerExit(runner):
                 for row in self.rows:
-                    if row.runner == runner and row.job is not None and not row.deleted:
+                    if row.runner == runner and not row.deleted:
                         row.runner = ""
                 return True
             case Read(id):
@@ -139,7 +139,7 @@ class PlainStore:
             return self.put(row)
         if before.deleted or before.fate is not StoredStatus.RUNNING:
             return False
-        if row.runner and before.runner not in ("", row.runner):
+        if before.runner not in ("", row.runner):
             return False
         place = self.rows.index(before)
         self.rows.remove(before)
@@ -192,13 +192,13 @@ class PlainStore:
                 row.runner, row.last_heartbeat_s = runner, self.listened_s
 
 
-def kept(size: int, background: bool = False) -> StoredResponse:
-    return StoredResponse(b"x" * (size // 2), b"y" * (size - size // 2), background)
+def kept(size: int) -> StoredResponse:
+    return StoredResponse(b"x" * (size // 2), b"y" * (size - size // 2))
 
 
 ids = st.sampled_from(IDS)
 bodies = st.builds(kept, st.integers(0, 60))
-jobs = st.none() | st.builds(Job, st.binary(max_size=9))
+jobs = st.builds(Job, st.binary(max_size=9))
 wishes = st.one_of(
     st.builds(Store, ids, bodies, st.sampled_from(["", *RUNNERS])),
     st.builds(Begin, ids, bodies, st.sampled_from(RUNNERS), jobs, st.integers(0, 2)),
@@ -237,7 +237,9 @@ def test_it_answers_as_a_plain_list(story: list[tuple[StoreRequest, float]]) -> 
 
 
 def running(store: ResponseStore, id: str = "a", runner: str = "one") -> None:
-    assert store.handle(Begin(id, kept(10, True), runner), 0.0) is True
+    """For the last time."""
+    begin = Begin(id, kept(10), runner, JOB, MAX_LOST_RUNNERS - 1)
+    assert store.handle(begin, 0.0) is True
 
 
 def fate(store: ResponseStore, now_s: float, id: str = "a") -> StoredStatus:
@@ -266,7 +268,7 @@ def test_what_its_runner_speaks_of_is_not_lost() -> None:
     now_s += 1
     assert fate(store, now_s) is StoredStatus.LOST
     assert store.handle(Heartbeat("one", ["a"]), now_s) == HeartbeatReply(["a"], [])
-    assert store.handle(Store("a", kept(20, True)), now_s) is False
+    assert store.handle(Store("a", kept(20)), now_s) is False
     assert fate(store, now_s) is StoredStatus.LOST
 
 
@@ -283,25 +285,25 @@ JOB = Job(b"j" * 10, [(b"n", b"v")])
 
 def test_what_a_lost_runner_left_is_taken_once() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
-    assert store.handle(Begin("a", kept(10, True), "one", JOB), 0.0) is True
+    assert store.handle(Begin("a", kept(10), "one", JOB), 0.0) is True
     now_s = pass_by(store, 0.0, LEASE_S + 1)
     assert fate(store, now_s) is StoredStatus.RUNNING
     assert store.handle(Heartbeat("two", [], takes=0), now_s) == HeartbeatReply([], [], [])
-    taken = Begin("a", kept(10, True), "two", JOB, lost_runners=1)
+    taken = Begin("a", kept(10), "two", JOB, lost_runners=1)
     assert store.handle(Heartbeat("two", [], takes=1), now_s) == HeartbeatReply([], [], [taken])
     assert store.handle(Heartbeat("three", [], takes=1), now_s) == HeartbeatReply([], [], [])
     # The first one was only stopped: it goes on, hears that it is to stop, and stores nothing.
-    assert store.handle(Store("a", kept(20, True), "one"), now_s) is False
+    assert store.handle(Store("a", kept(20), "one"), now_s) is False
     assert store.handle(Heartbeat("one", ["a"], takes=1), now_s) == HeartbeatReply(["a"], [], [])
-    assert store.handle(Store("a", kept(20, True), "two"), now_s) is True
-    assert store.handle(Store("a", kept(30, True), "one"), now_s) is False
+    assert store.handle(Store("a", kept(20), "two"), now_s) is True
+    assert store.handle(Store("a", kept(30), "one"), now_s) is False
     found = store.handle(Read("a"), now_s)
-    assert found == StoredLookup(kept(20, True), StoredStatus.DONE)
+    assert found == StoredLookup(kept(20), StoredStatus.DONE)
 
 
 def test_a_runner_that_speaks_again_before_another_takes_it_keeps_it() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
-    store.handle(Begin("a", kept(10, True), "one", JOB), 0.0)
+    store.handle(Begin("a", kept(10), "one", JOB), 0.0)
     now_s = pass_by(store, 0.0, LEASE_S + 1)
     assert store.handle(Heartbeat("one", ["a"], takes=1), now_s) == HeartbeatReply([], [], [])
     assert store.handle(Heartbeat("two", [], takes=1), now_s) == HeartbeatReply([], [], [])
@@ -309,16 +311,16 @@ def test_a_runner_that_speaks_again_before_another_takes_it_keeps_it() -> None:
 
 def test_what_a_runner_leaves_is_taken_at_once_and_costs_no_try() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
-    store.handle(Begin("a", kept(10, True), "one", JOB), 0.0)
+    store.handle(Begin("a", kept(10), "one", JOB), 0.0)
     for runner, successor in (("one", "two"), ("two", "one")) * MAX_LOST_RUNNERS:
         assert store.handle(RunnerExit(runner), 0.0) is True
         orders = store.handle(Heartbeat(successor, [], takes=9), 0.0)
-        assert orders == HeartbeatReply([], [], [Begin("a", kept(10, True), successor, JOB)])
+        assert orders == HeartbeatReply([], [], [Begin("a", kept(10), successor, JOB)])
 
 
 def test_what_has_cost_many_runners_is_given_up() -> None:
     store, now_s = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S), 0.0
-    store.handle(Begin("a", kept(10, True), "r0", JOB), now_s)
+    store.handle(Begin("a", kept(10), "r0", JOB), now_s)
     for runner in range(1, MAX_LOST_RUNNERS):
         now_s = pass_by(store, now_s, now_s + LEASE_S + 1)
         orders = store.handle(Heartbeat(f"r{runner}", [], takes=1), now_s)
@@ -333,7 +335,7 @@ def test_what_is_lost_with_what_ends_its_runners_is_computed_after_all() -> None
     runner, so the others do not go with it."""
     store, now_s = ResponseStore(9, LIMIT_BYTES, LIMIT_S * 99), 0.0
     for id in ("a", "poison", "b"):
-        assert store.handle(Begin(id, kept(2, True), "r0", JOB), now_s) is True
+        assert store.handle(Begin(id, kept(2), "r0", JOB), now_s) is True
     for runner in range(1, 9):
         now_s = pass_by(store, now_s, now_s + LEASE_S + 1)
         while fate(store, now_s, "poison") is StoredStatus.RUNNING:
@@ -343,7 +345,7 @@ def test_what_is_lost_with_what_ends_its_runners_is_computed_after_all() -> None
             if "poison" in taken or not taken:
                 break
             for id in taken:
-                assert store.handle(Store(id, kept(2, True), f"r{runner}"), now_s) is True
+                assert store.handle(Store(id, kept(2), f"r{runner}"), now_s) is True
     fates = [fate(store, now_s, id) for id in ("a", "poison")]
     assert fates == [StoredStatus.DONE, StoredStatus.LOST]
     orders = store.handle(Heartbeat("last", [], takes=8), now_s)
@@ -353,18 +355,18 @@ def test_what_is_lost_with_what_ends_its_runners_is_computed_after_all() -> None
 def test_what_was_deleted_stays_so_whichever_runner_stores_it() -> None:
     """The first one was stopped, and another one has taken it over."""
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
-    store.handle(Begin("a", kept(10, True), "one", JOB), 0.0)
+    store.handle(Begin("a", kept(10), "one", JOB), 0.0)
     now_s = pass_by(store, 0.0, LEASE_S + 1)
     store.handle(Heartbeat("two", [], takes=1), now_s)
     assert isinstance(store.handle(Delete("a"), now_s), StoredLookup)
     for runner in ("one", "two", "two"):
-        assert store.handle(Store("a", kept(20, True), runner), now_s) is False
+        assert store.handle(Store("a", kept(20), runner), now_s) is False
     assert store.handle(Read("a"), now_s) is None
 
 
 def test_what_nobody_takes_is_given_up_in_the_end() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
-    store.handle(Begin("a", kept(10, True), "one", JOB), 0.0)
+    store.handle(Begin("a", kept(10), "one", JOB), 0.0)
     store.handle(RunnerExit("one"), 0.0)
     assert fate(store, LIMIT_S) is StoredStatus.RUNNING
     assert fate(store, LIMIT_S + 1) is StoredStatus.LOST
@@ -373,8 +375,8 @@ def test_what_nobody_takes_is_given_up_in_the_end() -> None:
 def test_what_is_needed_to_take_over_counts_as_kept() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     big = Job(b"j" * LIMIT_BYTES)
-    assert store.handle(Begin("a", kept(1, True), "one", big), 0.0) is False
-    assert store.handle(Begin("a", kept(10, True), "one", JOB), 0.0) is True
+    assert store.handle(Begin("a", kept(1), "one", big), 0.0) is False
+    assert store.handle(Begin("a", kept(10), "one", JOB), 0.0) is True
     assert store.size_bytes == 10 + JOB.size_bytes == 22
     store.handle(Cancel("a"), 0.0)
     assert store.size_bytes == 10
@@ -402,10 +404,10 @@ def test_what_runs_makes_no_room_for_anybody() -> None:
     running(store, "a")
     running(store, "b")
     assert store.handle(Store("c", kept(1)), 1.0) is False
-    assert store.handle(Begin("c", kept(1), "one"), 1.0) is False
-    assert store.handle(Store("a", kept(LIMIT_BYTES)), 1.0) is False
+    assert store.handle(Begin("c", kept(1), "one", JOB), 1.0) is False
+    assert store.handle(Store("a", kept(LIMIT_BYTES), "one"), 1.0) is False
     assert fate(store, 1.0) is StoredStatus.RUNNING
-    assert store.handle(Store("a", kept(5)), 1.0) is True
+    assert store.handle(Store("a", kept(5), "one"), 1.0) is True
     assert store.handle(Store("c", kept(1)), 1.0) is True
     assert store.handle(Read("a"), 1.0) is None
 
@@ -413,7 +415,7 @@ def test_what_runs_makes_no_room_for_anybody() -> None:
 def test_nothing_is_kept_where_nothing_may_be() -> None:
     store = ResponseStore(0, LIMIT_BYTES, LIMIT_S)
     assert store.handle(Store("a", kept(1)), 0.0) is False
-    assert store.handle(Begin("a", kept(1), "one"), 0.0) is False
+    assert store.handle(Begin("a", kept(1), "one", JOB), 0.0) is False
     assert store.handle(Read("a"), 0.0) is None
 
 

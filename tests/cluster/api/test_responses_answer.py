@@ -43,14 +43,13 @@ def cuts(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(edges)] or [""]
 
 
-def make(top_logprobs: int | None = None, settled: list[str] | None = None) -> ResponsesWriter:
-    async def finalize(reasoning: list[str]) -> None:
-        if settled is not None:
-            settled.extend(reasoning)
+def make(top_logprobs: int | None = None) -> ResponsesWriter:
+    async def finalize() -> None:
+        pass
 
     ids = map("call_{}".format, itertools.count())
     body = ResponsesRequest(model="m", input="hello", metadata={"a": "b"})
-    response = begin_response(body, "m", store=True, now_s=5.0)
+    response = begin_response(body, "m", store=True)
     return ResponsesWriter(
         response,
         lambda: make_parser("hermes", "think", lambda: next(ids)),
@@ -84,7 +83,7 @@ def told(response: Any) -> dict[str, Any]:
 def nameless(value: Any) -> Any:
     """Without ids that are drawn, and without the time."""
     if isinstance(value, dict):
-        drawn = {"id", "item_id", "completed_at"}
+        drawn = {"id", "item_id", "created_at", "completed_at"}
         return {name: nameless(part) for name, part in value.items() if name not in drawn}
     return [nameless(part) for part in value] if isinstance(value, list) else value
 
@@ -193,7 +192,9 @@ def test_a_stream_folds_to_the_whole(text: str, places: list[int], reason: str) 
     expected = whole(one)
     got = nameless(folded(streamed(parts)))
     assert got == expected
-    Response.model_validate({**expected, "id": "resp_1", "output": []}, strict=True)
+    Response.model_validate(
+        {**expected, "id": "resp_1", "created_at": 5, "output": []}, strict=True
+    )
     assert expected["status"] == {"stop": "completed", "length": "incomplete"}[reason]
     statuses = [item["status"] for item in expected["output"]]
     last = "completed" if reason == "stop" else "incomplete"

@@ -15,10 +15,12 @@ from swell.cluster.api.responses.response_store import (
     LEASE_S,
     MAX_LOST_RUNNERS,
     Begin,
+    Heartbeat,
     Read,
     RunnerExit,
     Store,
     StoredResponse,
+    StoreRequest,
 )
 from swell.engine.wire import EngineCoreRequest
 from tests.cluster.api.responses_server import TOKENIZER, ResponsesServer, checked, wait_until
@@ -105,7 +107,7 @@ def test_what_has_cost_ingresses_again_and_again_has_failed(tmp_path: Path) -> N
             begun = await server.ask(background=True)
             (begin,) = server.response_store.of(Begin)
             body = begin.kept.body.replace(begun.id.encode(), b"resp_dead")
-            kept = StoredResponse(body, begin.kept.items, background=True)
+            kept = StoredResponse(body, begin.kept.items)
             dead = Begin("resp_dead", kept, "gone", begin.job, MAX_LOST_RUNNERS - 1)
             assert server.response_store.store.handle(dead, server.response_store.now_s)
             assert (await retrieve("resp_dead")).status == "in_progress"
@@ -266,15 +268,15 @@ def test_a_failed_heartbeat_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
     async def story() -> None:
         async with ResponsesServer(tmp_path, "the fox").open(steps=0) as server:
             runs = server.cluster.ingress._responses._background
-            beat, failed = runs._store.heartbeat, []
+            call, failed = runs._store.call, []
 
-            async def once(*args: object) -> object:
-                if not failed:
-                    failed.append(args)
+            async def once(request: StoreRequest) -> object:
+                if isinstance(request, Heartbeat) and not failed:
+                    failed.append(request)
                     raise ZeroDivisionError("planted")
-                return await beat(*args)  # type: ignore[arg-type]
+                return await call(request)
 
-            monkeypatch.setattr(runs._store, "heartbeat", once)
+            monkeypatch.setattr(runs._store, "call", once)
             begun = await server.ask(background=True)
             await server.client.responses.cancel(begun.id)
             await until(lambda: server.engine.aborted)

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import ResponseItemList, ResponseOutputItem
 from pydantic import TypeAdapter
+from starlette.requests import Request
 
 from swell.cluster.api.responses import items as api
+from swell.cluster.api.responses.background import make_job
 from swell.cluster.api.responses.convert import chat_messages, chat_request, name_of
 from swell.cluster.api.responses.input_items import read_input
 from swell.cluster.api.responses.protocol import ResponsesRequest
@@ -314,6 +316,31 @@ def test_request_fields_reach_the_chat_request() -> None:
         True,
     )
     assert isinstance(chat.tool_choice, NamedToolChoice)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "none",
+        {"type": "function", "name": "f"},
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": "f"}],
+        },
+    ],
+)
+def test_a_response_repeats_the_choice_among_tools(choice: Any) -> None:
+    body = read(tools=[{"type": "function", "name": "f"}], tool_choice=choice)
+    assert begin_response(body, "m", store=False).tool_choice == choice
+    assert begin_response(read(), "m", store=False).tool_choice == "auto"
+
+
+def test_a_job_has_what_was_sent_but_for_the_input() -> None:
+    request = Request({"type": "http", "headers": [(b"x-request-id", b"r"), (b"cookie", b"c")]})
+    job = make_job(request, read(model=None, seed=3))
+    assert json.loads(job.body) == {"seed": 3, "input": []}
+    assert job.headers == [(b"x-request-id", b"r")]
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

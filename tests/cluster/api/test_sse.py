@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 from openai.types.chat import ChatCompletionChunk
 
 from swell.cluster.api import sse
@@ -21,7 +22,7 @@ from swell.cluster.api.chat.protocol import (
 )
 from swell.cluster.api.completions.protocol import CompletionChunk, CompletionChunkChoice
 from swell.cluster.api.logprobs import ChatLogprobs, ChatTokenLogprob, TopLogprob
-from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail, usage
+from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail, Usage, usage
 from swell.cluster.api.sse import TEXT_ONLY, ChunkFields
 
 TEXT = st.text(max_size=5)
@@ -42,13 +43,15 @@ LOGPROBS = st.none() | st.builds(
     ),
     refusal=st.none(),
 )
+IDS = st.just(UNSET) | st.lists(st.integers(0, 10**6), max_size=3)
+USAGES = st.none() | st.builds(usage, st.integers(0, 9), st.integers(0, 9))
 RESTS = st.just(TEXT_ONLY) | st.builds(
     ChunkFields,
-    st.sampled_from([None, "stop", "length", "tool_calls"]),
-    st.none() | st.integers(0, 9) | TEXT,
-    LOGPROBS,
-    st.none() | st.lists(st.integers(0, 10**6), max_size=3),
-    prompt_token_ids=st.none() | st.lists(st.integers(0, 10**6), max_size=3),
+    logprobs=LOGPROBS,
+    finish_reason=st.sampled_from([None, "stop", "length", "tool_calls"]),
+    stop_reason=st.none() | st.integers(0, 9) | TEXT,
+    token_ids=IDS,
+    prompt_token_ids=IDS,
 )
 DELTAS = st.builds(ChatDelta, reasoning_content=TEXT) | st.builds(
     ChatDelta,
@@ -73,32 +76,48 @@ def payload(event: bytes) -> bytes:
 def choice_fields(index: int, rest: ChunkFields) -> dict[str, Any]:
     kept: dict[str, Any] = {"index": index, "logprobs": rest.logprobs}
     kept |= {"finish_reason": rest.finish_reason, "stop_reason": rest.stop_reason}
-    if rest.token_ids is not None:
-        kept["token_ids"] = rest.token_ids
-    return kept
+    return kept | {"token_ids": rest.token_ids}
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text(), st.integers(0, 9), RESTS, DELTAS, st.booleans(), TEXT)
+@given(st.text(), st.integers(0, 9), RESTS, DELTAS, st.booleans(), USAGES, TEXT)
 def test_chunks_are_the_typed_ones(
-    text: str, index: int, rest: ChunkFields, delta: ChatDelta, with_usage: bool, model: str
+    text: str,
+    index: int,
+    rest: ChunkFields,
+    delta: ChatDelta,
+    with_usage: bool,
+    used: Usage | None,
+    model: str,
 ) -> None:
     head: dict[str, Any] = {"id": "x-1", "created": 7, "model": model}
-    tail = {"usage": None} if with_usage else {}
+    tail = {"usage": used} if with_usage or used else {}
     fields = choice_fields(index, rest)
-    ids = {} if rest.prompt_token_ids is None else {"prompt_token_ids": rest.prompt_token_ids}
-    told = CompletionChunkChoice(text=text, **fields, **ids)
+    told = CompletionChunkChoice(text=text, **fields, prompt_token_ids=rest.prompt_token_ids)
     plain = CompletionChunk(**head, choices=[told], **tail)
     stream = sse.CompletionStream("x-1", 7, model, include_usage=with_usage)
-    assert payload(stream.chunk(text, index, rest)) == msgspec.json.encode(plain)
+    assert payload(stream.chunk(text, index, rest, used)) == msgspec.json.encode(plain)
     chats = sse.ChatStream("x-1", 7, model, include_usage=with_usage)
-    rest = rest if rest is TEXT_ONLY else msgspec.structs.replace(rest, prompt_token_ids=None)
+    rest = rest if rest is TEXT_ONLY else msgspec.structs.replace(rest, prompt_token_ids=UNSET)
     for said, got in (
-        (ChatDelta(content=text), chats.chunk(text, index, rest)),
-        (delta, chats.delta(delta, index, rest)),
+        (ChatDelta(content=text), chats.chunk(text, index, rest, used)),
+        (delta, chats.delta(delta, index, rest, used)),
     ):
         chunk = ChatChunk(**head, choices=[ChatChunkChoice(delta=said, **fields)], **tail)
         assert payload(got) == msgspec.json.encode(chunk)
+
+
+@settings(max_examples=50, deadline=None)
+@given(IDS, USAGES, st.booleans())
+def test_the_role_is_the_typed_chunk(ids: Any, used: Usage | None, with_usage: bool) -> None:
+    choice = ChatChunkChoice(index=1, delta=ChatDelta(role="assistant", content=""))
+    tail = {"usage": used} if with_usage or used else {}
+    chunk = ChatChunk(
+        id="x-1", created=7, model="m", choices=[choice], prompt_token_ids=ids, **tail
+    )
+    stream = sse.ChatStream("x-1", 7, "m", include_usage=with_usage)
+    event = stream.role(1, None if ids is UNSET else ids, used)
+    assert payload(event) == msgspec.json.encode(chunk)
 
 
 @pytest.mark.parametrize("with_usage", [True, False])
@@ -107,7 +126,7 @@ def test_a_chat_stream_as_the_client_reads_it(with_usage: bool) -> None:
     events = [
         stream.role(),
         stream.chunk('a "b"\n\u2028'),
-        stream.chunk("", 0, ChunkFields("stop")),
+        stream.chunk("", 0, ChunkFields(finish_reason="stop")),
     ]
     events.append(stream.usage(usage(1, 2)))
     chunks = [ChatCompletionChunk.model_validate_json(payload(event)) for event in events]

@@ -29,7 +29,7 @@ def test_without_a_store_nothing_is_kept_and_nothing_found() -> None:
     assert not asyncio.run(client.keep("r", KEPT))
     with pytest.raises(HTTPError) as caught:
         asyncio.run(client.found(Read("r")))
-    assert caught.value.status == 404
+    assert caught.value.info.status == 404
 
 
 @pytest.mark.parametrize("limit", [0, 5])

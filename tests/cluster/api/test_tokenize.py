@@ -52,7 +52,7 @@ def test_tools_reach_the_template_as_they_were_sent(name: str) -> None:
                 told = await answered(cluster, "/tokenize", **fields)
                 assert told["tokens"] == expected
                 assert told["count"] == len(expected)
-                if cluster.ingress._input_processor._processor._formats._tools is None:
+                if cluster.ingress.services.input_processor._processor.formats._tools is None:
                     continue  # no parser of this kind's calls is known yet
                 engine.say([5])
                 await answered(cluster, "/v1/chat/completions", max_tokens=1, **fields)

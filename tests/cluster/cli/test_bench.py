@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from swell.cluster.cli import bench
-from swell.cluster.cli.bench import Sample, percentile, random_prompts, summarize
-from swell.cluster.cli.http_client import Response, ServerError, normal_url
+from swell.cluster.cli.bench import Percentiles, Sample, percentiles_ms, random_prompts, summarize
+from swell.cluster.cli.http_client import Client, ServerError, normal_url, read_events
 from swell.cluster.cli.main import main
 from tests.cluster.fake_server import FakeServer, running
 
@@ -83,6 +85,23 @@ def test_a_cut_stream_is_a_failure(
     assert "the stream ended before its [DONE]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        (b'{"choices":[]}', "no usage"),
+        (b'{"choices":[],"usage":null}', "no usage"),
+        (b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":4}}', "4 tokens came, 5"),
+    ],
+)
+def test_a_stream_without_the_right_usage_is_a_failure(end: bytes, error: str) -> None:
+    async def read(client: Client) -> Sample:
+        return await bench.measure(client, b"{}", 5)
+
+    wire = b'data: {"choices":[{"text":"ab"}]}\n\ndata: ' + end + b"\n\ndata: [DONE]\n\n"
+    sample = with_answer(wire, {}, 1000, read)
+    assert error in (sample.error or "")
+
+
 def test_what_does_not_fit_is_refused(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--url", fake.url, "--input-tokens", "500"]) == 1
     assert "exceed the 512" in capsys.readouterr().err
@@ -103,10 +122,14 @@ def test_nothing_succeeded() -> None:
 
 
 def test_percentiles() -> None:
-    values = [float(value) for value in range(1, 102)]
-    assert [percentile(values, share) for share in (0, 0.5, 0.9, 0.99, 1)] == [1, 51, 91, 100, 101]
-    assert percentile([3.0], 0.99) == 3
-    assert percentile([1.0, 2.0], 0.5) == 1.5
+    values = [value / 1000 for value in range(1, 102)]
+    random.Random(0).shuffle(values)
+    known = percentiles_ms(values)
+    assert known is not None
+    assert msgspec.structs.astuple(known) == pytest.approx((51, 51, 91, 100))
+    assert percentiles_ms([0.003]) == Percentiles(3, 3, 3, 3)
+    assert percentiles_ms([0.002, 0.001]) == Percentiles(1.5, 1.5, pytest.approx(1.9), 1.99)
+    assert percentiles_ms([]) is None
 
 
 def test_prompts_repeat_with_their_seed() -> None:
@@ -114,25 +137,37 @@ def test_prompts_repeat_with_their_seed() -> None:
     assert random_prompts(range(9), 5, 3, 1) != random_prompts(range(9), 5, 3, 2)
 
 
+T = TypeVar("T")
+
+
+def with_answer(
+    wire: bytes, headers: dict[str, str], step: int, use: Callable[[Client], Awaitable[T]]
+) -> T:
+    """What comes of a client whose server answers with a body `step` bytes at a time."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        lines = ["HTTP/1.1 200 OK", *(f"{name}: {value}" for name, value in headers.items())]
+        writer.write("\r\n".join([*lines, "", ""]).encode())
+        for start in range(0, len(wire), step):
+            writer.write(wire[start : start + step])
+            await asyncio.sleep(0)
+        writer.close()
+
+    async def run() -> T:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            host, port = server.sockets[0].getsockname()
+            return await use(Client(f"http://{host}:{port}"))
+
+    return asyncio.run(run())
+
+
 def events_of(wire: bytes, headers: dict[str, str], step: int) -> list[bytes]:
-    """The events of a body that arrives `step` bytes at a time."""
+    async def read(client: Client) -> list[bytes]:
+        async with client.open("GET", "/") as response:
+            return [event async for event in read_events(response)]
 
-    async def read() -> list[bytes]:
-        reader = asyncio.StreamReader()
-
-        async def feed() -> None:
-            for start in range(0, len(wire), step):
-                reader.feed_data(wire[start : start + step])
-                await asyncio.sleep(0)
-            reader.feed_eof()
-
-        feeding = asyncio.create_task(feed())
-        try:
-            return [event async for event in Response(reader, 200, headers).events()]
-        finally:
-            await feeding
-
-    return asyncio.run(read())
+    return with_answer(wire, headers, step, read)
 
 
 def chunked(*pieces: bytes) -> bytes:
@@ -162,7 +197,7 @@ def test_events_survive_any_framing(wire: bytes, headers: dict[str, str], step: 
     [
         (chunked(b"data: 1\n\n"), "before its"),
         (b"9\r\ndata: 1\n\n\r\n", "closed the connection"),
-        (b"zz\r\n", "closed the connection"),
+        (b"zz\r\n", "not HTTP"),
         (chunked(b'data: {"error":{"message":"boom"}}\n\n'), "boom"),
     ],
 )

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from swell.cluster.cli import doctor
 from swell.cluster.cli import terminal_chat as chat
 from swell.cluster.cli.child_process import descendants
 from swell.cluster.cli.http_client import Client
-from swell.cluster.cli.main import COMMANDS, main
+from swell.cluster.cli.main import COMMANDS, EXPECTED, main
 from tests.cluster.fake_server import FakeServer, running
 
 pytestmark = pytest.mark.slow
@@ -85,6 +86,12 @@ def test_wrong_usage_is_2(arguments: list[str], capsys: Capture) -> None:
 def test_errors_are_one_line(arguments: list[str], words: str, capsys: Capture) -> None:
     assert main(arguments) == 1
     assert words in one_line(capsys)
+
+
+@pytest.mark.parametrize("place", EXPECTED)
+def test_expected_errors_are_named_where_they_are_defined(place: str) -> None:
+    kind = resolve_name(place)
+    assert f"{kind.__module__}:{kind.__qualname__}" == place
 
 
 def test_status(fake: FakeServer, capsys: Capture) -> None:
@@ -211,7 +218,7 @@ def test_help_is_quick_and_loads_nothing() -> None:
         "from swell.cluster.cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "print(time.perf_counter() - start)\n"
-        "print(sorted({'ray', 'torch', 'transformers', 'httpx', 'rich'} & set(sys.modules)))"
+        "print(sorted({'ray', 'torch', 'transformers', 'aiohttp', 'rich'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     seconds, heavy = run.stdout.splitlines()[-2:]

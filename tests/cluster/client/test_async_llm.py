@@ -12,6 +12,7 @@ import pytest
 
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.merged_outputs import MergedOutputs
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.client.router import NoEngine
@@ -116,8 +117,9 @@ def test_an_ingress_that_was_stopped_looks_for_an_engine_before_it_gives_up(come
             links.on_view(msgspec.structs.replace(links.view, roster=roster), [])
             assert [sent.request_id for sent in links.sent] == ["r"]
         else:
+            outputs = MergedOutputs([state], SamplingParams(), RequestOutputKind.DELTA)
             with pytest.raises(NoEngine, match=r"waited 0\.02 s"):
-                await asyncio.wait_for(state.queue.get(), 20)
+                await asyncio.wait_for(anext(outputs), 20)
         llm.close()
 
     asyncio.run(story())

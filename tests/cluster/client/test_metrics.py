@@ -42,7 +42,7 @@ def shown_alone(part: Histogram | Counter) -> list[str]:
 def test_a_histogram_shows_what_theirs_shows(values: list[float]):
     theirs = CollectorRegistry()
     one = Histogram("name", "What it is.", BOUNDS)
-    other = TheirHistogram("name", "What it is.", buckets=BOUNDS, registry=theirs)
+    other = TheirHistogram("swell_name", "What it is.", buckets=BOUNDS, registry=theirs)
     for value in values:
         one.observe(value)
         other.observe(value)
@@ -54,9 +54,9 @@ def test_a_counter_shows_what_theirs_shows(values: list[tuple[str, float]]):
     theirs = CollectorRegistry()
     one = Counter("name", "What it is.", "reason", REASONS)
     plain = Counter("plain", "What it is.")
-    other = TheirCounter("name", "What it is.", ["reason"], registry=theirs)
+    other = TheirCounter("swell_name", "What it is.", ["reason"], registry=theirs)
     bare_theirs = CollectorRegistry()
-    bare = TheirCounter("plain", "What it is.", registry=bare_theirs)
+    bare = TheirCounter("swell_plain", "What it is.", registry=bare_theirs)
     for reason in REASONS:
         other.labels(reason)
     for reason, value in values:

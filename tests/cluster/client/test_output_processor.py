@@ -207,27 +207,24 @@ def test_a_request_may_have_its_outputs_less_often_but_not_more_often_than_the_s
 
 
 def test_abort_gives_what_there_is() -> None:
-    async def run() -> None:
-        params = SamplingParams(stop=["foxes"])
-        out = processor()
-        requests = [core(params, "same"), core(params, "same"), core(params, "other")]
-        collectors = [RequestOutputCollector(CUMULATIVE) for _ in requests]
-        for request, collector in zip(requests, collectors, strict=True):
-            out.add_request(request, params, kind=CUMULATIVE, queue=collector)
-            out.process_outputs([EngineCoreOutput(request.request_id, ids_of("a fox"))])
-        ids = [request.request_id for request in requests]
-        assert [s.request_id for s in out.abort_requests([*ids[:2], "unknown"])] == ids[:2]
-        assert out.abort_requests(["same"]) == [], "an external id"
-        assert [s.request_id for s in out.abort_requests([ids[2], ids[2]])] == ids[2:]
-        for collector in collectors:
-            last = await collector.get()
-            assert last.finished
-            assert (last.outputs[0].text, last.outputs[0].finish_reason) == ("a fox", "abort")
-        assert not out.request_states
-        late = out.process_outputs([EngineCoreOutput(ids[0], [1])])
-        assert (late.request_outputs, late.reqs_to_abort) == ([], [])
-
-    asyncio.run(run())
+    params = SamplingParams(stop=["foxes"])
+    out = processor()
+    requests = [core(params, "same"), core(params, "same"), core(params, "other")]
+    collectors = [RequestOutputCollector(CUMULATIVE) for _ in requests]
+    for request, collector in zip(requests, collectors, strict=True):
+        out.add_request(request, params, kind=CUMULATIVE, queue=collector)
+        out.process_outputs([EngineCoreOutput(request.request_id, ids_of("a fox"))])
+    ids = [request.request_id for request in requests]
+    assert [s.request_id for s in out.abort_requests([*ids[:2], "unknown"])] == ids[:2]
+    assert out.abort_requests(["same"]) == [], "an external id"
+    assert [s.request_id for s in out.abort_requests([ids[2], ids[2]])] == ids[2:]
+    for collector in collectors:
+        last = collector.get_nowait()
+        assert last is not None and last.finished
+        assert (last.outputs[0].text, last.outputs[0].finish_reason) == ("a fox", "abort")
+    assert not out.request_states
+    late = out.process_outputs([EngineCoreOutput(ids[0], [1])])
+    assert (late.request_outputs, late.reqs_to_abort) == ([], [])
 
 
 def test_an_abort_whose_text_cannot_be_decoded_fails_that_request_alone() -> None:
@@ -252,37 +249,18 @@ def test_an_error_reaches_everyone_after_what_came_before() -> None:
             collectors.append(RequestOutputCollector(DELTA, request.request_id))
             out.add_request(request, params, queue=collectors[-1])
         out.process_outputs([EngineCoreOutput(collectors[0].request_id, ids_of("fox"))])
-        waiting = [asyncio.create_task(collector.get()) for collector in collectors[1:]]
+        waiting = [asyncio.create_task(collector.ready.wait()) for collector in collectors[1:]]
         await asyncio.sleep(0)
         ended = out.propagate_error(RuntimeError("gone"), [collectors[0].request_id])
         assert [state.request_id for state in ended] == [collectors[0].request_id]
         assert len(out.propagate_error(RuntimeError("gone"))) == 2
-        assert (await collectors[0].get()).outputs[0].text == "fox"
-        for failed in [collectors[0].get(), collectors[0].get(), *waiting]:
+        await asyncio.wait_for(asyncio.gather(*waiting), 5)
+        before = collectors[0].get_nowait()
+        assert before is not None and before.outputs[0].text == "fox"
+        for failed in [*collectors, *collectors]:
             with pytest.raises(RuntimeError, match="gone"):
-                await failed
+                failed.get_nowait()
         assert not out.request_states
-
-    asyncio.run(run())
-
-
-def test_a_collector_can_be_iterated() -> None:
-    async def run() -> None:
-        out, params = processor(), SamplingParams()
-        request = core(params)
-        collector = RequestOutputCollector(DELTA)
-        out.add_request(request, params, queue=collector)
-
-        async def produce() -> None:
-            for output in steps(request.request_id, ids_of("the fox"), [1], FinishReason.STOP):
-                out.process_outputs([output])
-                await asyncio.sleep(0)
-
-        task = asyncio.create_task(produce())
-        assert "".join([output.outputs[0].text async for output in collector]) == "the fox"
-        await task
-        with pytest.raises(RuntimeError, match="last output"):
-            await collector.get()
 
     asyncio.run(run())
 

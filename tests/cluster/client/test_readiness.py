@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from swell.cluster.api.admin import serving as admin
+from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.readiness import ReadinessTracker
 from swell.coordinator.channel import ChannelAddress
@@ -155,6 +156,59 @@ def test_a_manager_that_gives_no_answer_is_a_503(
                 assert answer.json()["error"]["code"] == "no_manager"
 
     asyncio.run(run())
+
+
+def test_a_probe_says_that_the_manager_gives_no_answer(folder: Path) -> None:
+    async def no_answer() -> None:
+        raise ConnectionError("the replica has died")
+
+    async def run() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            vars(cluster.manager)["not_ready_reason"] = SimpleNamespace(remote=no_answer)
+            answer = await cluster.client.get("/ready")
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["message"]) == (
+                503,
+                "starting",
+                "no engine, and no word of the manager: ConnectionError('the replica has died')",
+            )
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "arguments"),
+    [
+        ("scale", '{"engines": 3}', (3, None)),
+        ("scale", '{"drain_timeout_s": 1.5, "engines": 3}', (3, 1.5)),
+        ("drain", '{"rank": 1}', (1,)),
+        ("pause", "{}", ()),
+        ("pause", " ", ()),
+        ("resume", "", ()),
+        ("pause", '{"engines": 3}', None),
+        ("pause", "[]", None),
+        ("scale", "", None),
+        ("drain", " ", None),
+    ],
+)
+def test_the_manager_gets_what_a_change_says(
+    folder: Path, path: str, body: str, arguments: tuple[object, ...] | None
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    async def answer(*given: object) -> ChangeResult:
+        asked.append(given)
+        return ChangeResult(2)
+
+    async def run() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            vars(cluster.manager)[path] = SimpleNamespace(remote=answer)
+            headers = {"content-type": "application/json"}
+            told = await cluster.client.post(f"/admin/{path}", content=body, headers=headers)
+            assert told.status_code == (400 if arguments is None else 202)
+
+    asyncio.run(run())
+    assert asked == ([] if arguments is None else [arguments])
 
 
 def test_pause_and_resume_ask_the_manager(folder: Path) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import pytest
 
+from swell.cluster.client.merged_outputs import MergedOutputs
+from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.client.router import NoEngine
+from swell.cluster.text.sampling_params import SamplingParams
 from swell.coordinator.roster import MemberState
 from tests.cluster.client.scripted_cluster import ScriptedCluster, run
 
@@ -219,7 +222,7 @@ def test_a_request_for_which_no_engine_comes_has_waited_all_its_life():
         (state,) = cluster.submit(PROMPT, 3)
         cluster.wait(7.0)
         with pytest.raises(NoEngine):
-            await state.queue.get()
+            await anext(MergedOutputs([state], SamplingParams(), RequestOutputKind.DELTA))
 
     assert serving(scenario, serve__no_engine_timeout_s=0.01) == {
         **ENDED,

@@ -14,7 +14,7 @@ import numpy as np
 from swell.cluster.api.chat.convert import conversation, to_generation_request
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.text.chat_template import ChatTemplate
-from swell.cluster.text.model_formats import ModelFormats, RequestFormat
+from swell.cluster.text.model_formats import AnswerFormat, ModelFormats
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.parsers.deltas import Message, collect
 from swell.cluster.text.parsers.detection import detect_tools
@@ -73,8 +73,8 @@ def formats(name: str) -> ModelFormats:
     return ModelFormats(kind(name).tokenizer, kind(name).template, ServeConfig())
 
 
-def format_of(name: str, body: ChatCompletionRequest) -> RequestFormat:
-    return formats(name).of(to_generation_request(body, {}), conversation(body))
+def format_of(name: str, body: ChatCompletionRequest, prompt: str) -> AnswerFormat:
+    return formats(name).of(to_generation_request(body, {}), conversation(body), prompt)
 
 
 def request(**fields: Any) -> ChatCompletionRequest:
@@ -95,9 +95,8 @@ def walk(
 
     one = kind(name)
     tokenizer, ends = one.tokenizer, set(one.end_ids)
-    request_format = format_of(name, body)
     prompt = ChatTemplate(tokenizer, name).render(body.messages, conversation(body).template)
-    answer = request_format.of(prompt[-40:])
+    answer = format_of(name, body, prompt[-40:])
     assert answer.grammar is not None, "the request asks for a grammar"
     matcher = LLMatcher(load_vocabulary(str(one.folder())), answer.grammar().lark, log_level=0)
     rng, ids = random.Random(seed), []
@@ -116,7 +115,7 @@ def walk(
         if not ended:
             assert matcher.consume_token(token), matcher.get_error()
             ids.append(token)
-    skip = not request_format.keeps_special_tokens
+    skip = not answer.keeps_special_tokens
     text_of = partial(
         tokenizer.decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False
     )

@@ -150,7 +150,7 @@ def test_the_message_that_the_prompt_has_begun_is_continued() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
 def test_without_tools_there_are_no_calls(fields: dict[str, Any]) -> None:
-    answer = format_of(NAME, request(**fields)).of("<|start|>assistant")
+    answer = format_of(NAME, request(**fields), "<|start|>assistant")
     assert answer.grammar is None
     parser = answer.make_parser()
     parts = parser.push("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}")

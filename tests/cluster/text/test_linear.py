@@ -93,7 +93,7 @@ def chat(text: str) -> None:
 
 
 READERS: dict[str, Callable[[str], object]] = {
-    "grammar tokens": lambda text: list(user_grammar._lark_tokens(text)),
+    "grammar tokens": lambda text: list(user_grammar._LARK_PART.finditer(text)),
     "GBNF": lambda text: user_grammar._GBNF_RULE.search(text),
     "GBNF escapes": lambda text: user_grammar._GBNF_ESCAPE.sub(user_grammar._plain_escape, text),
     "excerpts": lambda text: lark_compiler._EXCERPT.split("\n" + text),

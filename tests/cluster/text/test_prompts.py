@@ -17,6 +17,7 @@ from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.chat_messages import ChatMessage, ContentPart
 from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
+from swell.cluster.text.truncation import TEMPLATE_TEXT
 from swell.configs.schema import ConfigError
 from tests.cluster.text import tokenizers_for_tests as made
 
@@ -85,7 +86,7 @@ def test_special_tokens_are_added_where_the_tokenizer_adds_them() -> None:
     prompts = processor(tokenizer)
     assert prompts.encode("the") == tokenizer.encode("the")
     assert prompts.encode("the")[0] == 1
-    assert prompts.encode("the", add_special_tokens=False)[0] != 1
+    assert prompts.encode("the", TEMPLATE_TEXT)[0] != 1
 
 
 def test_a_text_of_ten_megabytes_is_refused_untouched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import tracemalloc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text.stop_strings import AutomatonCache, NoStops, StopChecker, stop_checker
+from swell.cluster.text.stop_strings import StopChecker
 
 PIECES = st.lists(st.text("ab ", max_size=4), max_size=12)
 STOPS = st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=4)
@@ -99,27 +99,21 @@ def test_a_shown_stop_holds_nothing_back() -> None:
 
 
 def test_without_stops_text_passes() -> None:
-    checker = stop_checker([], include_in_output=False, min_tokens=3)
-    assert isinstance(checker, NoStops)
+    checker = StopChecker([], min_tokens=3)
     assert (checker.push("abc", 1), checker.flush(), checker.matched) == ("abc", "", None)
 
 
-def test_the_cache_of_automata_is_bounded_by_nodes() -> None:
+def test_equal_requests_share_what_their_stops_need() -> None:
     """A request with many long stops has thousands of nodes, of some 280 bytes each."""
-    cache = AutomatonCache(max_nodes=1000)
-    for round_ in range(50):
-        cache.get(tuple(f"{round_} {index} " + "x" * 90 for index in range(8)))
-        cache.get((f"short {round_}",))
-        assert cache.cached_nodes <= 1000
-    small = cache.get(("again",))
-    assert cache.get(("again",)) is small, "what is used again is not built again"
-
-
-def test_answers_of_one_request_share_an_automaton_however_large() -> None:
-    cache = AutomatonCache(max_nodes=10)
-    first = cache.get(("y" * 100,))
-    assert cache.cached_nodes == 0
-    assert cache.get(("y" * 100,)) is first
+    stops = [chr(97 + index) * 250 for index in range(16)]
+    tracemalloc.start()
+    try:
+        checkers = [StopChecker(stops) for _ in range(20)]
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(checkers) == 20
+    assert kept < 3 << 20
 
 
 def test_a_thousand_requests_leave_little_memory_behind() -> None:
@@ -127,8 +121,8 @@ def test_a_thousand_requests_leave_little_memory_behind() -> None:
     try:
         for request in range(100):
             stops = [chr(97 + index) * 250 + str(request) for index in range(16)]
-            stop_checker(stops, include_in_output=False, min_tokens=0)
+            StopChecker(stops)
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert kept < 5 << 20
+    assert kept < 3 << 20

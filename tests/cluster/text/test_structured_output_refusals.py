@@ -90,7 +90,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_ends_its_check_and_nothing_else(name):
-    checker = GrammarChecker(GRAMMAR_LIMITS, cpu_s=0.5)
+    checker = GrammarChecker(GRAMMAR_LIMITS)
     try:
         assert checker.check('start: "a"') == ""
         reason = checker.check(HOSTILE[name])

@@ -147,7 +147,7 @@ def test_a_client_that_leaves_or_is_late_does_not_queue_for_its_grammar(
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
             free = threading.Event()
-            grammars = cluster.ingress._offloads.grammars
+            grammars = cluster.ingress.services.offloads.grammars
             busy = [asyncio.create_task(grammars.run(free.wait)) for _ in range(2)]
             payload = {**body([1, 2], 2), "structured_outputs": {"choice": ["a", "b"]}}
             try:

@@ -12,7 +12,7 @@ import pytest
 from swell.cluster.text.parsers import PARSERS, tool_format
 from swell.cluster.text.parsers.answer_grammar import answer
 from swell.cluster.text.parsers.deltas import Content, Tool, ToolCall, collect
-from swell.cluster.text.parsers.grammar import marker_expression
+from swell.cluster.text.parsers.grammar import GrammarBuilder, marker_expression
 from swell.cluster.text.parsers.markup import MarkupParser
 from tests.cluster.text.parsers.sample_outputs import MARKERS, read
 
@@ -164,7 +164,7 @@ def openings(name: str, required: bool, special: dict[str, int]) -> list[str]:
 
 def written(name: str, *, required: bool, parallel: bool = True, special: dict[str, int]) -> str:
     kind = tool_format(name)
-    calls = kind.calls(tools(name), parallel=parallel, special=special)
+    calls = kind.call_grammar(GrammarBuilder(tools(name), parallel, special))
     start_markers = [opener.strip() for opener in kind.start_markers]
     return answer(calls, special=special, required=required, start_markers=start_markers)
 
@@ -231,9 +231,9 @@ def test_markers_are_special_tokens_where_the_tokenizer_has_them(name: str) -> N
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_tools_without_a_call_are_refused(name: str) -> None:
-    calls = tool_format(name).calls
+    call_grammar = tool_format(name).call_grammar
     with pytest.raises(ValueError, match="at least one tool"):
-        calls([], parallel=True, special={})
+        call_grammar(GrammarBuilder([], True, {}))
     tool = Tool("f", parameters={"type": "string"})
     with pytest.raises(ValueError, match=r"tool 'f' have the type 'string'.*an object"):
-        calls([tool], parallel=True, special={})
+        call_grammar(GrammarBuilder([tool], True, {}))

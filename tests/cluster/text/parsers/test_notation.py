@@ -34,11 +34,12 @@ _ARGUMENTS = st.dictionaries(_KEY, _VALUE, max_size=4)
 
 
 def read(notation: Notation, pieces: list[str]) -> tuple[str, NotationCall]:
-    call, found = NotationCall("f", notation), ""
+    call, found = NotationCall(notation), ""
+    call.read(f"{notation.prefix}f{notation.open}")
     for piece in pieces:
-        call.push(piece, 0)
+        call.read(piece)
         found += call.take() if call.known else ""
-    call.flush()
+    call.finish()
     return found + (call.take() if call.known else ""), call
 
 
@@ -80,8 +81,8 @@ def test_what_a_template_of_gemma_writes_is_read(
 def test_a_json_string_is_a_python_string(text: str) -> None:
     for ascii_only in (True, False):
         one = QuotedString('"')
-        one.push(json.dumps(text, ensure_ascii=ascii_only) + ",", 0)
-        assert one.done and json.loads(one.take()) == text
+        one.read(json.dumps(text, ensure_ascii=ascii_only) + ",")
+        assert one.ended and json.loads(one.take()) == text
 
 
 @pytest.mark.parametrize(

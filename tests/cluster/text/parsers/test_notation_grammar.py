@@ -9,6 +9,7 @@ import pytest
 from swell.cluster.text.parsers import tool_format
 from swell.cluster.text.parsers.answer_grammar import answer
 from swell.cluster.text.parsers.deltas import Tool
+from swell.cluster.text.parsers.grammar import GrammarBuilder
 from tests.cluster.text.parsers.test_grammar import SPECIAL, ByteTokenizer
 
 RICH: dict[str, Any] = {
@@ -65,7 +66,8 @@ def llg() -> Any:
 
 def allows(llg: Any, name: str, pieces: list[str], special: dict[str, int]) -> bool:
     """Whether forced calls may be written so; tokens of `special` as these."""
-    calls = tool_format(name).calls([Tool("f", parameters=RICH)], parallel=True, special=special)
+    builder = GrammarBuilder([Tool("f", parameters=RICH)], True, special)
+    calls = tool_format(name).call_grammar(builder)
     lark = answer(calls, special=special, required=True)
     tokenizer = llg.LLTokenizer(llg.TokenizerWrapper(ByteTokenizer()))
     assert llg.LLMatcher.validate_grammar(lark, tokenizer) == ""
@@ -109,14 +111,14 @@ def test_gemma_arguments_are_held_to_their_schema(
 def test_what_cannot_be_held_is_named(name: str, schema: dict[str, Any], message: str) -> None:
     tool = Tool("f", parameters={"type": "object", "properties": schema})
     with pytest.raises(ValueError, match=message):
-        tool_format(name).calls([tool], parallel=True, special={})
+        tool_format(name).call_grammar(GrammarBuilder([tool], True, {}))
 
 
 @pytest.mark.parametrize("name", ["pythonic", "gemma4"])
 def test_what_joins_schemas_at_the_top_is_named(name: str) -> None:
     tool = Tool("f", parameters={"type": "object", "anyOf": [{"required": ["a"]}]})
     with pytest.raises(ValueError, match="parameters of tool 'f' have 'anyOf'"):
-        tool_format(name).calls([tool], parallel=True, special={})
+        tool_format(name).call_grammar(GrammarBuilder([tool], True, {}))
 
 
 def test_a_schema_inside_itself_is_bounded() -> None:
@@ -125,4 +127,4 @@ def test_a_schema_inside_itself_is_bounded() -> None:
         schema = {"type": "array", "items": schema}
     tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}})
     with pytest.raises(ValueError, match="more than 32 values"):
-        tool_format("gemma4").calls([tool], parallel=True, special={})
+        tool_format("gemma4").call_grammar(GrammarBuilder([tool], True, {}))

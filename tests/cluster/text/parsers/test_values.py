@@ -10,6 +10,7 @@ import pytest
 
 from swell.cluster.text.parsers import make_parser, tool_format
 from swell.cluster.text.parsers.deltas import Tool, collect
+from swell.cluster.text.parsers.grammar import GrammarBuilder
 from swell.cluster.text.parsers.text_grammar import search_expression
 from swell.cluster.text.parsers.values import parameter_types
 from tests.cluster.text.parsers.sample_outputs import read
@@ -103,7 +104,7 @@ def test_what_elements_cannot_hold_is_refused_by_name(
 ) -> None:
     tool = Tool("f", parameters=parameters)
     with pytest.raises(ValueError, match=re.escape(reason)):
-        tool_format("qwen3_coder").calls([tool], parallel=True, special={})
+        tool_format("qwen3_coder").call_grammar(GrammarBuilder([tool], True, {}))
 
 
 @pytest.mark.parametrize(
