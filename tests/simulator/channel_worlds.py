@@ -11,10 +11,8 @@ import os
 from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, Protocol
-from unittest.mock import patch
 
 import msgspec
-import zmq
 
 from swell.coordinator.channel import AsyncOutlet, ChannelAddress, Inbox, Outlet, make_keys
 from tests.simulator.channel import SimAsyncOutlet, SimInbox, SimOutlet
@@ -119,28 +117,28 @@ class _ProxyWire:
 
 
 class ZmqWorld:
-    """Real ends. With heartbeats, if they are given: their interval and timeout in seconds."""
+    """Real ends."""
 
-    def __init__(self, heartbeats: tuple[float, float] | None = None) -> None:
+    def __init__(self, silence_s: float) -> None:
         self._keys = make_keys()
-        self._heartbeats = heartbeats
+        self._silence_s = silence_s
         self._ends: list[Any] = []
         self._wires: list[_ProxyWire] = []
 
     def inbox(self, *, name: str | None = None, port: int = 0) -> Inbox[str]:
-        inbox: Inbox[str] = Inbox(str, self._keys, name=name, port=port)
+        inbox: Inbox[str] = Inbox(str, self._keys, name=name, port=port, silence_s=self._silence_s)
         self._ends.append(inbox)
         return inbox
 
     def outlet(self, address: ChannelAddress, identity: bytes | None = None) -> Outlet[str]:
-        outlet: Outlet[str] = Outlet(address, str, self._keys, identity)
+        outlet: Outlet[str] = Outlet(address, str, self._keys, identity, self._silence_s)
         self._ends.append(outlet)
         return outlet
 
     def async_outlet(
         self, address: ChannelAddress, take: Callable[[str], None]
     ) -> AsyncOutlet[str]:
-        outlet: AsyncOutlet[str] = AsyncOutlet(address, str, self._keys, take)
+        outlet: AsyncOutlet[str] = AsyncOutlet(address, str, self._keys, take, self._silence_s)
         self._ends.append(outlet)
         return outlet
 
@@ -152,18 +150,7 @@ class ZmqWorld:
         await asyncio.sleep(seconds)
 
     def run(self, test: Test) -> None:
-        make_context = zmq.Context
-
-        def context() -> zmq.Context[Any]:
-            made: zmq.Context[Any] = make_context()
-            if self._heartbeats is not None:
-                interval_s, timeout_s = self._heartbeats
-                made.setsockopt(zmq.HEARTBEAT_IVL, round(interval_s * 1000))
-                made.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(timeout_s * 1000))
-            return made
-
-        with patch.object(zmq, "Context", context):
-            asyncio.run(self._run(test))
+        asyncio.run(self._run(test))
         for wire in self._wires:
             wire.proxy.close()
 
@@ -208,13 +195,9 @@ _PATHS = {"up": ("host1", "host0"), "down": ("host0", "host1")}
 class SimWorld:
     """Simulated ends: inboxes at host0, outlets there and at host1."""
 
-    def __init__(self, heartbeats: tuple[float, float] | None = None, seed: int = 0) -> None:
+    def __init__(self, silence_s: float, seed: int = 0) -> None:
         self._kernel = Kernel(seed)
-        options = NetworkOptions()
-        if heartbeats is not None:
-            interval_s, timeout_s = heartbeats
-            options = NetworkOptions(heartbeat_s=interval_s, heartbeat_timeout_s=timeout_s)
-        self.net = Network(self._kernel, options)
+        self.net = Network(self._kernel, NetworkOptions.with_silence(silence_s))
         self.server = Process(self._kernel, "server", "host0")
         self._near = Process(self._kernel, "near", "host0")
         self._far = Process(self._kernel, "far", "host1")

@@ -7,18 +7,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.channel import DEFAULT_SILENCE_S, ChannelAddress
 from tests.simulator.channel_worlds import ChannelWorld, Seen, SimWorld, ZmqWorld
 
 
 @pytest.fixture
-def heartbeats() -> None:
-    """None are sent, unless a test says so."""
+def silence_s() -> float:
+    """After which a connection is taken for dead."""
+    return DEFAULT_SILENCE_S
 
 
 @pytest.fixture(params=[pytest.param(ZmqWorld, marks=pytest.mark.slow), SimWorld])
-def world(request: Any, heartbeats: tuple[float, float] | None) -> ChannelWorld:
-    made: ChannelWorld = request.param(heartbeats)
+def world(request: Any, silence_s: float) -> ChannelWorld:
+    made: ChannelWorld = request.param(silence_s)
     return made
 
 

@@ -47,6 +47,13 @@ class NetworkOptions:
     linger_s: float = 1.0
     """How long a closing outlet tries to deliver what it was given."""
 
+    @classmethod
+    def with_silence(cls, silence_s: float) -> NetworkOptions:
+        """As channels set them: a connection of which nothing was heard for so long ends."""
+        heartbeat_s = silence_s / 4
+        timeout_s = silence_s - heartbeat_s
+        return cls(heartbeat_s=heartbeat_s, heartbeat_timeout_s=timeout_s, user_timeout_s=timeout_s)
+
 
 @dataclass
 class _Aim:

@@ -7,11 +7,10 @@ import pytest
 from tests.simulator.channel_worlds import LONG_S, ChannelWorld, Seen, hear, over_both, take
 from tests.simulator.tcp_proxy import Direction
 
-HEARTBEATS = (0.1, 0.2)
-"""Interval and timeout, in seconds."""
-NOTICED_S = 2 * sum(HEARTBEATS)
+SILENCE_S = 0.4
+NOTICED_S = 2 * SILENCE_S
 
-beating = pytest.mark.parametrize("heartbeats", [HEARTBEATS], ids=["heartbeats"])
+impatient = pytest.mark.parametrize("silence_s", [SILENCE_S])
 
 
 # ---------------------------------------------------------------- connections that break
@@ -64,9 +63,7 @@ async def test_what_is_held_back_for_a_while_arrives_in_order(world: ChannelWorl
 
 @pytest.mark.parametrize("held", ["up", "down"])
 @over_both
-async def test_without_heartbeats_a_half_cut_goes_unnoticed(
-    world: ChannelWorld, held: Direction
-) -> None:
+async def test_a_half_cut_goes_unnoticed_for_a_while(world: ChannelWorld, held: Direction) -> None:
     inbox = world.inbox()
     wire = world.wire(inbox)
     outlet = world.outlet(wire.address, b"peer")
@@ -82,7 +79,7 @@ async def test_without_heartbeats_a_half_cut_goes_unnoticed(
     assert wire.connections == 1
 
 
-@beating
+@impatient
 @over_both
 async def test_heartbeats_keep_an_idle_connection(world: ChannelWorld) -> None:
     inbox = world.inbox()
@@ -96,7 +93,7 @@ async def test_heartbeats_keep_an_idle_connection(world: ChannelWorld) -> None:
     assert wire.connections == 1
 
 
-@beating
+@impatient
 @over_both
 async def test_a_side_that_hears_nothing_gives_up_alone(world: ChannelWorld) -> None:
     """The inbox hears the outlet on, and lets it go only when it hears of the end. What the inbox
@@ -109,7 +106,7 @@ async def test_a_side_that_hears_nothing_gives_up_alone(world: ChannelWorld) -> 
     await take(world, inbox, 1)
     wire.hold("down")
     inbox.send(b"peer", "lost")
-    await world.sleep(HEARTBEATS[1] / 2)
+    await world.sleep(SILENCE_S / 4)
     outlet.send("still heard")
     assert await take(world, inbox, 1) == [(b"peer", "still heard")]
     await world.sleep(NOTICED_S)
@@ -120,7 +117,7 @@ async def test_a_side_that_hears_nothing_gives_up_alone(world: ChannelWorld) -> 
     assert await hear(world, outlet) == "after"
 
 
-@beating
+@impatient
 @over_both
 async def test_the_other_side_of_a_half_cut_learns_it_from_the_end_of_the_connection(
     world: ChannelWorld,
@@ -192,3 +189,21 @@ async def test_what_a_lost_connection_has_brought_can_be_read(
     assert len({peer for peer, _ in old}) == 1
     assert (old[0][0] == b"peer") == (not returns)
     assert ((b"peer", "new") in received) == returns
+
+
+@over_both
+async def test_an_async_outlet_knows_whether_it_is_connected(world: ChannelWorld) -> None:
+    inbox = world.inbox()
+    wire = world.wire(inbox)
+    outlet = world.async_outlet(wire.address, print)
+    assert not outlet.is_connected()
+    await world.sleep(LONG_S)
+    assert outlet.is_connected()
+    wire.reset()
+    await world.sleep(0.05)
+    assert not outlet.is_connected()
+    await world.sleep(LONG_S)
+    assert outlet.is_connected()
+    inbox.close()
+    await world.sleep(LONG_S)
+    assert not outlet.is_connected()

@@ -275,3 +275,17 @@ def test_a_cut_during_a_handshake_only_delays_it() -> None:
         client.ask(2)
         world.run(1.0)
         assert client.numbers()[-1:] == [2], moment
+
+
+def test_what_a_lost_host_had_under_way_never_arrives() -> None:
+    """Even if the host is there again before anybody has noticed."""
+    world = EchoWorld(options=HEARTBEATS)
+    world.settle()
+    (side,) = world.net.connections("client1")
+    world.clients[0].ask(1)
+    world.run(0.00005)
+    world.net.lose_host("host1", ["host0"], [world.clients[0].process])
+    world.run(0.5)
+    world.net.reunite("host1", ["host0"])
+    world.run(1.0)
+    assert world.numbers() == [] and side.peer.closed
