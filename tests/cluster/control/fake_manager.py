@@ -357,9 +357,10 @@ class FakeCheckpointStore:
         self.identity = identity
         self.page = [ClusterCheckpoint()] if page is None else page
         self.away = False
+        self.hangs = False
 
     async def read(self) -> ClusterCheckpoint:
-        await asyncio.sleep(CHECKPOINT_S)
+        await asyncio.sleep(10.0 if self.hangs else CHECKPOINT_S)
         if self.away:
             raise TimeoutError
         return self.page[0]
