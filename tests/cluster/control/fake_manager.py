@@ -371,6 +371,9 @@ class FakeCheckpointStore:
             raise TimeoutError
         self.page[0] = note
 
+    async def take_over(self, note: ClusterCheckpoint) -> None:
+        await self.write(note)
+
     async def clear(self) -> None:
         await self.write(ClusterCheckpoint())
 

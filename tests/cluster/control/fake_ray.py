@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -93,15 +94,18 @@ class FakeRay:
         self._going.setdefault(name, self.listings_until_gone or 1)
 
     async def kv_get(self, key: bytes) -> bytes | None:
+        await asyncio.sleep(0)
         return self.kv.get(key)
 
     async def kv_put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> bool:
+        await asyncio.sleep(0)
         if key in self.kv and not overwrite:
             return False
         self.kv[key] = value
         return True
 
     async def kv_keys(self, prefix: bytes) -> list[bytes]:
+        await asyncio.sleep(0)
         return sorted(key for key in self.kv if key.startswith(prefix))
 
     async def kv_delete(self, prefix: bytes) -> None:
