@@ -78,7 +78,7 @@ typecheck: setup
 	rm -rf build/typecheck build/lib && $(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
 	ln -s ../../tests build/typecheck/tests
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster \
-	  -p swell.worker -p swell.kernels -p tests.benchmarks -p tests.faults -p tests.routing
+	  -p swell.worker -p swell.kernels -p tests.benchmarks -p tests.faults -p tests.routing -p tests.simulator
 
 clean:
 	rm -rf $(VENV) $(CONFORMANCE) build dist *.egg-info

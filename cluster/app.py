@@ -168,7 +168,8 @@ class IngressDeployment:
         configure_logging()
         contact = await _discover_manager(manager, identity(config))
         found = contact.coordinator
-        connect = partial(AsyncEngineCoreClient, found.address, found.keys)
+        ground = ThreadGround(silence_s=config.cluster.stall_timeout_s)
+        connect = partial(AsyncEngineCoreClient, found.address, found.keys, ground=ground)
         self._ingress = await build_ingress(config, connect, manager, store)
         self._edge = EdgeServer(
             self._ingress.app,

@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from swell.configs import process
 from swell.configs.log import StructuredLogger
@@ -39,6 +40,8 @@ _RETRY_S = 0.05
 """Between two attempts at an address that is taken."""
 _LOG_EVERY_ATTEMPTS = 100
 """Attempts after which the log repeats the warning."""
+DEFAULT_SILENCE_S = 10.0
+"""After which a connection is taken for dead."""
 _MAX_BURST = 4096
 """Messages that are delivered at a time."""
 
@@ -118,6 +121,15 @@ def _wait(socket: Any, timeout_s: float | None, waker: Waker | None) -> bool:
     return socket in ready
 
 
+def _detect_silence(socket: Any, silence_s: float) -> None:
+    """Let a connection end at both of its sides if nothing has come through it for `silence_s`,
+    though ZeroMQ's own threads, which also run during a long step, send heartbeats through it. It
+    is then opened again; what was under way is lost."""
+    silence_ms = round(silence_s * 1000)
+    socket.heartbeat_ivl = silence_ms // 4
+    socket.heartbeat_timeout = socket.tcp_maxrt = silence_ms - silence_ms // 4
+
+
 class _FrameDecoder(Generic[M]):
     """The typed decoder of one end, which counts what it could not decode: a frame of a peer of
     another build, or of one that is broken, is dropped and harms no other."""
@@ -150,14 +162,17 @@ class Inbox(Generic[M]):
         *,
         name: str | None = None,
         port: int = 0,
+        silence_s: float = DEFAULT_SILENCE_S,
     ) -> None:
         """`name` and `port` let a successor be found where its predecessor was; else they are
-        chosen here. While another process holds them, be it one that is still dying, it waits."""
+        chosen here. While another process holds them, be it one that is still dying, it waits.
+        `silence_s`: see `_detect_silence`."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = _LINGER_MS
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.router_handover = True
+        _detect_silence(self._socket, silence_s)
         self._socket.curve_server = True
         self._socket.curve_publickey = keys.public
         self._socket.curve_secretkey = keys.secret
@@ -236,12 +251,17 @@ class Outlet(Generic[M]):
         message_type: Any,
         keys: ChannelKeys,
         identity: bytes | None = None,
+        silence_s: float = DEFAULT_SILENCE_S,
     ) -> None:
+        """`silence_s`: see `_detect_silence`."""
         self._context = zmq.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         self._socket.linger = _LINGER_MS
         self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.identity = identity or secrets.token_bytes(8).replace(b"\0", b"\1")
+        self.identity = identity or secrets.token_bytes(8).replace(b"\0", b"\1")
+        """Names this connection at the inbox."""
+        self._socket.identity = self.identity
+        _detect_silence(self._socket, silence_s)
         self._socket.curve_serverkey = keys.public
         self._socket.curve_publickey = keys.public
         self._socket.curve_secretkey = keys.secret
@@ -290,9 +310,14 @@ class AsyncOutlet(Outlet[M]):
         message_type: Any,
         keys: ChannelKeys,
         take: Callable[[M], None],
+        silence_s: float = DEFAULT_SILENCE_S,
     ) -> None:
-        super().__init__(address, message_type, keys)
+        super().__init__(address, message_type, keys, silence_s=silence_s)
         self._take = take
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._is_connected = False
         self._loop = asyncio.get_running_loop()
         self._fd: int = self._socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._fd, self._drain)
@@ -302,8 +327,17 @@ class AsyncOutlet(Outlet[M]):
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
 
+    def is_connected(self) -> bool:
+        """Whether the peer can be reached now, as far as was noticed."""
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return self._is_connected
+
     def close(self) -> None:
         self._loop.remove_reader(self._fd)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
         self._context.term()
 

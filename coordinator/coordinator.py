@@ -9,6 +9,7 @@ import ray
 from swell.configs.log import configure_logging
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.contact import CoordinatorContact
+from swell.coordinator.ground import ThreadGround
 from swell.coordinator.service import CoordinatorEndpoint, CoordinatorService
 
 
@@ -28,7 +29,7 @@ class Coordinator(CoordinatorService):
         configure_logging()
         super().__init__(
             config,
-            ray.util.get_node_ip_address(),
+            ThreadGround(ray.util.get_node_ip_address(), config.stall_timeout_s),
             lockstep=lockstep,
             endpoint=endpoint,
             recover=inherited or ray.get_runtime_context().was_current_actor_reconstructed,

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from swell.configs.process import exit_on_error
 from swell.coordinator.channel import (
+    DEFAULT_SILENCE_S,
     AsyncOutlet,
     ChannelAddress,
     ChannelKeys,
@@ -104,9 +105,11 @@ class Ground(Protocol):
 class ThreadGround:
     """A `Ground` of threads, ZeroMQ and the machine's clock."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        """`host`: the address at which inboxes listen."""
+    def __init__(self, host: str = "127.0.0.1", silence_s: float = DEFAULT_SILENCE_S) -> None:
+        """`host`: the address at which inboxes listen. `silence_s`: after which a connection is
+        taken for dead."""
         self._host = host
+        self._silence_s = silence_s
 
     def now(self) -> float:
         return time.monotonic()
@@ -117,10 +120,12 @@ class ThreadGround:
     def inbox(
         self, message_type: Any, keys: ChannelKeys, *, name: str | None = None, port: int = 0
     ) -> Inbox[Any]:
-        return Inbox(message_type, keys, self._host, name=name, port=port)
+        return Inbox(
+            message_type, keys, self._host, name=name, port=port, silence_s=self._silence_s
+        )
 
     def outlet(self, address: ChannelAddress, message_type: Any, keys: ChannelKeys) -> Outlet[Any]:
-        return Outlet(address, message_type, keys)
+        return Outlet(address, message_type, keys, silence_s=self._silence_s)
 
     def async_outlet(
         self,
@@ -129,14 +134,14 @@ class ThreadGround:
         keys: ChannelKeys,
         take: Callable[[Any], None],
     ) -> AsyncOutlet[Any]:
-        return AsyncOutlet(address, message_type, keys, take)
+        return AsyncOutlet(address, message_type, keys, take, self._silence_s)
 
     def waker(self) -> Waker:
         return Waker()
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> Loop:
         run = exit_on_error(lambda: drive(work), name)
-        thread = threading.Thread(target=run, name=f"swell-{name}", daemon=True)
+        thread = threading.Thread(target=run, name=f"swell-{name.replace(' ', '-')}", daemon=True)
         thread.start()
         return thread
 
@@ -160,6 +165,10 @@ class ThreadGround:
 
     def flush(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+THREADS: Ground = ThreadGround()
+"""Of a process that listens at 127.0.0.1, or nowhere."""
 
 
 def drive(work: Coroutine[Any, Any, T]) -> T:

@@ -8,21 +8,17 @@ and calls wait.
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
 
 import msgspec
 
 from swell.configs.log import StructuredLogger
-from swell.configs.process import exit_on_error
 from swell.configs.schema import ClusterConfig
-from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Waker, make_keys
+from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, make_keys
 from swell.coordinator.engine_monitor import StalledEngine
+from swell.coordinator.ground import Ground, ThreadGround
 from swell.coordinator.listening_clock import ListeningClock
+from swell.coordinator.loop_calls import LoopCalls
 from swell.coordinator.metrics_aggregator import MetricsAggregator
 from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.roster import Member, Roster
@@ -39,8 +35,6 @@ from swell.coordinator.wire import (
     OtherIngressCounts,
     Subscribe,
 )
-
-T = TypeVar("T")
 
 _SUBSCRIBER_TIMEOUT_HEARTBEATS = 5
 """Heartbeats after which a silent ingress is sent nothing more."""
@@ -81,51 +75,36 @@ class Membership(msgspec.Struct, frozen=True):
     note: ManagerState = ManagerState()
 
 
-class Snapshot(msgspec.Struct, frozen=True):
-    """What calls wait for."""
-
-    roster: Roster = Roster()
-    joining: frozenset[int] = frozenset()
-    """Ranks that wait for their group."""
-
-    def joined_or_lost(self, ranks: set[int]) -> bool:
-        """All are in the roster, or one will never be."""
-        here = set(self.roster.ranks)
-        return ranks <= here or not ranks <= here | self.joining
-
-
 class CoordinatorService:
     """The coordinator's socket and its loop, for engines, ingresses and the manager.
 
-    The state belongs to the thread of the loop. Public methods may be called from any other: they
-    hand a call to the loop and wait for its answer. The only thing that they read themselves is
-    the newest `Snapshot`, which never changes.
+    The state belongs to the loop. Public methods may be called from any thread: they hand a call
+    to the loop and wait for its answer (see `Ground.answer`).
     """
 
     def __init__(
         self,
         config: ClusterConfig,
-        host: str = "127.0.0.1",
+        ground: Ground | None = None,
         *,
         lockstep: bool = False,
         endpoint: CoordinatorEndpoint | None = None,
         recover: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`lockstep`: engines share experts. `recover`: it succeeds one that had this endpoint."""
+        self._ground = ground = ground or ThreadGround()
         endpoint = endpoint or CoordinatorEndpoint(make_keys())
         self.keys = endpoint.keys
-        self._clock = clock
-        now = clock()
+        now = ground.now()
         self._config = config
         self._log = StructuredLogger("coordinator")
-        self._inbox: Inbox[CoordinatorMessage] = Inbox(
-            CoordinatorMessage, endpoint.keys, host, name=endpoint.name, port=endpoint.port
+        self._inbox: Inbox[CoordinatorMessage] = ground.inbox(
+            CoordinatorMessage, endpoint.keys, name=endpoint.name, port=endpoint.port
         )
         waves: CoordinatorWaves = WaveCoordinator() if lockstep else NullCoordinator()
         self._state_machine = CoordinatorStateMachine(config, waves, now)
-        self._waker = Waker()
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._waker = ground.waker()
+        self._calls = LoopCalls(ground, self._waker)
         self._subscribers: dict[bytes, float] = {}
         """Ingresses, and when each subscribed last, by `_subscriber_clock`."""
         self._subscriber_clock = ListeningClock(_SUBSCRIBER_TIMEOUT_HEARTBEATS * config.heartbeat_s)
@@ -135,18 +114,13 @@ class CoordinatorService:
         self._unsent: dict[int, list[EngineCommand]] = {}
         """For engines that join and have not sent `EngineHello` yet; the same key."""
         self._manager_state = ManagerState()
-        self._snapshot = Snapshot()
-        """All that other threads read. The loop replaces it whole."""
-        self._replaced = threading.Condition()
         self._epoch_seen = 0
         self._hellos: dict[int, EngineHello] = {}
         self._recovering = recover
         self._recovery = ListeningClock(recovery_s(config))
         self._recovery.advance(now)
-        self._stopping = threading.Event()
-        run = exit_on_error(self._run, "coordinator")
-        self._thread = threading.Thread(target=run, name="swell-coordinator", daemon=True)
-        self._thread.start()
+        self._stopping = False
+        self._loop = ground.spawn("coordinator", self._run())
 
     @property
     def address(self) -> ChannelAddress:
@@ -156,63 +130,80 @@ class CoordinatorService:
 
     def view(self) -> ClusterView:
         """From the loop itself, so an answer also says that the loop runs."""
-        return self._call(lambda: self._state_machine.view())
+        return self._calls.call(lambda: self._state_machine.view())
 
     def membership(self) -> Membership:
-        return self._call(
-            lambda: Membership(
-                self._state_machine.view(),
-                list(self._state_machine.stalled_engines),
-                self._manager_state,
-            )
-        )
+        return self._calls.call(self._membership)
 
     def wait(self, epoch: int, timeout_s: float) -> Membership:
         """Return when the roster is no longer of `epoch`, or after the time."""
-        self._await(lambda seen: seen.roster.epoch != epoch, timeout_s)
-        return self.membership()
+        return self._calls.call_and_wait(
+            timeout_s, lambda: self._state_machine.roster.epoch != epoch, self._membership
+        )
 
     def join(self, members: list[Member], timeout_s: float) -> Roster:
         """Return when they are in the roster. Raises ValueError for a rank that is taken, and
         RuntimeError, with all engines as before, if their group does not form in time."""
         ranks = {member.rank for member in members}
-        self._change(lambda now: self._state_machine.join(members, now))
-        roster = self._await(lambda seen: seen.joined_or_lost(ranks), timeout_s).roster
-        missing = sorted(ranks - set(roster.ranks))
-        if missing:
-            reasons = [v.reason for v in self.membership().stalled_engines if v.rank in missing]
-            self.remove_failed(missing)
+
+        def joined_or_lost() -> bool:
+            """All are in the roster, or one will never be."""
+            here = set(self._state_machine.roster.ranks)
+            return ranks <= here or not ranks <= here | self._state_machine.joining
+
+        def finish() -> Roster:
+            missing = sorted(ranks - set(self._state_machine.roster.ranks))
+            if not missing:
+                return self._state_machine.roster
+            stalled = self._state_machine.stalled_engines
+            reasons = [engine.reason for engine in stalled if engine.rank in missing]
+            self._change(lambda now: self._state_machine.remove_failed(missing, now))
             raise RuntimeError(
                 f"engines {missing} did not join the group"
                 + (f": {reasons[-1]}" if reasons else f" within {timeout_s:g} s or died meanwhile")
             )
-        return roster
+
+        return self._calls.call_and_wait(
+            timeout_s,
+            joined_or_lost,
+            finish,
+            lambda: self._change(lambda now: self._state_machine.join(members, now)),
+        )
 
     def leave(self, ranks: list[int]) -> Roster:
         """These engines get no more requests."""
-        return self._change(lambda now: self._state_machine.leave(ranks, now))
+        return self._calls.call(
+            lambda: self._change(lambda now: self._state_machine.leave(ranks, now))
+        )
 
     def cancel_leave(self, ranks: list[int]) -> Roster:
         """Engines that were leaving are active again."""
-        return self._change(lambda now: self._state_machine.cancel_leave(ranks, now))
+        return self._calls.call(
+            lambda: self._change(lambda now: self._state_machine.cancel_leave(ranks, now))
+        )
 
     def detach(self, ranks: list[int], timeout_s: float) -> Roster:
         """Return when the roster is without them: when their group goes on without them."""
-        self._change(lambda now: self._state_machine.detach(ranks, now))
-        self._await(lambda seen: not set(ranks) & set(seen.roster.ranks), timeout_s)
-        return self.remove_failed(ranks)
+        return self._calls.call_and_wait(
+            timeout_s,
+            lambda: not set(ranks) & set(self._state_machine.roster.ranks),
+            lambda: self._change(lambda now: self._state_machine.remove_failed(ranks, now)),
+            lambda: self._change(lambda now: self._state_machine.detach(ranks, now)),
+        )
 
     def remove_failed(self, ranks: list[int]) -> Roster:
         """Take out engines that are dead."""
-        return self._change(lambda now: self._state_machine.remove_failed(ranks, now))
+        return self._calls.call(
+            lambda: self._change(lambda now: self._state_machine.remove_failed(ranks, now))
+        )
 
     def pause(self) -> None:
         """Pause all engines."""
-        self._change(lambda now: self._state_machine.pause(now))
+        self._calls.call(lambda: self._change(self._state_machine.pause))
 
     def resume(self) -> None:
         """Let all engines go on."""
-        self._change(lambda now: self._state_machine.resume(now))
+        self._calls.call(lambda: self._change(self._state_machine.resume))
 
     def take_over(self, owner: str) -> None:
         """Let this manager lead from now on."""
@@ -220,7 +211,7 @@ class CoordinatorService:
         def run() -> None:
             self._manager_state = msgspec.structs.replace(self._manager_state, owner=owner)
 
-        self._call(run)
+        self._calls.call(run)
 
     def note(self, note: ManagerState) -> None:
         """Keep the state of the manager. A manager that no longer leads is ignored."""
@@ -230,87 +221,63 @@ class CoordinatorService:
                 self._manager_state = note
                 self._state_machine.phase = note.phase
 
-        self._call(run)
+        self._calls.call(run)
 
     def stop(self) -> None:
-        self._stopping.set()
+        self._stopping = True
         self._waker.wake()
-        self._thread.join()
-        self._inbox.close()
-        self._waker.close()
-
-    def _change(self, step: Callable[[float], RankedCommands]) -> Roster:
-        def run() -> Roster:
-            self._send(step(self._clock()))
-            return self._state_machine.roster
-
-        return self._call(run)
-
-    def _call(self, run: Callable[[], T]) -> T:
-        """Let the loop run it, and wait for what it returns or raises."""
-        future: Future[T] = Future()
-        self._calls.put((run, future))
-        self._waker.wake()
-        return future.result()
-
-    def _await(self, condition: Callable[[Snapshot], bool], timeout_s: float) -> Snapshot:
-        """The first snapshot that meets the condition, or the newest after the time."""
-        with self._replaced:
-            self._replaced.wait_for(lambda: condition(self._snapshot), timeout_s)
-            return self._snapshot
+        self._loop.join()
 
     # ---------------------------------------------------------------- the loop
 
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            for peer, message in self._inbox.receive(self._wait_s(), self._waker):
-                try:
-                    self._on_message(peer, message)
-                except Exception as error:  # a message of one peer ends nothing for the others
-                    what = type(message).__name__
-                    self._log.error("not handled", message_type=what, error=repr(error))
-            if self._recovering:
-                self._end_recovery(self._clock())
-                continue
-            self._run_calls()
-            now = self._clock()
-            self._send(self._state_machine.tick(now))
-            self._publish(now)
-            self._replace_snapshot()
+    async def _run(self) -> None:
+        try:
+            while not self._stopping:
+                await self._run_once()
+        finally:
+            self._inbox.close()
+            self._waker.close()
 
-    def _run_calls(self) -> None:
-        """A caller that then waits for a condition must not see a snapshot from before its call:
-        so the snapshot is replaced before the call is answered."""
-        while not self._calls.empty():
-            run, future = self._calls.get()
+    async def _run_once(self) -> None:
+        there = await self._ground.ready(self._inbox, self._wait_s(), self._waker)
+        for peer, message in self._inbox.take() if there else ():
             try:
-                result = run()
-            except Exception as error:
-                future.set_exception(error)
-                continue
-            self._replace_snapshot()
-            future.set_result(result)
+                self._on_message(peer, message)
+            except Exception as error:  # a message of one peer ends nothing for the others
+                what = type(message).__name__
+                self._log.error("not handled", message_type=what, error=repr(error))
+        now = self._ground.now()
+        if self._recovering:
+            self._end_recovery(now)
+            return
+        self._send(self._state_machine.tick(now))
+        self._calls.run(now)
+        self._publish(now)
 
-    def _replace_snapshot(self) -> None:
-        state = self._state_machine
-        snapshot = Snapshot(state.roster, frozenset(state.joining))
-        if snapshot != self._snapshot:
-            with self._replaced:
-                self._snapshot = snapshot
-                self._replaced.notify_all()
+    def _membership(self) -> Membership:
+        return Membership(
+            self._state_machine.view(),
+            list(self._state_machine.stalled_engines),
+            self._manager_state,
+        )
+
+    def _change(self, step: Callable[[float], RankedCommands]) -> Roster:
+        self._send(step(self._ground.now()))
+        return self._state_machine.roster
 
     def _wait_s(self) -> float:
         """Until something is due."""
-        now = self._clock()
+        now = self._ground.now()
         if self._recovering:
             return (
                 max(0.0, recovery_s(self._config) - self._recovery.read(now)) / _CHECKS_PER_TIMEOUT
             )
         check_interval_s = self._config.stall_timeout_s / _CHECKS_PER_TIMEOUT
-        return min(self._state_machine.cluster_state.wait_s(now), check_interval_s)
+        publish_s = self._state_machine.cluster_state.wait_s(now)
+        return min(publish_s, check_interval_s, self._calls.wait_s(now))
 
     def _on_message(self, peer: bytes, message: CoordinatorMessage) -> None:
-        now = self._clock()
+        now = self._ground.now()
         match message:
             case Subscribe():
                 self._on_subscribe(peer, message, now)

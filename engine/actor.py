@@ -14,6 +14,7 @@ from swell.configs.log import StructuredLogger, configure_logging
 from swell.configs.process import freeze_gc
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.ground import ThreadGround
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.ready import EngineReady
@@ -64,7 +65,12 @@ class EngineActor:
         limits = executor.start(self._set_status)
         core = EngineCore(self._config, executor, limits)
         self._server = EngineServer(
-            self._config, self._rank, core, self._keys, self._coordinator, host
+            self._config,
+            self._rank,
+            core,
+            self._keys,
+            self._coordinator,
+            ThreadGround(host, self._config.cluster.stall_timeout_s),
         )
         self._status = "serving"
         freeze_gc()

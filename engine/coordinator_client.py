@@ -13,15 +13,13 @@ that the loop replaces whole.
 from __future__ import annotations
 
 import queue
-import threading
-import time
 from collections.abc import Callable, Iterable
 
 import msgspec
 
-from swell.configs.process import exit_on_error
 from swell.configs.schema import ClusterConfig
-from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet, Waker
+from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
+from swell.coordinator.ground import Ground, Loop
 from swell.coordinator.roster import Member
 from swell.coordinator.wave_interface import EngineWaves, Phase
 from swell.coordinator.wire import (
@@ -70,6 +68,7 @@ class CoordinatorClient:
     def __init__(
         self,
         config: ClusterConfig,
+        ground: Ground,
         coordinator: ChannelAddress,
         keys: ChannelKeys,
         snapshot: EngineSnapshot,
@@ -78,23 +77,23 @@ class CoordinatorClient:
         abort_collectives: Callable[[], None],
         on_command: Callable[[], None],
     ) -> None:
+        self._ground = ground
         self.commands: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
         self._heartbeat_s = min(config.heartbeat_s, config.stall_timeout_s / 4)
-        self._outlet: Outlet[EngineCommand] = Outlet(coordinator, EngineCommand, keys)
+        self._outlet: Outlet[EngineCommand] = ground.outlet(coordinator, EngineCommand, keys)
         self._snapshot = snapshot
         self._progress_counter = progress_counter
         self._abort_collectives, self._on_command = abort_collectives, on_command
         self._messages: queue.SimpleQueue[CoordinatorMessage] = queue.SimpleQueue()
         self._newest_epoch = 0
         self._report: EngineReport | None = None
-        self._reported_at = time.monotonic()
-        self._waker = Waker()
-        self._stopping = threading.Event()
-        run = exit_on_error(self._run, "coordinator client")
-        self._thread = threading.Thread(target=run, name="swell-coordinator-client", daemon=True)
+        self._reported_at = self._ground.now()
+        self._waker = ground.waker()
+        self._stopping = False
+        self._loop: Loop | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        self._loop = self._ground.spawn("coordinator client", self._run())
 
     # ---------------------------------------------------------------- from the engine's loop
 
@@ -110,21 +109,28 @@ class CoordinatorClient:
         self._waker.wake()
 
     def stop(self) -> None:
-        self._stopping.set()
+        self._stopping = True
         self._waker.wake()
-        self._thread.join()
-        self._outlet.close()
-        self._waker.close()
+        assert self._loop is not None
+        self._loop.join()
 
     # ---------------------------------------------------------------- the client's thread
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
+        try:
+            await self._run_until_stopped()
+        finally:
+            self._outlet.close()
+            self._waker.close()
+
+    async def _run_until_stopped(self) -> None:
         self._outlet.send(self._snapshot.hello(self._newest_epoch))
-        while not self._stopping.is_set():
-            wait_s = max(0.0, self._reported_at + self._heartbeat_s - time.monotonic())
-            command = self._outlet.receive(wait_s, self._waker)
+        while not self._stopping:
+            wait_s = max(0.0, self._reported_at + self._heartbeat_s - self._ground.now())
+            there = await self._ground.ready(self._outlet, wait_s, self._waker)
+            command = self._outlet.take() if there else None
             self._send_messages()
-            if time.monotonic() >= self._reported_at + self._heartbeat_s:
+            if self._ground.now() >= self._reported_at + self._heartbeat_s:
                 self._send_heartbeat()
             if command is not None:
                 self._handle_command(command)
@@ -134,12 +140,12 @@ class CoordinatorClient:
         while not self._messages.empty():
             message = self._messages.get()
             if isinstance(message, EngineReport):
-                self._report, self._reported_at = message, time.monotonic()
+                self._report, self._reported_at = message, self._ground.now()
             self._outlet.send(message)
 
     def _send_heartbeat(self) -> None:
         """The loop has sent no report for a while."""
-        self._reported_at = time.monotonic()
+        self._reported_at = self._ground.now()
         self._abort_if_behind()
         if self._report is not None:
             self._outlet.send(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 
 from swell.configs.schema import Config
+from swell.coordinator.ground import THREADS, Ground, drive
 from swell.coordinator.null_waves import NullMember
 from swell.coordinator.wave_interface import EngineWaves
 from swell.coordinator.waves import WaveMember
@@ -31,7 +32,14 @@ class EngineCore:
     of submission.
     """
 
-    def __init__(self, config: Config, executor: Executor, limits: ExecutorLimits) -> None:
+    def __init__(
+        self,
+        config: Config,
+        executor: Executor,
+        limits: ExecutorLimits,
+        clock: Callable[[], float] = THREADS.now,
+    ) -> None:
+        """`clock`: seconds by a monotonic clock."""
         depth = config.scheduler.steps_in_flight if executor.overlaps else 1
         kind = WaveMember if config.parallel.expert else NullMember
         self.wave_member: EngineWaves = kind(rank=0, incarnation=0, depth=depth)
@@ -45,6 +53,7 @@ class EngineCore:
         self.config = config
         self.executor = executor
         self.limits = limits
+        self._clock = clock
         self.scheduler = self._new_scheduler()
         self.on_start: Callable[[dict[bytes, list[Request]]], None] = lambda started: None
         """Called with the requests that take their slots with a step, by ingress, before it is
@@ -101,12 +110,22 @@ class EngineCore:
         while the device computed holds for the tokens of that very step. What the executor raises
         is raised, and the steps in flight are lost.
         """
+
+        async def inputs() -> None:
+            process_inputs()
+
+        return drive(self.step_on(THREADS, inputs))
+
+    async def step_on(
+        self, ground: Ground, process_inputs: Callable[[], Awaitable[None]]
+    ) -> Outputs:
+        """`step`, for a loop that stands on a ground."""
         try:
             self._submit()
             if not self._in_flight:
                 return {}
             scheduled, future = self._in_flight.popleft()
-            output = future.get_output()
+            output = await ground.result(future)
         except Exception as error:
             if isinstance(error, WorkerLost):
                 self._failed.append(self.scheduler.count_failed_attempt())
@@ -118,7 +137,7 @@ class EngineCore:
             raise
         self.num_steps += 1
         self.sync_s += output.sync_s
-        process_inputs()
+        await process_inputs()
         outputs = self.scheduler.update(scheduled, output)
         wave = self.wave_member.wave
         has_work = self.scheduler.has_requests
@@ -188,6 +207,7 @@ class EngineCore:
             limits.num_blocks,
             limits.max_model_len,
             limits.vocab_size,
+            self._clock,
         )
 
     def check_idle(self) -> None:

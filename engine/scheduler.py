@@ -20,7 +20,6 @@ Steps may be scheduled before the results of earlier ones are read. What such a 
 from __future__ import annotations
 
 import heapq
-import time
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from itertools import zip_longest
 from operator import itemgetter
 
 from swell.configs.schema import CacheConfig, SchedulerConfig
+from swell.coordinator.ground import THREADS
 from swell.engine.kv_cache_manager import KVCacheManager, PrefixLeader
 from swell.engine.request import MAX_FAILED_ATTEMPTS, Request, RequestStatus
 from swell.engine.request_validation import invalid_reason
@@ -85,7 +85,7 @@ class Scheduler:
         num_blocks: int,
         max_model_len: int,
         vocab_size: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = THREADS.now,
     ) -> None:
         self.config = config
         self.max_model_len = max_model_len

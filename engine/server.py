@@ -11,16 +11,14 @@ engine.
 
 from __future__ import annotations
 
-import secrets
-import threading
-import time
 from collections.abc import Callable
 
 import msgspec
 
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Waker
+from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox
+from swell.coordinator.ground import THREADS, Ground, drive
 from swell.coordinator.roster import Member
 from swell.coordinator.wave_interface import Phase
 from swell.coordinator.wire import (
@@ -47,6 +45,7 @@ from swell.engine.wire import (
     EngineMessage,
     FinishReason,
     KeepAlive,
+    ReplaceClient,
     UtilityCall,
     UtilityOutput,
 )
@@ -89,18 +88,19 @@ class EngineServer:
         core: EngineCore,
         keys: ChannelKeys,
         coordinator: ChannelAddress,
-        host: str = "127.0.0.1",
+        ground: Ground = THREADS,
     ) -> None:
+        self._ground = ground
         self.rank = rank
-        self.incarnation = secrets.randbits(48)
+        self.incarnation = ground.random_bits(48)
         self.repairs = 0
         self.core = core
         core.wave_member.rank, core.wave_member.incarnation = rank, self.incarnation
         core.on_start = self._send_started
         self._resets = 0
         self._log = StructuredLogger("engine", rank=rank)
-        self._inbox: Inbox[EngineMessage] = Inbox(EngineMessage, keys, host)
-        self._waker = Waker()
+        self._inbox: Inbox[EngineMessage] = ground.inbox(EngineMessage, keys)
+        self._waker = ground.waker()
         self._reporter = LoadReporter(config.cluster)
         self._client_tracker = ClientTracker(config.cluster.stall_timeout_s)
         self._check_interval_s = config.cluster.heartbeat_s
@@ -113,6 +113,7 @@ class EngineServer:
         """The group's state in the last report."""
         self._coordinator_client = CoordinatorClient(
             config.cluster,
+            ground,
             coordinator,
             keys,
             EngineSnapshot.of(self.member, core.wave_member),
@@ -120,7 +121,7 @@ class EngineServer:
             abort_collectives=core.executor.abort,
             on_command=self._waker.wake,
         )
-        self._stopping = threading.Event()
+        self._stopping = False
         self._services: dict[str, Callable[..., object]] = {
             "report": self._report,
             "check_idle": core.check_idle,
@@ -148,6 +149,10 @@ class EngineServer:
         """The engine as the roster lists it."""
 
     def run(self) -> None:
+        """`serve`, on this thread."""
+        drive(self.serve())
+
+    async def serve(self) -> None:
         """Serve until `stop`. An unrecoverable failure is raised.
 
         Requests that are left in either case are not answered: their ingress sees in the roster
@@ -155,12 +160,12 @@ class EngineServer:
         """
         try:
             failure: ExecutorError | None = None
-            while not self._stopping.is_set():
+            while not self._stopping:
                 try:
                     if failure is not None:
-                        self._recover(failure)
+                        await self._recover(failure)
                     failure = None
-                    self._run_once()
+                    await self._run_once()
                 except (GroupBroken, WorkerLost) as error:
                     failure = error
         finally:
@@ -171,44 +176,57 @@ class EngineServer:
 
     def stop(self) -> None:
         """Ask the loop to end; from any thread."""
-        self._stopping.set()
+        self._stopping = True
         self._waker.wake()
 
     # ---------------------------------------------------------------- the loop
 
-    def _run_once(self) -> None:
+    async def _run_once(self) -> None:
         self._send_to_coordinator(self.core.take_messages())  # before waiting for more
         busy = self.core.has_work or self._reconfiguration is not None
-        self._process_inputs(0.0 if busy else self._reporter.wait_s(time.monotonic()))
-        self._check_peers(time.monotonic())  # after taking in what came meanwhile
+        await self._process_inputs(0.0 if busy else self._reporter.wait_s(self._ground.now()))
+        self._check_peers(self._ground.now())  # after taking in what came meanwhile
         if self._reconfiguration is not None:
-            self._reconfigure()
+            await self._reconfigure()
         if self.core.has_work:
             self._reporter.changed()
-            for client, outputs in self.core.step(self._process_inputs).items():
+            outputs_by_client = await self.core.step_on(self._ground, self._process_inputs)
+            for client, outputs in outputs_by_client.items():
                 self._send(client, outputs)
             if not self.core.scheduler.has_requests and not self.core.has_work:
                 self._check_conservation()
 
-    def _process_inputs(self, timeout_s: float = 0.0) -> None:
-        for peer, message in self._inbox.receive(timeout_s, self._waker):
-            self._reporter.changed()
-            self._client_tracker.on_message(peer, time.monotonic())
-            match message:
-                case EngineCoreRequest():
-                    answer = self.core.add_request(message, peer)
-                    if answer is not None:
-                        self._send(peer, [answer])
-                case AbortRequests():
-                    self.core.abort_requests(message.request_ids, message.attempts)
-                case UtilityCall():
-                    self._serve(peer, message)
-                case KeepAlive():
-                    """`on_message` above was all."""
-        self._client_tracker.advance(time.monotonic())
+    async def _process_inputs(self, timeout_s: float = 0.0) -> None:
+        there = await self._ground.ready(self._inbox, timeout_s, self._waker)
+        for peer, message in self._inbox.take() if there else ():
+            self._on_message(peer, message)
+        self._client_tracker.advance(self._ground.now())
         while not self._coordinator_client.commands.empty():
             self._handle_command(self._coordinator_client.commands.get())
         self._send_to_coordinator(self.core.take_messages())
+
+    def _on_message(self, peer: bytes, message: EngineMessage) -> None:
+        now, clients = self._ground.now(), self._client_tracker
+        if clients.is_replaced(peer):
+            return
+        if isinstance(message, KeepAlive):
+            self._inbox.send(peer, clients.on_keep_alive(peer, message, now))
+            return
+        clients.on_message(peer, now)
+        self._reporter.changed()
+        match message:
+            case EngineCoreRequest():
+                answer = self.core.add_request(message, peer)
+                if answer is not None:
+                    self._send(peer, [answer])
+            case AbortRequests():
+                self.core.abort_requests(message.request_ids, message.attempts)
+            case UtilityCall():
+                self._serve(peer, message)
+            case ReplaceClient():
+                clients.replace(message.identities, now)
+                for identity in message.identities:
+                    self.core.abort_client(identity)
 
     def _check_peers(self, now: float) -> None:
         """Every `heartbeat_s`: drop silent clients, and check the workers while idle."""
@@ -261,7 +279,7 @@ class EngineServer:
             )
             self._inbox.send(client, message)
         if any(request.failed_attempts for requests in started.values() for request in requests):
-            time.sleep(_FLUSH_S)
+            self._ground.flush(_FLUSH_S)
 
     # ---------------------------------------------------------------- groups and workers
 
@@ -279,7 +297,7 @@ class EngineServer:
             case Introduce():
                 """The coordinator client has done so."""
 
-    def _reconfigure(self) -> None:
+    async def _reconfigure(self) -> None:
         """Join the group of the newest epoch."""
         request, self._reconfiguration = self._reconfiguration, None
         member = self.core.wave_member
@@ -291,7 +309,8 @@ class EngineServer:
             self.core.discard_steps_in_flight()
         self._log.info("reconfiguring", epoch=request.epoch, ranks=request.ranks, drained=drained)
         if self.rank in request.ranks:
-            regrouped = self.core.regroup(
+            regrouped = await self._ground.run(
+                self.core.regroup,
                 GroupPlan(
                     generation=0,
                     epoch=request.epoch,
@@ -299,7 +318,7 @@ class EngineServer:
                     index=request.ranks.index(self.rank),
                     expert_store=request.store,
                     keep_states=drained,
-                )
+                ),
             )
             self._send_to_coordinator(member.joined())
             self._log.info(
@@ -309,7 +328,7 @@ class EngineServer:
                 experts_loaded=sum(worker.experts_loaded for worker in regrouped),
             )
 
-    def _recover(self, failure: ExecutorError) -> None:
+    async def _recover(self, failure: ExecutorError) -> None:
         """Replace what was lost, and form the engine's own groups again; an engine that shares
         experts waits for the coordinator's next epoch."""
         lost = isinstance(failure, WorkerLost)
@@ -322,12 +341,12 @@ class EngineServer:
                 self._send(client, outputs)
         self._send_to_coordinator(member.broken(str(failure), repairing=lost))
         if lost:
-            self.core.executor.repair()
+            await self._ground.run(self.core.executor.repair)
             self.repairs += 1
             self._repair_unreported = True
             self._describe()
         if not member.lockstep:
-            self.core.regroup(GroupPlan(generation=0))
+            await self._ground.run(self.core.regroup, GroupPlan(generation=0))
             self._send_to_coordinator(member.joined())
         if self._repair_unreported:  # perhaps of an earlier turn, whose groups did not form
             self._repair_unreported = False
@@ -339,7 +358,7 @@ class EngineServer:
     def _send_to_coordinator(self, messages: list[CoordinatorMessage]) -> None:
         """Send these, and a report where one is due or the group's state has changed: the client
         repeats it while this thread is inside a step."""
-        now = time.monotonic()
+        now = self._ground.now()
         snapshot = EngineSnapshot.of(self.member, self.core.wave_member)
         self._coordinator_client.publish(snapshot)
         if snapshot != self._reported or self._reporter.wait_s(now) == 0.0:

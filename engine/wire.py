@@ -1,9 +1,14 @@
 """Messages between an ingress and an engine.
 
-An ingress sends `EngineCoreRequest`, `AbortRequests`, `KeepAlive` and `UtilityCall`; an engine
-answers each ingress with at most one `EngineCoreOutputs` per step. The messages between the
-coordinator and an engine are in `coordinator/wire.py`.
-Fields are only ever appended.
+An ingress sends `EngineCoreRequest`, `AbortRequests`, `UtilityCall`, `ReplaceClient` and
+`KeepAlive`; an engine answers each ingress with at most one `EngineCoreOutputs` per step, and each
+`KeepAlive` with a `KeepAliveReply`. The messages between the coordinator and an engine are in
+`coordinator/wire.py`. Fields are only ever appended.
+
+Nothing is lost silently. Both sides count the messages of an ingress's connection to an engine, in
+both directions, and each keep-alive and its reply carry the counts. A connection that was lost has
+lost what was under way; when the counts show that, the ingress opens a new one (`ReplaceClient`),
+and sends its requests again as their next attempts.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ class EngineCoreRequestType(enum.IntEnum):
     ABORT = 1
     KEEP_ALIVE = 2
     UTILITY = 3
+    REPLACE_CLIENT = 4
 
 
 class FinishReason(enum.IntEnum):
@@ -104,6 +110,23 @@ class KeepAlive(
     """The ingress still waits. Sent every `cluster.heartbeat_s`; an ingress that sends nothing for
     `cluster.stall_timeout_s` is taken for dead, and its requests are dropped."""
 
+    sent: int = 0
+    """Messages that it has sent through this connection before, keep-alives not counted."""
+
+
+class ReplaceClient(
+    msgspec.Struct,
+    frozen=True,
+    tag=EngineCoreRequestType.REPLACE_CLIENT.value,
+    array_like=True,
+    gc=False,
+):
+    """The ingress has opened this connection in place of others, of which messages were lost: what
+    came through these is dropped, and what may still come is ignored."""
+
+    identities: list[bytes]
+    """Of the connections that were replaced."""
+
 
 class UtilityCall(
     msgspec.Struct,
@@ -119,7 +142,7 @@ class UtilityCall(
     args: list[str | int | float | bool | None] = []
 
 
-EngineMessage = EngineCoreRequest | AbortRequests | KeepAlive | UtilityCall
+EngineMessage = EngineCoreRequest | AbortRequests | KeepAlive | UtilityCall | ReplaceClient
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -161,11 +184,25 @@ class EngineCoreOutputs(
     outputs: list[EngineCoreOutput] = []
     utility_output: UtilityOutput | None = None
     seq: int = 0
-    """Counts the messages with outputs to this ingress, from 1: a gap means that some were lost,
-    and a count that begins again that the engine has dropped its requests. 0: not counted.
+    """Counts the messages with outputs through this connection, from 1: a gap means that some were
+    lost, and a count that begins again that the engine has dropped its requests. 0: not counted.
     """
     started: list[str] = []
     """Requests that enter the step which the engine begins next. This leaves before it begins: if
     the engine is lost in it, it is known who may be the reason, and who only waited."""
     started_attempts: list[int] = []
     """Of the requests in `started`, in the same order."""
+
+
+class KeepAliveReply(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
+    """The engine answers a `KeepAlive`, whether it is idle or not."""
+
+    sent: int
+    """As in the `KeepAlive`."""
+    received: int
+    """Messages of this connection that had come before the `KeepAlive`."""
+    seq: int
+    """`EngineCoreOutputs.seq` of the last message through this connection; 0: there was none."""
+
+
+EngineAnswer = EngineCoreOutputs | KeepAliveReply

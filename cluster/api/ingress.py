@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -232,7 +231,7 @@ class Ingress:
     async def _ready(self, request: Request) -> Response:
         """200 if an engine can make progress. A silent coordinator alone is no reason against it:
         serving goes on with the engines that were there."""
-        state = self.llm.readiness.check(time.monotonic())
+        state = self.llm.check_ready()
         if state.ranks:
             coordinator = "silent" if state.coordinator_silent else "ok"
             return json_response(Readiness(engines=state.ranks, coordinator=coordinator))

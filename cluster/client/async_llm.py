@@ -4,23 +4,17 @@ whose engine cannot continue."""
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from swell.cluster.client.admission import Admission, TooManyWaiting
 from swell.cluster.client.deadline import RequestTimedOut
-from swell.cluster.client.engine_core_client import (
-    ConnectEngines,
-    EngineCallFailed,
-    EngineCalls,
-    EngineId,
-)
+from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.engine_core_client import ConnectEngines, EngineCallFailed, EngineCalls
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.outputs import RequestOutputCollector, RequestOutputKind
-from swell.cluster.client.readiness import ReadinessTracker
+from swell.cluster.client.readiness import ReadinessTracker, ReadyState
 from swell.cluster.client.request_placer import RequestPlacer
 from swell.cluster.client.request_state import EngineGone, MigrationReason, RequestState
 from swell.cluster.client.router import NoEngine
@@ -28,6 +22,7 @@ from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config
+from swell.coordinator.ground import THREADS, Ground
 from swell.coordinator.roster import Roster
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -53,11 +48,11 @@ class AsyncLLM:
         connect: ConnectEngines,
         metrics: PrometheusStats,
         on_limits: Callable[[int, int], None],
-        clock: Callable[[], float] = time.monotonic,
+        ground: Ground = THREADS,
     ) -> None:
         self.view = ClusterView(Roster())
-        self.client_index = secrets.randbits(31)
-        self.readiness = ReadinessTracker(config.cluster.stall_timeout_s)
+        self.client_index = ground.random_bits(31)
+        self._readiness = ReadinessTracker(config.cluster.stall_timeout_s)
         self.has_seen_engine = False
         """There was an engine at some time, so its limits are known."""
         self._config = config
@@ -66,7 +61,7 @@ class AsyncLLM:
             config.serve.max_waiting_tokens,
             config.serve.ingress_replicas,
         )
-        self._clock = clock
+        self._clock = clock = ground.now
         self._metrics = metrics
         self._on_limits = on_limits
         self._first_view = asyncio.Event()
@@ -79,12 +74,14 @@ class AsyncLLM:
         self._client = connect(
             self.client_index,
             heartbeat_s=config.cluster.heartbeat_s,
+            silence_s=config.cluster.stall_timeout_s,
             on_view=self._on_view,
             on_outputs=self._on_outputs,
-            on_gap=self._on_gap,
+            on_messages_lost=self._on_messages_lost,
+            on_unreachable=self._on_unreachable,
             metrics=metrics,
         )
-        self._calls = EngineCalls(self._client)
+        self._calls = EngineCalls(self._client, clock)
         self._placer = RequestPlacer(
             config, self._processor, self._client, metrics, self._log, clock
         )
@@ -100,6 +97,10 @@ class AsyncLLM:
                 await self._first_view.wait()
         except TimeoutError:
             self._log.warning("the coordinator is silent")
+
+    def check_ready(self) -> ReadyState:
+        """The engines that can make progress now."""
+        return self._readiness.check(self._clock())
 
     def check_admission(self) -> None:
         """Raises TooManyWaiting if another request may not wait (see `admission.py`). Those that
@@ -174,7 +175,7 @@ class AsyncLLM:
         self.view = view
         self._view_at_s = self._clock()
         self._admission.observe(view, self._view_at_s)
-        self.readiness.on_view(view, time.monotonic())
+        self._readiness.on_view(view, self._view_at_s)
         self._first_view.set()
         members = view.roster.members
         if members:
@@ -195,8 +196,12 @@ class AsyncLLM:
         self._placer.abort_in_engines(result.reqs_to_abort)
         self._placer.migrate(result.dropped, MigrationReason.DROPPED)
 
-    def _on_gap(self, engine: EngineId) -> None:
+    def _on_messages_lost(self, engine: EngineId) -> None:
         self._placer.migrate_all(engine, MigrationReason.MESSAGES_LOST)
+
+    def _on_unreachable(self, engines: frozenset[EngineId]) -> None:
+        self._readiness.set_unreachable(engines)
+        self._placer.set_unreachable(engines)
 
     def _fail(
         self,

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from swell.cluster.client.engine_connection import (
+    EngineConnection,
+    EngineId,
+    OnMessagesLost,
+    OnOutputs,
+)
 from swell.configs.log import StructuredLogger
 from swell.configs.process import exit_on_error_async
 from swell.coordinator.channel import (
@@ -17,43 +23,16 @@ from swell.coordinator.channel import (
     ChannelKeys,
     ChannelTimeout,
 )
-from swell.coordinator.roster import Member
+from swell.coordinator.ground import THREADS, Ground
 from swell.coordinator.wire import ClusterView, Counts, IngressMessage, Subscribe
-from swell.engine.wire import EngineCoreOutputs, KeepAlive, UtilityCall, UtilityOutput
+from swell.engine.wire import UtilityCall, UtilityOutput
 
 _MAX_FAILED_VIEWS = 3
 """Views in a row that could not be applied before the ingress ends itself."""
 
 
-class EngineId(NamedTuple):
-    """One incarnation of the engine of a rank: its successor at the same rank is another engine."""
-
-    rank: int
-    incarnation: int
-
-    @classmethod
-    def of(cls, member: Member) -> EngineId:
-        return cls(member.rank, member.incarnation)
-
-
-class SequenceChecker:
-    """Checks the numbers of one engine's messages to this ingress (`EngineCoreOutputs.seq`)."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def is_next(self, seq: int) -> bool:
-        """Whether nothing was lost before this message; a message without a number (0) is next."""
-        if seq == 0:
-            return True
-        is_next = seq == self._last + 1
-        self._last = seq
-        return is_next
-
-
 OnView = Callable[[ClusterView, list[EngineId]], None]
-OnOutputs = Callable[[EngineCoreOutputs], None]
-OnGap = Callable[[EngineId], None]
+OnUnreachable = Callable[[frozenset[EngineId]], None]
 
 
 class EngineCoreClient(Protocol):
@@ -81,39 +60,13 @@ class ConnectEngines(Protocol):
         client_index: int,
         *,
         heartbeat_s: float,
+        silence_s: float,
         on_view: OnView,
         on_outputs: OnOutputs,
-        on_gap: OnGap,
+        on_messages_lost: OnMessagesLost,
+        on_unreachable: OnUnreachable,
         metrics: MetricsExchange,
     ) -> EngineCoreClient: ...
-
-
-class _EngineConnection:
-    """One engine: an outlet, and the numbers of the messages that come from it."""
-
-    def __init__(
-        self, member: Member, keys: ChannelKeys, on_outputs: OnOutputs, on_gap: OnGap
-    ) -> None:
-        self._engine = EngineId.of(member)
-        self._sequence = SequenceChecker()
-        self._on_outputs = on_outputs
-        self._on_gap = on_gap
-        self.outlet: AsyncOutlet[EngineCoreOutputs] = AsyncOutlet(
-            member.address, EngineCoreOutputs, keys, self._on_message
-        )
-        self._log = StructuredLogger("cluster.link", rank=member.rank)
-
-    def close(self) -> None:
-        self.outlet.close()
-
-    def _on_message(self, message: EngineCoreOutputs) -> None:
-        if not self._sequence.is_next(message.seq):
-            self._on_gap(self._engine)
-        try:
-            self._on_outputs(message)
-        except Exception as error:  # handled like a lost message
-            self._log.exception("outputs not handled", error)
-            self._on_gap(self._engine)
 
 
 class AsyncEngineCoreClient:
@@ -121,7 +74,9 @@ class AsyncEngineCoreClient:
 
     The callbacks run in the event loop, one at a time: `on_view` with each view of the coordinator
     and the engines that have left, from which no message comes afterwards; `on_outputs` with each
-    message of an engine; `on_gap` before it, where messages of that engine were lost.
+    message of an engine; `on_messages_lost` where messages to or from an engine were lost, which
+    has dropped its requests then, or will do so as soon as it can be reached; `on_unreachable` with
+    all engines that this ingress has not reached for `silence_s`, when they change.
 
     Every `heartbeat_s` the coordinator gets the newest epoch that was seen and the counters of this
     ingress, and each engine a keep-alive. The coordinator answers with the counters of all other
@@ -137,21 +92,28 @@ class AsyncEngineCoreClient:
         client_index: int,
         *,
         heartbeat_s: float,
+        silence_s: float,
         on_view: OnView,
         on_outputs: OnOutputs,
-        on_gap: OnGap,
+        on_messages_lost: OnMessagesLost,
+        on_unreachable: OnUnreachable,
         metrics: MetricsExchange,
+        ground: Ground = THREADS,
     ) -> None:
+        self._ground = ground
         self._keys = keys
         self._client_index = client_index
         self._heartbeat_s = heartbeat_s
         self._on_view = on_view
         self._on_outputs = on_outputs
-        self._on_gap = on_gap
+        self._on_messages_lost = on_messages_lost
+        self._on_unreachable = on_unreachable
         self._metrics = metrics
-        self._connections: dict[EngineId, _EngineConnection] = {}
+        self._silence_s = silence_s
+        self._connections: dict[EngineId, EngineConnection] = {}
+        self._unreachable: frozenset[EngineId] = frozenset()
         self._epoch = 0
-        self._outlet: AsyncOutlet[IngressMessage] = AsyncOutlet(
+        self._outlet: AsyncOutlet[IngressMessage] = ground.async_outlet(
             coordinator, IngressMessage, keys, self._on_message
         )
         self._lost: list[EngineId] = []
@@ -165,7 +127,7 @@ class AsyncEngineCoreClient:
     def send(self, engine: EngineId, message: Any) -> None:
         connection = self._connections.get(engine)
         if connection is not None:
-            connection.outlet.send(message)
+            connection.send(message)
 
     def close(self) -> None:
         self._heartbeat_task.cancel()
@@ -177,9 +139,19 @@ class AsyncEngineCoreClient:
     async def _heartbeat_loop(self) -> None:
         while True:
             self._outlet.send(Subscribe(self._client_index, self._epoch, self._metrics.counts()))
-            for connection in self._connections.values():
-                connection.outlet.send(KeepAlive())
+            self._check_engines()
             await asyncio.sleep(self._heartbeat_s)
+
+    def _check_engines(self) -> None:
+        now = self._ground.now()
+        unreachable = frozenset(
+            engine
+            for engine, connection in self._connections.items()
+            if connection.check(now) > self._silence_s
+        )
+        if unreachable != self._unreachable:
+            self._unreachable = unreachable
+            self._on_unreachable(unreachable)
 
     def _on_message(self, message: IngressMessage) -> None:
         """A message that cannot be handled affects no other. Views are repeated with each
@@ -207,8 +179,8 @@ class AsyncEngineCoreClient:
             self._connections.pop(engine).close()
         for engine, member in members.items():
             if engine not in self._connections:
-                self._connections[engine] = _EngineConnection(
-                    member, self._keys, self._on_outputs, self._on_gap
+                self._connections[engine] = EngineConnection(
+                    self._ground, member, self._keys, self._on_outputs, self._on_messages_lost
                 )
         self._on_view(view, list(self._lost))
         self._lost.clear()
@@ -221,9 +193,9 @@ class EngineCallFailed(RuntimeError):
 class EngineCalls:
     """Calls of engines' services that wait for their answers, each with a deadline."""
 
-    def __init__(self, client: EngineCoreClient) -> None:
+    def __init__(self, client: EngineCoreClient, clock: Callable[[], float]) -> None:
         self._client = client
-        self._table: CallTable[UtilityOutput] = CallTable()
+        self._table: CallTable[UtilityOutput] = CallTable(clock)
 
     async def call(self, engine: EngineId, method: str, args: list[Any], timeout_s: float) -> Any:
         """Raises EngineCallFailed with the engine's message, and TimeoutError without an answer in

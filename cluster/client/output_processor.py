@@ -6,7 +6,6 @@ on to its queue (or, without one, into the returned list, as a synchronous calle
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from swell.cluster.client.stats import IterationStats, StatsSink
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.cluster.text.token_texts import TokenTexts
+from swell.coordinator.ground import THREADS
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 
@@ -41,7 +41,7 @@ class OutputProcessor:
         *,
         stream_interval: int = 1,
         stats: StatsSink | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = THREADS.now,
     ) -> None:
         """`stream_interval`: tokens between two outputs of a request, at least; the parameters of a
         request may set a larger one."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from swell.cluster.client.engine_core_client import EngineId
+from swell.cluster.client.engine_connection import EngineId
 from swell.coordinator.progress_monitor import ProgressMonitor
 from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import ClusterView
@@ -35,6 +35,7 @@ class ReadinessTracker:
         self._limit_s = stall_timeout_s
         self._monitor: ProgressMonitor[EngineId] = ProgressMonitor(stall_timeout_s)
         self._active: list[EngineId] = []
+        self._unreachable: frozenset[EngineId] = frozenset()
         self._repairing: list[int] = []
         self._state = _SERVING
         self._last_view_at: float | None = None
@@ -55,6 +56,10 @@ class ReadinessTracker:
         self._repairing = [m.rank for m in members.values() if m.state is MemberState.REPAIRING]
         self._state, self._last_view_at = view.state, now
 
+    def set_unreachable(self, engines: frozenset[EngineId]) -> None:
+        """This ingress does not reach these engines, whatever the coordinator reports."""
+        self._unreachable = engines
+
     def check(self, now: float) -> ReadyState:
         """The engines that can make progress now. Time without progress counts up to the newest
         view: nothing is known of later."""
@@ -66,7 +71,9 @@ class ReadinessTracker:
             f"engine {rank} has work but made no progress for {time_s:.1f} s"
             for rank, time_s in stuck.items()
         ]
-        ranks = [key.rank for key in self._active if key.rank not in stuck]
+        unreachable = [key.rank for key in self._active if key in self._unreachable]
+        reasons += [f"engine {rank} is not reached by this ingress" for rank in unreachable]
+        ranks = [k.rank for k in self._active if k.rank not in stuck and k.rank not in unreachable]
         if self._state == _PAUSED:
             ranks, reasons = [], ["paused by an operator"]
         return ReadyState(ranks, "; ".join(reasons), now - view_at > self._limit_s)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from swell.cluster.client.admission import Backlog
-from swell.cluster.client.engine_core_client import EngineCoreClient, EngineId
+from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.engine_core_client import EngineCoreClient
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.placement_queue import PlacementQueue
@@ -44,6 +45,7 @@ class RequestPlacer:
         self._log = log
         self._clock = clock
         self._roster = Roster()
+        self._unreachable: frozenset[EngineId] = frozenset()
         self._router = Router(config.cache.block_tokens)
         self._queue = PlacementQueue()
 
@@ -70,12 +72,26 @@ class RequestPlacer:
             was = before.find(*engine)
             left = was is not None and was.state is MemberState.LEAVING
             self.migrate_all(engine, MigrationReason.LEFT if left else MigrationReason.DIED)
-        if self._router.active_ranks:
-            for member in view.roster.members:
-                if member.state is MemberState.REPAIRING:
-                    self.migrate_all(EngineId.of(member), MigrationReason.REPAIRING)
-            for request_id in self._queue.request_ids:
-                self.place(self._processor.request_states[request_id])
+        self._use_active_engines()
+
+    def set_unreachable(self, engines: frozenset[EngineId]) -> None:
+        """This ingress does not reach these engines. They get no requests, and where another one
+        does, their requests continue there."""
+        self._unreachable = engines
+        self._router.set_unreachable({engine.rank for engine in engines})
+        self._use_active_engines()
+
+    def _use_active_engines(self) -> None:
+        if not self._router.active_ranks:
+            return
+        for member in self._roster.members:
+            engine = EngineId.of(member)
+            if member.state is MemberState.REPAIRING:
+                self.migrate_all(engine, MigrationReason.REPAIRING)
+            elif engine in self._unreachable:
+                self.migrate_all(engine, MigrationReason.UNREACHABLE)
+        for request_id in self._queue.request_ids:
+            self.place(self._processor.request_states[request_id])
 
     def place(self, state: RequestState) -> None:
         """Begin the request's next attempt, or keep the request until there is an engine. Attempts

@@ -7,7 +7,7 @@ import enum
 
 from msgspec.structs import replace
 
-from swell.cluster.client.engine_core_client import EngineId
+from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.logprobs_processor import LogprobsProcessor
 from swell.cluster.client.output_text import OutputText
 from swell.cluster.client.outputs import (
@@ -42,7 +42,8 @@ class MigrationReason(enum.StrEnum):
     DIED = "the engine was lost"
     REPAIRING = "the engine replaces a worker"
     DROPPED = "the engine dropped it"
-    MESSAGES_LOST = "messages of the engine were lost"
+    MESSAGES_LOST = "messages to or from the engine were lost"
+    UNREACHABLE = "this ingress does not reach the engine"
 
 
 class RequestState:
@@ -135,7 +136,7 @@ class RequestState:
             self.failed_attempts = self.lost_attempts = 0
         elif reason in (MigrationReason.DIED, MigrationReason.REPAIRING):
             self.failed_attempts += self.started
-        elif reason is not MigrationReason.LEFT:
+        elif reason not in (MigrationReason.LEFT, MigrationReason.UNREACHABLE):
             self.lost_attempts += 1
         if self.failed_attempts >= MAX_FAILED_ATTEMPTS:
             raise EngineGone(

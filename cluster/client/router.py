@@ -215,10 +215,15 @@ class Router:
         self._block_tokens = block_tokens
         self._engines: dict[int, _Engine] = {}
         self._active: list[int] = []
+        self._unreachable: frozenset[int] = frozenset()
 
     @property
     def active_ranks(self) -> list[int]:
-        return self._active
+        return [rank for rank in self._active if rank not in self._unreachable]
+
+    def set_unreachable(self, ranks: Iterable[int]) -> None:
+        """These engines get no requests."""
+        self._unreachable = frozenset(ranks)
 
     def update(self, view: ClusterView) -> None:
         """Apply the roster and the load reports. An engine that was started again, or whose workers
@@ -247,9 +252,10 @@ class Router:
     ) -> Route:
         """Choose an engine, and count the request's load there until the route is released. With
         `rank`, that engine. Raises NoEngine."""
-        if rank is not None and rank not in self._active:
-            raise NoEngine(f"engine {rank} takes no requests; active: {self._active}")
-        if not self._active:
+        active = self.active_ranks
+        if rank is not None and rank not in active:
+            raise NoEngine(f"engine {rank} takes no requests; active: {active}")
+        if not active:
             raise NoEngine("no engine takes requests now")
         block_hashes: list[bytes] = []
         extend_block_hashes(block_hashes, pack_tokens(token_ids), self._block_tokens, salt)
@@ -273,7 +279,7 @@ class Router:
 
     def _pick(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> int:
         """The best engine for a prompt of so many tokens, whose full blocks are `block_hashes`."""
-        engines = {rank: self._engines[rank] for rank in self._active}
+        engines = {rank: self._engines[rank] for rank in self.active_ranks}
         found = {rank: engine.cached_blocks(block_hashes) for rank, engine in engines.items()}
         longest = max(found.values())
         diverges = any(

@@ -20,13 +20,8 @@ import uvloop
 
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
-from swell.cluster.client.engine_core_client import (
-    EngineId,
-    MetricsExchange,
-    OnGap,
-    OnOutputs,
-    OnView,
-)
+from swell.cluster.client.engine_connection import EngineId, OnMessagesLost, OnOutputs
+from swell.cluster.client.engine_core_client import MetricsExchange, OnUnreachable, OnView
 from swell.cluster.control.http_port import claim_port
 from swell.configs.log import configure_logging
 from swell.configs.process import prepare_for_torch
@@ -52,9 +47,11 @@ class BareEngine:
         client_index: int,
         *,
         heartbeat_s: float,
+        silence_s: float,
         on_view: OnView,
         on_outputs: OnOutputs,
-        on_gap: OnGap,
+        on_messages_lost: OnMessagesLost,
+        on_unreachable: OnUnreachable,
         metrics: MetricsExchange,
     ) -> None:
         self._core = core

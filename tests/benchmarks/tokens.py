@@ -20,13 +20,8 @@ import uvloop
 
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.sse import ChatStream
-from swell.cluster.client.engine_core_client import (
-    EngineId,
-    MetricsExchange,
-    OnGap,
-    OnOutputs,
-    OnView,
-)
+from swell.cluster.client.engine_connection import EngineId, OnMessagesLost, OnOutputs
+from swell.cluster.client.engine_core_client import MetricsExchange, OnUnreachable, OnView
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.tokenizer import load_tokenizer
 from swell.configs.schema import load
@@ -55,9 +50,11 @@ class StubEngine:
         client_index: int,
         *,
         heartbeat_s: float,
+        silence_s: float,
         on_view: OnView,
         on_outputs: OnOutputs,
-        on_gap: OnGap,
+        on_messages_lost: OnMessagesLost,
+        on_unreachable: OnUnreachable,
         metrics: MetricsExchange,
     ) -> None:
         self.requests: list[str] = []

@@ -11,6 +11,7 @@ import pytest
 
 from swell.configs.schema import load
 from swell.coordinator.channel import Outlet
+from swell.coordinator.ground import ThreadGround
 from swell.coordinator.service import CoordinatorService, ManagerState
 from swell.coordinator.state_machine import CoordinatorStateMachine
 from swell.coordinator.wire import (
@@ -155,24 +156,25 @@ def test_a_failing_handler_does_not_stop_the_loop(service, connect, monkeypatch)
     assert failed == [EngineReport(0, steps=1)] and service._inbox.malformed == 1
 
 
-class JumpingClock:
+class JumpingGround(ThreadGround):
     """Real time, and what the test adds to it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.jumped_s = 0.0
 
-    def __call__(self) -> float:
-        return time.monotonic() + self.jumped_s
+    def now(self) -> float:
+        return super().now() + self.jumped_s
 
 
 def test_a_stalled_coordinator_keeps_its_subscribers() -> None:
-    clock = JumpingClock()
-    service = CoordinatorService(CONFIG, clock=clock)
+    ground = JumpingGround()
+    service = CoordinatorService(CONFIG, ground)
     subscriber: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
     try:
         subscriber.send(Subscribe(0))
         receive_view(subscriber, lambda _view: True)
-        clock.jumped_s += 100.0
+        ground.jumped_s += 100.0
         service.join([member(0)], SOON_S)
         receive_view(subscriber, lambda view: view.roster.ranks == [0])
     finally:
@@ -182,12 +184,12 @@ def test_a_stalled_coordinator_keeps_its_subscribers() -> None:
 
 def test_a_successor_that_was_stopped_while_it_listened_listens_on() -> None:
     """Its time is over when it wakes, and nothing of what was said meanwhile has been taken in."""
-    clock = JumpingClock()
-    service = CoordinatorService(CONFIG, recover=True, clock=clock)
+    ground = JumpingGround()
+    service = CoordinatorService(CONFIG, ground, recover=True)
     subscriber: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
     engine: Outlet[EngineCommand] = Outlet(service.address, EngineCommand, service.keys)
     try:
-        clock.jumped_s += 100.0
+        ground.jumped_s += 100.0
         subscriber.send(Subscribe(0))
         while not service._subscribers:
             time.sleep(0.001)

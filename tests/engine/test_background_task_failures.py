@@ -14,6 +14,7 @@ import pytest
 import swell.worker.worker
 from swell.configs.schema import load
 from swell.coordinator.channel import Inbox, Outlet, make_keys
+from swell.coordinator.ground import THREADS
 from swell.coordinator.roster import Member
 from swell.coordinator.wave_interface import Phase
 from swell.coordinator.waves import WaveMember
@@ -77,7 +78,7 @@ class Line:
             **broken,
         }
         self.client = CoordinatorClient(
-            CONFIG.cluster, self.inbox.address, keys, snapshot, **callbacks
+            CONFIG.cluster, THREADS, self.inbox.address, keys, snapshot, **callbacks
         )
         self.client.start()
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.client.engine_core_client import EngineId
+from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.client.request_state import RequestState
@@ -26,6 +26,7 @@ from swell.cluster.text.sampling_params import (
 from swell.configs.schema import load
 from swell.coordinator import roster as rosters
 from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.ground import ThreadGround
 from swell.coordinator.metrics import ViewCollector
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineReport
@@ -47,6 +48,15 @@ def detokenizer() -> Detokenizer:
     return Detokenizer(tokenizers_for_tests.chat_tokenizer())
 
 
+class _ClockGround(ThreadGround):
+    def __init__(self, cluster: ScriptedCluster) -> None:
+        super().__init__()
+        self._cluster = cluster
+
+    def now(self) -> float:
+        return self._cluster.now
+
+
 class ScriptedCluster:
     """Use within `run`, which gives it an event loop."""
 
@@ -66,7 +76,7 @@ class ScriptedCluster:
             self._connect,
             self.metrics,
             lambda max_model_len, vocab_size: None,
-            clock=lambda: self.now,
+            ground=_ClockGround(self),
         )
         self.metrics.registry.register(ViewCollector(lambda: self.llm.view))
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.client.engine_core_client import EngineId
+from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.client.router import NoEngine

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from swell.cluster.api.admin import serving as admin
-from swell.cluster.client.engine_core_client import SequenceChecker
+from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.readiness import ReadinessTracker
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState, Roster
@@ -91,14 +88,14 @@ def test_who_repairs_or_leaves_is_not_ready() -> None:
     assert readiness.check(0.0).reason == "engine 0 replaces a worker"
 
 
-@given(st.lists(st.booleans(), max_size=30))
-def test_a_tally_finds_every_loss_at_the_next_message(arrives: list[bool]) -> None:
-    tally, lost = SequenceChecker(), False
-    for seq, heard in enumerate(arrives, 1):
-        if heard:
-            assert tally.is_next(seq) is not lost
-        lost = not heard
-    assert tally.is_next(0)
+def test_an_engine_that_this_ingress_does_not_reach_is_not_ready() -> None:
+    readiness = ReadinessTracker(LIMIT_S)
+    readiness.on_view(view(member(0), member(1)), 0.0)
+    readiness.set_unreachable(frozenset({EngineId.of(member(1))}))
+    state = readiness.check(0.0)
+    assert state.ranks == [0] and state.reason == "engine 1 is not reached by this ingress"
+    readiness.set_unreachable(frozenset())
+    assert readiness.check(0.0).ranks == [0, 1]
 
 
 @pytest.fixture
@@ -126,9 +123,7 @@ def test_the_probe_over_http(folder: Path) -> None:
             assert await reason() == "paused by an operator"
             cluster.coordinator.tell(state="serving")
             await until(lambda: cluster.ingress.llm.view.state == "serving")
-            await until(
-                lambda: cluster.ingress.llm.readiness.check(time.monotonic()).coordinator_silent
-            )
+            await until(lambda: cluster.ingress.llm.check_ready().coordinator_silent)
             answer = await probe("/ready")
             assert (answer.status_code, answer.json()["coordinator"]) == (200, "silent")
 

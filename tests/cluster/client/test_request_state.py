@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from swell.cluster.client.engine_core_client import EngineId
+from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.outputs import RequestOutputCollector, RequestOutputKind
 from swell.cluster.client.request_state import (
@@ -54,6 +54,7 @@ def assign(state: RequestState, router: Router, rank: int = 0) -> EngineCoreRequ
 
 
 LOSSES = (MigrationReason.DIED, MigrationReason.REPAIRING)
+NO_LOSS = (MigrationReason.LEFT, MigrationReason.UNREACHABLE)
 ENDS = {
     # why attempts end -> how many of them, in a row and without a token
     **dict.fromkeys(LOSSES, MAX_FAILED_ATTEMPTS),
@@ -70,7 +71,7 @@ def test_only_what_loses_many_engines_in_vain_is_given_up(
     reason: MigrationReason, gained: int, started: bool
 ) -> None:
     """A request that only waited where an engine was lost is not the reason."""
-    endless = gained or reason is MigrationReason.LEFT or (reason in LOSSES and not started)
+    endless = gained or reason in NO_LOSS or (reason in LOSSES and not started)
     state, router, numbers = make_state(OutputProcessor(DETOKENIZER)), make_router(), []
     for attempt in range(40):
         assign(state, router, attempt % 2)

@@ -1,0 +1,116 @@
+"""One ingress's connection to one engine. Nothing is lost in it without being noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from swell.configs.log import StructuredLogger
+from swell.coordinator.channel import AsyncOutlet, ChannelKeys
+from swell.coordinator.ground import Ground
+from swell.coordinator.roster import Member
+from swell.engine.wire import (
+    EngineAnswer,
+    EngineCoreOutputs,
+    KeepAlive,
+    KeepAliveReply,
+    ReplaceClient,
+)
+
+_MAX_REPLACED = 64
+"""Lost connections that the engine is told to forget; it forgets silent ones by itself."""
+
+
+class EngineId(NamedTuple):
+    """One incarnation of the engine of a rank: its successor at the same rank is another engine."""
+
+    rank: int
+    incarnation: int
+
+    @classmethod
+    def of(cls, member: Member) -> EngineId:
+        return cls(member.rank, member.incarnation)
+
+
+OnOutputs = Callable[[EngineCoreOutputs], None]
+OnMessagesLost = Callable[[EngineId], None]
+
+
+class EngineConnection:
+    """Counts the messages in both directions, and opens a new connection where some were lost.
+
+    An engine numbers its messages with outputs, so that the next one shows the loss of those before
+    it; and it answers each keep-alive with its counts, so that the loss of the last one is seen,
+    and that of messages to the engine. Frames of one connection keep their order: whatever was sent
+    before a keep-alive, or before its reply, has come before it, or is lost.
+
+    The new connection has another identity. The engine forgets the lost one and its requests; the
+    caller sends its requests again.
+    """
+
+    def __init__(
+        self,
+        ground: Ground,
+        member: Member,
+        keys: ChannelKeys,
+        on_outputs: OnOutputs,
+        on_messages_lost: OnMessagesLost,
+    ) -> None:
+        self._ground = ground
+        self._engine = EngineId.of(member)
+        self._address = member.address
+        self._keys = keys
+        self._on_outputs = on_outputs
+        self._on_messages_lost = on_messages_lost
+        self._replaced: list[bytes] = []
+        """Identities of lost connections, until the engine surely knows."""
+        self._reached_at = ground.now()
+        self._log = StructuredLogger("cluster.link", rank=member.rank)
+        self._open()
+
+    def send(self, message: Any) -> None:
+        self._sent += 1
+        self._outlet.send(message)
+
+    def check(self, now: float) -> float:
+        """Send a keep-alive, if the engine can be reached. Returns for how long it could not, in
+        seconds."""
+        if self._outlet.is_connected():
+            self._reached_at = now
+            self._outlet.send(KeepAlive(self._sent))
+        return now - self._reached_at
+
+    def close(self) -> None:
+        self._outlet.close()
+
+    def _open(self) -> None:
+        self._sent = self._last_seq = 0
+        self._outlet: AsyncOutlet[EngineAnswer] = self._ground.async_outlet(
+            self._address, EngineAnswer, self._keys, self._on_message
+        )
+
+    def _on_message(self, message: EngineAnswer) -> None:
+        if isinstance(message, KeepAliveReply):
+            if (message.sent, self._last_seq) != (message.received, message.seq):
+                self._replace("the counts differ")
+            else:
+                self._replaced.clear()
+            return
+        if message.seq:
+            if message.seq != self._last_seq + 1:
+                self._replace("outputs are missing")
+                return
+            self._last_seq = message.seq
+        try:
+            self._on_outputs(message)
+        except Exception as error:  # handled like a lost message
+            self._log.exception("outputs not handled", error)
+            self._replace("outputs were not handled")
+
+    def _replace(self, reason: str) -> None:
+        self._log.warning("messages were lost", reason=reason)
+        self._replaced = [*self._replaced, self._outlet.identity][-_MAX_REPLACED:]
+        self._outlet.close()
+        self._open()
+        self.send(ReplaceClient(list(self._replaced)))
+        self._on_messages_lost(self._engine)

@@ -1,0 +1,185 @@
+"""One connection to one engine: each loss, in either direction, is noticed and named once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swell.cluster.client.engine_connection import EngineConnection, EngineId
+from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.ground import ThreadGround
+from swell.coordinator.roster import Member
+from swell.engine.client_tracker import ClientTracker
+from swell.engine.wire import (
+    AbortRequests,
+    EngineCoreOutputs,
+    KeepAlive,
+    KeepAliveReply,
+    ReplaceClient,
+)
+
+MEMBER = Member(3, ChannelAddress("m", "ipc://@x", "tcp://h:1"), incarnation=7)
+SILENCE_S = 10.0
+
+
+@dataclass
+class Outlet:
+    """One connection of the ingress: what it was given, and whether it still stands."""
+
+    identity: bytes
+    take: Callable[[Any], None]
+    sent: list[Any] = field(default_factory=list)
+    connected: bool = True
+    closed: bool = False
+
+    def send(self, message: Any) -> None:
+        assert not self.closed
+        self.sent.append(message)
+
+    def is_connected(self) -> bool:
+        return self.connected
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Line(ThreadGround):
+    """An ingress's connection, and the counting half of an engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outlets: list[Outlet] = []
+        self.lost: list[EngineId] = []
+        self.outputs: list[EngineCoreOutputs] = []
+        self.tracker = ClientTracker(SILENCE_S)
+        self.connection = EngineConnection(
+            self, MEMBER, ChannelKeys(b"", b""), self._on_outputs, self.lost.append
+        )
+
+    def async_outlet(self, address: Any, message_type: Any, keys: Any, take: Any) -> Any:
+        self.outlets.append(Outlet(b"%d" % len(self.outlets), take))
+        return self.outlets[-1]
+
+    @property
+    def outlet(self) -> Outlet:
+        return self.outlets[-1]
+
+    def _on_outputs(self, message: EngineCoreOutputs) -> None:
+        if message.started:
+            raise ZeroDivisionError("planted")
+        self.outputs.append(message)
+
+    def deliver(self) -> list[KeepAliveReply]:
+        """The engine takes what has been sent; its replies."""
+        replies = []
+        for message in self.outlet.sent:
+            if isinstance(message, KeepAlive):
+                replies.append(self.tracker.on_keep_alive(self.outlet.identity, message, 0.0))
+            else:
+                self.tracker.on_message(self.outlet.identity, 0.0)
+            if isinstance(message, ReplaceClient):
+                self.tracker.replace(message.identities, 0.0)
+        self.outlet.sent.clear()
+        return replies
+
+    def answer(self, *, arrives: bool = True, **fields: Any) -> None:
+        """The engine sends outputs."""
+        seq = self.tracker.next_seq(self.outlet.identity)
+        if arrives:
+            self.outlet.take(EngineCoreOutputs(seq=seq, **fields))
+
+    def exchange(self) -> None:
+        """A keep-alive and its reply, which both arrive."""
+        self.connection.check(self.now())
+        outlet = self.outlet
+        for reply in self.deliver():
+            if not outlet.closed:
+                outlet.take(reply)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["send", "answer", "exchange"]), st.booleans())))
+def test_every_loss_is_noticed_at_the_next_exchange_and_nothing_else_is(
+    events: list[tuple[str, bool]],
+) -> None:
+    line, is_lost, noticed = Line(), False, 0
+    for what, arrives in events:
+        match what:
+            case "send":
+                line.connection.send(AbortRequests(["r"]))
+                if arrives:
+                    line.deliver()
+                else:
+                    line.outlet.sent.clear()
+                    is_lost = True
+            case "answer":
+                line.answer(arrives=arrives)
+                if not arrives:
+                    is_lost = True
+            case "exchange":
+                if not arrives:  # the loss of a keep-alive is none
+                    line.connection.check(line.now())
+                    line.outlet.sent.clear()
+                else:
+                    line.exchange()
+                    assert (len(line.lost) > noticed) is is_lost
+        if len(line.lost) > noticed:
+            assert is_lost, "nothing was lost"
+            assert line.lost[noticed:] == [EngineId(3, 7)]
+            noticed, is_lost = noticed + 1, False
+            assert isinstance(line.outlet.sent[0], ReplaceClient)
+            line.deliver()
+    line.exchange()
+    assert (len(line.lost) > noticed) is is_lost
+    assert [outlet.closed for outlet in line.outlets[:-1]] == [True] * (len(line.outlets) - 1)
+
+
+def test_an_engine_learns_every_identity_that_was_replaced_until_it_has_answered() -> None:
+    line = Line()
+    for count in (1, 2, 3):
+        line.answer(arrives=False)
+        line.answer()
+        assert len(line.lost) == count
+        [replacement] = line.outlet.sent
+        assert replacement == ReplaceClient([b"%d" % i for i in range(count)])
+        line.outlet.sent.clear()  # it is lost, too
+    line.exchange()  # three counts differ: a fourth connection, and this one arrives
+    assert line.outlet.sent == [ReplaceClient([b"0", b"1", b"2", b"3"])]
+    line.exchange()
+    assert all(line.tracker.is_replaced(b"%d" % i) for i in range(4))
+    line.answer(arrives=False)
+    line.answer()
+    assert line.outlet.sent == [ReplaceClient([b"4"])]
+
+
+def test_outputs_that_cannot_be_handled_count_as_lost() -> None:
+    line = Line()
+    line.answer(started=["r"], started_attempts=[1])
+    assert line.lost == [EngineId(3, 7)] and line.outlets[0].closed
+
+
+def test_an_engine_that_has_forgotten_a_silent_ingress_is_found_out() -> None:
+    line = Line()
+    line.connection.send(AbortRequests(["r"]))
+    line.exchange()
+    assert line.lost == []
+    for second in range(20):
+        line.tracker.advance(float(second))
+    assert line.tracker.drop_silent() == [b"0"]
+    line.exchange()
+    assert line.lost == [EngineId(3, 7)]
+
+
+def test_a_connection_that_is_down_gets_no_keep_alives() -> None:
+    """They would wait there without number."""
+    line = Line()
+    line.outlet.connected = False
+    begun = line.now()
+    assert line.connection.check(begun + 4.0) >= 4.0
+    assert line.outlet.sent == []
+    line.outlet.connected = True
+    assert line.connection.check(begun + 5.0) == 0.0
+    assert line.outlet.sent == [KeepAlive(0)]

@@ -1,0 +1,345 @@
+"""The ends of channels, as `swell.coordinator.channel` has them: frames are really encoded and
+decoded, and travel over the simulated network. `test_channel_contract.py` holds both to the same.
+
+Where ZeroMQ would block the thread, nothing blocks here: an inbox whose address is taken listens
+later, and a closing outlet tries to deliver while its process goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from swell.configs import process as process_setup
+from swell.coordinator.channel import _MAX_BURST, ChannelAddress, _FrameDecoder
+from tests.simulator.connection import Side
+from tests.simulator.network import Network
+from tests.simulator.process import Process
+
+
+class SimWaker:
+    """Ends a wait for messages, from any loop of its process."""
+
+    def __init__(self) -> None:
+        self.woken = False
+        self.waiting: SimEnd | None = None
+        self._closed = False
+
+    def wake(self) -> None:
+        if not self._closed:
+            self.woken = True
+            if self.waiting is not None:
+                self.waiting.wake()
+
+    def clear(self) -> None:
+        self.woken = False
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class SimEnd:
+    """What inboxes and outlets share: messages that have come, and the one wait for them."""
+
+    def __init__(self, process: Process, net: Network, message_type: Any) -> None:
+        self.process, self.net = process, net
+        self.closed = False
+        self._queue: deque[Any] = deque()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._frame_decoder: _FrameDecoder[Any] = _FrameDecoder(message_type)
+        self._waiter: asyncio.Future[None] | None = None
+        self._deadline = 0.0
+        """Of the present wait, by the clock of the process."""
+        self._timer: Any = None
+        """Wakes at or before the deadline: it outlives a wait, so that few are made."""
+        process.ends.append(self)
+
+    @property
+    def malformed(self) -> int:
+        return self._frame_decoder.malformed
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def has_message(self) -> bool:
+        return bool(self._queue)
+
+    async def wait(self, timeout_s: float | None) -> None:
+        """Until there is a message, a call of `wake`, or the time is over."""
+        assert self._waiter is None, "two loops wait for one end"
+        loop = self.process.loop
+        self._waiter = waiter = loop.create_future()
+        if timeout_s is not None:
+            self._deadline = deadline = loop.time() + timeout_s
+            if self._timer is None or self._timer.when() > deadline:
+                self._set_timer(deadline)
+        else:
+            self._deadline = float("inf")
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+
+    def _set_timer(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.process.loop.call_at(when, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._waiter is None:
+            return
+        if self.process.time() >= self._deadline:
+            self.wake()
+        elif self._deadline != float("inf"):
+            self._set_timer(self._deadline)
+
+    def ready(self, timeout_s: float | None = 0.0, waker: SimWaker | None = None) -> bool:
+        """Without waiting; who waits awaits `SimGround.ready`."""
+        if self._queue or timeout_s == 0.0:
+            return bool(self._queue)
+        raise RuntimeError("only `SimGround.ready` waits")
+
+    def vanish(self) -> None:
+        raise NotImplementedError
+
+    def on_process_stopped(self) -> None:
+        raise NotImplementedError
+
+    def _detach(self) -> None:
+        if self in self.process.ends:
+            self.process.ends.remove(self)
+
+
+class SimInbox(SimEnd):
+    """As `Inbox`, a ROUTER: drops what it cannot deliver, and hands an identity over to the newest
+    connection that has it."""
+
+    def __init__(
+        self,
+        process: Process,
+        net: Network,
+        message_type: Any,
+        *,
+        name: str | None = None,
+        port: int = 0,
+    ) -> None:
+        super().__init__(process, net, message_type)
+        host = process.host
+        name = name or f"{process.bits.getrandbits(64):016x}"
+        port = port or net.free_port(host)
+        self.address = ChannelAddress(host, f"ipc://@swell-{name}", f"tcp://{host}:{port}")
+        self._peers: dict[bytes, Side] = {}
+        net.bind(self)
+
+    def send(self, peer: bytes, message: Any) -> None:
+        side = self._peers.get(peer)
+        if side is not None and self.process.alive:
+            side.send(self._encode(message), type(message).__name__)
+
+    def receive(
+        self, timeout_s: float = 0.0, waker: SimWaker | None = None
+    ) -> Iterator[tuple[bytes, Any]]:
+        if self.ready(timeout_s, waker):
+            yield from self.take()
+
+    def take(self) -> Iterator[tuple[bytes, Any]]:
+        for _ in range(_MAX_BURST):
+            if not self._queue:
+                return
+            side, frame = self._queue.popleft()
+            message = self._frame_decoder.decode(frame)
+            if message is not None:
+                yield side.identity, message
+
+    def close(self) -> None:
+        """What was sent arrives."""
+        self._end(Side.close)
+
+    def vanish(self) -> None:
+        self._end(Side.vanish)
+
+    def _end(self, end: Callable[[Side], None]) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.net.unbind(self)
+        for side in list(self._peers.values()):
+            end(side)
+        self._detach()
+
+    def sides(self) -> list[Side]:
+        """Of its connections."""
+        return list(self._peers.values())
+
+    def on_process_stopped(self) -> None:
+        for side in self._peers.values():
+            _expect_silence(side)
+
+    # ---------------------------------------------------------------- from the network
+
+    def on_frame(self, side: Side, frame: bytes) -> None:
+        self._queue.append((side, frame))
+        if self._waiter is not None:
+            self.wake()
+
+    def on_open(self, side: Side) -> None:
+        """As ZeroMQ does: what an identity's former connection has brought, and nobody has taken,
+        is lost if that connection is still there; else it comes under a name of its own."""
+        former = self._peers.get(side.identity)
+        self._peers[side.identity] = side
+        if former is not None:
+            kept = (item for item in self._queue if item[0] is not former)
+            self._queue = deque(kept)
+            former.close()
+        for other, _ in self._queue:
+            if other.identity == side.identity:
+                other.identity = b"\0" + self.process.bits.randbytes(4)
+
+    def on_closed(self, side: Side) -> None:
+        if self._peers.get(side.identity) is side:
+            del self._peers[side.identity]
+
+
+class SimOutlet(SimEnd):
+    """As `Outlet`, a DEALER: keeps what it was given until it is connected, be it to a successor at
+    the same address, and connects again when it has lost its connection."""
+
+    def __init__(
+        self,
+        process: Process,
+        net: Network,
+        address: ChannelAddress,
+        message_type: Any,
+        identity: bytes | None = None,
+    ) -> None:
+        super().__init__(process, net, message_type)
+        self.address = address
+        self.identity = identity or process.bits.randbytes(8).replace(b"\0", b"\1")
+        self.label = f"{process.name}>{address.tcp.removeprefix('tcp://')}"
+        self.side: Side | None = None
+        """Of its connection, or of the handshake."""
+        self.trying_since = net.kernel.now
+        self.was_blocked = False
+        """Its last attempt met a cut."""
+        self._unsent: deque[tuple[bytes, str]] = deque()
+        self._gives_up = False
+        net.connect(self)
+
+    def send(self, message: Any) -> None:
+        if not self.process.alive or self.closed:
+            return
+        side = self.side
+        if side is not None and side.open:
+            side.send(self._encode(message), type(message).__name__)
+        else:
+            self._unsent.append((self._encode(message), type(message).__name__))
+
+    def receive(self, timeout_s: float | None = 0.0, waker: SimWaker | None = None) -> Any:
+        return self.take() if self.ready(timeout_s, waker) else None
+
+    def take(self) -> Any:
+        return self._frame_decoder.decode(self._queue.popleft())
+
+    def close(self) -> None:
+        """What was sent arrives; what was not sent yet is tried for a while."""
+        self._end(self.net.options.linger_s)
+
+    def vanish(self) -> None:
+        self.closed = self._gives_up = True
+        side, self.side = self.side, None
+        if side is not None and side.open:
+            side.vanish()
+        elif side is not None:
+            self._abandon(side)
+
+    def _end(self, linger_s: float) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        if self._unsent and linger_s:
+            kernel = self.net.kernel
+            kernel.at(kernel.now + linger_s, self.process, self._give_up)
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self._gives_up:
+            return
+        self._gives_up = True
+        side, self.side = self.side, None
+        if side is not None:
+            self._abandon(side)
+        self._detach()
+
+    def _abandon(self, side: Side) -> None:
+        """A handshake that has no other side yet ends without a word."""
+        if hasattr(side, "peer"):
+            side.close()
+        else:
+            side.closed = True
+
+    def wants_connection(self) -> bool:
+        return self.side is None and not self._gives_up and self.process.alive
+
+    def on_process_stopped(self) -> None:
+        if self.side is not None and self.side.open:
+            _expect_silence(self.side)
+
+    # ---------------------------------------------------------------- from the network
+
+    def on_frame(self, side: Side, frame: bytes) -> None:
+        self._queue.append(frame)
+        if self._waiter is not None:
+            self.wake()
+
+    def on_open(self, side: Side) -> None:
+        while self._unsent:
+            side.send(*self._unsent.popleft())
+        if self.closed:
+            self._give_up()
+
+    def on_closed(self, side: Side) -> None:
+        if self.side is side:
+            self.side = None
+            self.net.retry_later(self)
+
+
+class SimAsyncOutlet(SimOutlet):
+    """As `AsyncOutlet`: hands each message to a callback of the event loop."""
+
+    def __init__(
+        self,
+        process: Process,
+        net: Network,
+        address: ChannelAddress,
+        message_type: Any,
+        take: Callable[[Any], None],
+    ) -> None:
+        super().__init__(process, net, address, message_type)
+        self._take = take
+
+    def close(self) -> None:
+        """What was sent arrives; what was not sent yet is dropped."""
+        self._end(0.0)
+
+    def on_frame(self, side: Side, frame: bytes) -> None:
+        if self.closed:
+            return
+        try:
+            message = self._frame_decoder.decode(frame)
+            if message is not None:
+                self._take(message)
+        except Exception as error:
+            process_setup.exit_process("channel", error)
+
+
+def _expect_silence(side: Side) -> None:
+    """The peer gives up if this side's process does not run for as long as its timeout."""
+    process, stops = side.process, side.process.stops
+    side.peer.give_up_unless_heard(lambda: process.stopped and process.stops == stops)

@@ -1,0 +1,241 @@
+"""One connection as each of its two sides sees it: in order, while it lasts.
+
+Law: a side learns of the other only by what arrives, and by its own timeouts. So a connection may
+be half open: one side has given it up, and the other one goes on sending into it.
+
+    Side.send --> on the way --> Side.arrive --> peer.end.on_frame
+                      |
+                      +-- held: this direction is cut; TCP sends again when it heals
+
+A side is open from the end of its handshake until it closes, gives up, or hears of the other's end.
+What arrives at a side that is not open is lost, and answered with a reset.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tests.simulator.process import Process
+
+if TYPE_CHECKING:
+    from tests.simulator.network import Network
+
+UNLIMITED = 1 << 62
+
+
+class _Marker:
+    """What a connection sends for itself."""
+
+
+READY = _Marker()
+"""The last message of the handshake: the side that has connected is open."""
+FINISHED = _Marker()
+"""The other side has closed."""
+
+
+class ConnectionEnd(Protocol):
+    """What a side belongs to: an inbox or an outlet."""
+
+    process: Process
+
+    def on_frame(self, side: Side, frame: bytes) -> None: ...
+
+    def on_open(self, side: Side) -> None: ...
+
+    def on_closed(self, side: Side) -> None: ...
+
+
+class Side:
+    """One end of a connection, and the way from it to its peer."""
+
+    __slots__ = (
+        "_arrived",
+        "_arrives_at",
+        "_deliverable",
+        "_flushed",
+        "_net",
+        "_random",
+        "_sent",
+        "_unacked",
+        "closed",
+        "connected_here",
+        "end",
+        "held",
+        "identity",
+        "label",
+        "open",
+        "peer",
+        "process",
+    )
+
+    peer: Side
+
+    def __init__(
+        self, net: Network, end: ConnectionEnd, identity: bytes, label: str, connected_here: bool
+    ) -> None:
+        """`identity`: of the outlet. `connected_here`: the side of the outlet."""
+        self._net = net
+        self.end, self.process = end, end.process
+        self.identity = identity
+        self.label = label.encode()
+        self.connected_here = connected_here
+        self.open = False
+        """Its handshake is done, and it has not closed."""
+        self.closed = False
+        self.held: deque[Any] | None = None
+        """What waits, while the direction from here to the peer is cut."""
+        self._random: Random = net.kernel.random(f"delay:{label}")
+        self._arrives_at = 0.0
+        self._sent = self._arrived = self._flushed = 0
+        self._deliverable = UNLIMITED
+        """Frames that arrive in all; those after them are lost."""
+        self._unacked: object | None = None
+
+    # ---------------------------------------------------------------- frames
+
+    def send(self, frame: bytes, kind: str = "") -> None:
+        """Put it on its way; `kind` names the type of its message."""
+        net, kernel = self._net, self._net.kernel
+        delay_s = net.options.delay_s * (0.5 + self._random.random())
+        if net.slow_hosts:
+            delay_s += net.extra_delay_s(self.process.host, self.peer.process.host)
+        at = kernel.now + delay_s
+        if at < self._arrives_at:
+            at = self._arrives_at
+        self._arrives_at = at
+        self._sent += 1
+        kernel.at(at, self.peer.process, self.arrive, frame)
+        if net.aims:
+            net.on_sent(kind, self, at)
+
+    def mark(self, marker: _Marker) -> None:
+        """Send READY or FINISHED, behind all frames."""
+        net = self._net
+        at = net.kernel.now + net.options.delay_s * (0.5 + self._random.random())
+        self._arrives_at = at = max(at, self._arrives_at)
+        net.kernel.at(at, self.peer.process, self.arrive, marker)
+
+    def arrive(self, frame: Any) -> None:
+        """It has come to the peer; runs there."""
+        peer = self.peer
+        if self.held is not None:
+            self.held.append(frame)
+            self.expect_ack()
+            return
+        if peer.held is not None:  # it arrives, and its acknowledgement does not
+            self.expect_ack()
+        if frame.__class__ is not bytes:
+            self._arrive_marker(frame)
+            return
+        self._arrived += 1
+        if not peer.open or self._arrived > self._deliverable:
+            self._net.kernel.trace(b"lost " + self.label, frame)
+            if not peer.open:
+                self.reset_by_peer()
+            return
+        self._net.kernel.trace(self.label, frame)
+        peer.end.on_frame(peer, frame)
+
+    def _arrive_marker(self, marker: _Marker) -> None:
+        peer = self.peer
+        if marker is FINISHED:
+            peer.close(tell=False)
+        elif not peer.closed:
+            peer.open = True
+            peer.end.on_open(peer)
+
+    def reset_by_peer(self) -> None:
+        """The peer's host answers that it knows no such connection, if the answer gets here."""
+        net = self._net
+        if self.open and not net.is_cut(self.peer.process.host, self.process.host):
+            net.kernel.at(net.kernel.now + net.options.delay_s, self.process, self.close, False)
+
+    # ---------------------------------------------------------------- the end of it
+
+    def close(self, tell: bool = True) -> None:
+        """This side ends it. `tell`: the peer hears of it, behind what is on its way."""
+        if self.closed:
+            return
+        self.open, self.closed = False, True
+        self._net.kernel.trace(b"closed " + self.label)
+        if tell:
+            self.mark(FINISHED)
+        if self.peer.closed:
+            self._net.forget(self)
+        self.end.on_closed(self)
+
+    def vanish(self) -> None:
+        """Its process was killed: of what is on its way the first few frames arrive."""
+        if self.held is not None:
+            self.lose_all()
+            return self.close()
+        least = max(self._arrived, self._flushed)
+        self._deliverable = least + self._random.randint(0, max(0, self._sent - least))
+        self.close()
+
+    def lose_all(self) -> None:
+        """Nothing that is on its way arrives."""
+        self._deliverable = self._arrived
+        if self.held is not None:
+            self.held.clear()
+
+    def flush(self) -> None:
+        """What was sent until now has left the process."""
+        self._flushed = self._sent
+
+    # ---------------------------------------------------------------- cuts
+
+    def cut(self) -> None:
+        """From now on nothing arrives that goes from here to the peer."""
+        if self.held is None:
+            self.held = deque()
+        held = self.held
+        self.peer.give_up_unless_heard(lambda: self.held is held)
+        if self._sent > self._arrived:
+            self.expect_ack()
+        if self._net.options.heartbeat_s is not None:
+            for side in (self, self.peer):
+                side.expect_ack(self._random.random() * self._net.options.heartbeat_s)
+
+    def release(self) -> None:
+        """TCP sends again, and it arrives; runs at the peer."""
+        if self.held is None or self._net.is_cut(self.process.host, self.peer.process.host):
+            return
+        held, self.held = self.held, None
+        if self.peer.held is None:
+            self._unacked = self.peer._unacked = None
+        for frame in held:
+            self.arrive(frame)
+
+    def give_up_unless_heard(self, silent: Any) -> None:
+        """The timeouts of this side begin: it closes if `silent()` holds until their end."""
+        options, kernel = self._net.options, self._net.kernel
+        if self.connected_here and not self.open:
+            timeout_s = options.handshake_timeout_s
+        elif options.heartbeat_s is not None:
+            timeout_s = options.heartbeat_timeout_s + options.heartbeat_s * self._random.random()
+        else:
+            return
+
+        def look() -> None:
+            if silent():
+                self.close()
+
+        kernel.at(kernel.now + timeout_s, self.process, look)
+
+    def expect_ack(self, after_s: float = 0.0) -> None:
+        """Something is sent whose acknowledgement cannot come: TCP's user timeout begins."""
+        timeout_s = self._net.options.user_timeout_s
+        if timeout_s is None or self._unacked is not None:
+            return
+        self._unacked = token = object()
+
+        def look() -> None:
+            if self._unacked is token:
+                self.lose_all()
+                self.close(tell=False)
+
+        kernel = self._net.kernel
+        kernel.at(kernel.now + after_s + timeout_s, self.process, look)

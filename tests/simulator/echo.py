@@ -1,0 +1,86 @@
+"""A small cluster for tests of the network: a server that answers, and clients that ask it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from swell.coordinator.channel import ChannelKeys
+from tests.simulator.ground import SimGround
+from tests.simulator.kernel import Kernel
+from tests.simulator.network import Network, NetworkOptions
+from tests.simulator.process import Process
+
+KEYS = ChannelKeys(b"", b"")
+
+
+class Request(msgspec.Struct, frozen=True, tag=0, array_like=True):
+    number: int
+
+
+class Reply(msgspec.Struct, frozen=True, tag=1, array_like=True):
+    number: int
+
+
+class EchoWorld:
+    """A server at host0, and clients at host1, host2 ... , connected after `settle`."""
+
+    def __init__(
+        self, clients: int = 1, options: NetworkOptions | None = None, seed: int = 0
+    ) -> None:
+        self.kernel = Kernel(seed)
+        self.net = Network(self.kernel, options)
+        self.server = Process(self.kernel, "server", "host0")
+        self.received: list[tuple[float, int]] = []
+        """When the server got which number."""
+        self.serve(self.server)
+        self.clients = [Client(self, f"client{i}", f"host{i}") for i in range(1, clients + 1)]
+
+    def serve(self, process: Process) -> None:
+        ground = SimGround(process, self.net)
+        self.inbox = inbox = ground.inbox(Request, KEYS, name="echo", port=5000)
+
+        async def serve() -> None:
+            while True:
+                await ground.ready(inbox, None)
+                for peer, request in inbox.take():
+                    self.received.append((self.kernel.now, request.number))
+                    inbox.send(peer, Reply(request.number))
+
+        self.kernel.soon(process, lambda: ground.spawn("serve", serve()))
+
+    def settle(self) -> None:
+        """A request of each client is answered."""
+        for client in self.clients:
+            client.ask(0)
+        self.kernel.run(self.kernel.now + 0.1)
+        assert all(client.numbers() == [0] for client in self.clients)
+        for client in self.clients:
+            client.replies.clear()
+        self.received.clear()
+
+    def run(self, seconds: float) -> None:
+        self.kernel.run(self.kernel.now + seconds)
+
+    def numbers(self) -> list[int]:
+        return [number for _, number in self.received]
+
+
+class Client:
+    """`replies`: when it got which number."""
+
+    def __init__(self, world: EchoWorld, name: str, host: str) -> None:
+        self._kernel = world.kernel
+        self.process = Process(world.kernel, name, host)
+        self.replies: list[tuple[float, int]] = []
+        ground = SimGround(self.process, world.net)
+
+        def take(reply: Reply) -> None:
+            self.replies.append((world.kernel.now, reply.number))
+
+        self.outlet = ground.async_outlet(world.inbox.address, Reply, KEYS, take)
+
+    def ask(self, number: int) -> None:
+        self._kernel.soon(self.process, self.outlet.send, Request(number))
+
+    def numbers(self) -> list[int]:
+        return [number for _, number in self.replies]

@@ -1,0 +1,138 @@
+"""The ground of a simulated process: its waits suspend, and everything takes virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from tests.simulator.channel import SimAsyncOutlet, SimEnd, SimInbox, SimOutlet, SimWaker
+from tests.simulator.network import Network
+from tests.simulator.process import Process
+
+T = TypeVar("T")
+
+_MAX_LOOKS = 10_000
+"""Looks without a wait between them: more is a loop that turns without end."""
+
+
+class SimAnswer(asyncio.Future[Any]):
+    """An answer for a caller beside the loop, as `concurrent.futures.Future`; it is awaited."""
+
+    def set_running_or_notify_cancel(self) -> bool:
+        return not self.cancelled()
+
+
+class SimLoopHandle:
+    """A loop that was spawned."""
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self.task = task
+
+    def join(self) -> None:
+        """Nothing here can wait for another loop: that one ends at its next event."""
+
+
+class SimGround:
+    """`swell.coordinator.ground.Ground` of one process."""
+
+    def __init__(self, process: Process, net: Network) -> None:
+        self.process, self.net = process, net
+        self._looks = 0
+
+    def now(self) -> float:
+        return self.process.time()
+
+    def random_bits(self, count: int) -> int:
+        return self.process.bits.getrandbits(count)
+
+    # ---------------------------------------------------------------- channels
+
+    def inbox(
+        self, message_type: Any, keys: ChannelKeys, *, name: str | None = None, port: int = 0
+    ) -> Any:
+        return SimInbox(self.process, self.net, message_type, name=name, port=port)
+
+    def outlet(self, address: ChannelAddress, message_type: Any, keys: ChannelKeys) -> Any:
+        return SimOutlet(self.process, self.net, address, message_type)
+
+    def async_outlet(
+        self,
+        address: ChannelAddress,
+        message_type: Any,
+        keys: ChannelKeys,
+        take: Callable[[Any], None],
+    ) -> Any:
+        return SimAsyncOutlet(self.process, self.net, address, message_type, take)
+
+    def waker(self) -> Any:
+        return SimWaker()
+
+    # ---------------------------------------------------------------- loops, and where they wait
+
+    def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> SimLoopHandle:
+        return SimLoopHandle(self.process.loop.create_task(self._guarded(name, work), name=name))
+
+    async def _guarded(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self.process.fail(name, error)
+
+    async def ready(self, end: Any, timeout_s: float | None, waker: Any = None) -> bool:
+        assert isinstance(end, SimEnd) and end.process is self.process, "an end of another ground"
+        if timeout_s is not None and timeout_s <= 0.0:
+            self._looks += 1
+            assert self._looks < _MAX_LOOKS, f"{self.process.name} looks without end"
+            return end.has_message()
+        self._looks = 0
+        if waker is not None and waker.woken:
+            waker.clear()
+            return end.has_message()
+        if end.has_message():
+            return True
+        if waker is not None:
+            waker.waiting = end
+        try:
+            await end.wait(timeout_s)
+        finally:
+            if waker is not None:
+                waker.waiting = None
+                waker.clear()
+        return end.has_message()
+
+    async def result(self, step: Any) -> Any:
+        """A step that takes virtual time has `async computed()`, which waits until it is computed,
+        and raises nothing: `get_output` does."""
+        self._looks = 0
+        computed = getattr(step, "computed", None)
+        if computed is not None:
+            await computed()
+        return step.get_output()
+
+    async def run(self, call: Callable[..., T | Awaitable[T]], *args: Any) -> T:
+        self._looks = 0
+        result: Any = call(*args)
+        if inspect.isawaitable(result):
+            result = await result
+        return result  # type: ignore[no-any-return]
+
+    # ---------------------------------------------------------------- other loops of the process
+
+    def future(self) -> Any:
+        return SimAnswer(loop=self.process.loop)  # type: ignore[arg-type]
+
+    def answer(self, future: Any) -> Any:
+        """The future: the caller awaits it."""
+        return future
+
+    def flush(self, seconds: float) -> None:
+        """What was sent arrives, also if the process is killed right after it."""
+        for end in self.process.ends:
+            if isinstance(end, SimInbox):
+                for side in end.sides():
+                    side.flush()
+            elif isinstance(end, SimOutlet) and end.side is not None:
+                end.side.flush()

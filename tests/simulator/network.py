@@ -1,0 +1,286 @@
+"""The network between processes: who listens where, what connects, and what goes wrong.
+
+An outlet that is refused tries again after `reconnect_s`; one whose packets vanish tries at the
+times of TCP's SYN packets (1, 3, 7 ... seconds). Both come to nothing until something changes, so
+such outlets wait in a list, and a change gives each its next time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swell.coordinator.channel import ChannelAddress
+from tests.simulator.connection import READY, Side
+from tests.simulator.kernel import WORLD, Kernel
+from tests.simulator.process import Process
+
+if TYPE_CHECKING:
+    from tests.simulator.channel import SimInbox, SimOutlet
+
+_FIRST_PORT = 20_000
+_BIND_RETRY_S = 0.05
+_LONGEST_RETRANSMISSION_S = 120.0
+
+Path = tuple[str, str]
+"""A direction: from host, to host."""
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """Times in seconds."""
+
+    delay_s: float = 0.0003
+    """One way, on average."""
+    reconnect_s: float = 0.1
+    """ZMQ_RECONNECT_IVL."""
+    handshake_timeout_s: float = 30.0
+    """ZMQ_HANDSHAKE_IVL."""
+    heartbeat_s: float | None = None
+    """ZMQ_HEARTBEAT_IVL; None: an idle side never notices that the other one is gone."""
+    heartbeat_timeout_s: float = 1.0
+    """ZMQ_HEARTBEAT_TIMEOUT."""
+    user_timeout_s: float | None = None
+    """TCP_USER_TIMEOUT; None: longer than any run (Linux: some 15 minutes)."""
+    linger_s: float = 1.0
+    """How long a closing outlet tries to deliver what it was given."""
+
+
+@dataclass
+class _Aim:
+    left: int
+    action: Callable[[Side], None]
+
+
+class Network:
+    """All connections, in the order in which they were made."""
+
+    def __init__(self, kernel: Kernel, options: NetworkOptions | None = None) -> None:
+        self.kernel = kernel
+        self.options = options or NetworkOptions()
+        self.cuts: dict[Path, float] = {}
+        """Directions in which nothing arrives, and since when."""
+        self.slow_hosts: dict[str, float] = {}
+        """Seconds that are added to each way to or from a host."""
+        self.aims: dict[str, list[_Aim]] = {}
+        self._sides: dict[Side, None] = {}
+        """Of each connection that of its outlet."""
+        self._bound: dict[str, SimInbox] = {}
+        self._waiting: dict[SimOutlet, None] = {}
+        self._handshakes: dict[Side, SimInbox] = {}
+        """Outlets' sides whose inbox has not seen the end of the handshake."""
+        self._ports: dict[str, int] = {}
+        self._random = kernel.random("network")
+        self.made: dict[str, int] = {}
+        """Attempts that met an inbox, by label."""
+
+    # ---------------------------------------------------------------- listening
+
+    def free_port(self, host: str) -> int:
+        self._ports[host] = self._ports.get(host, _FIRST_PORT - 1) + 1
+        return self._ports[host]
+
+    def bind(self, inbox: SimInbox) -> None:
+        """Listen at both addresses as soon as they are free."""
+        if inbox.closed or not inbox.process.alive:
+            return
+        keys = _endpoints(inbox.address)
+        if any(key in self._bound for key in keys):
+            now = self.kernel.now
+            self.kernel.at(now + _BIND_RETRY_S, inbox.process, self.bind, inbox)
+            return
+        for key in keys:
+            self._bound[key] = inbox
+        self._retry_waiting()
+
+    def unbind(self, inbox: SimInbox) -> None:
+        for key in _endpoints(inbox.address):
+            if self._bound.get(key) is inbox:
+                del self._bound[key]
+        for client in [c for c, whose in self._handshakes.items() if whose is inbox]:
+            blocked = self._is_blocked(client.process.host, inbox.process.host)
+            after_s = self.options.handshake_timeout_s if blocked else self.options.delay_s
+            self.kernel.at(self.kernel.now + after_s, client.process, self._refuse, client)
+
+    # ---------------------------------------------------------------- connecting
+
+    def connect(self, outlet: SimOutlet) -> None:
+        """An attempt of an outlet that has no connection; runs in its process."""
+        if not outlet.wants_connection():
+            return
+        inbox = self._find(outlet)
+        outlet.was_blocked = self._is_blocked(outlet.process.host, _host(outlet.address))
+        if inbox is None or outlet.was_blocked:
+            self._waiting.setdefault(outlet)
+            return
+        self._waiting.pop(outlet, None)
+        options, kernel = self.options, self.kernel
+        number = self.made[outlet.label] = self.made.get(outlet.label, 0) + 1
+        label = f"{outlet.label}#{number}"
+        client = Side(self, outlet, outlet.identity, label, connected_here=True)
+        delay_s = 3 * options.delay_s * (0.5 + client._random.random())
+        if self.slow_hosts:
+            delay_s += 3 * self.extra_delay_s(outlet.process.host, inbox.process.host)
+        outlet.side = client
+        self._handshakes[client] = inbox
+        kernel.at(kernel.now + delay_s, inbox.process, self._accept, client, inbox, label)
+        if inbox.process.stopped:  # its host accepts, and then there is silence
+            at = kernel.now + options.handshake_timeout_s
+            kernel.at(at, outlet.process, self._refuse, client)
+
+    def _accept(self, client: Side, inbox: SimInbox, label: str) -> None:
+        """The handshake is done, as the inbox sees it; runs in its process."""
+        if self._handshakes.get(client) is not inbox:
+            return
+        if client.closed or self._is_blocked(client.process.host, inbox.process.host):
+            self.kernel.soon(client.process, self._refuse, client)
+            return
+        del self._handshakes[client]
+        server = Side(self, inbox, client.identity, f"{label} back", connected_here=False)
+        client.peer, server.peer = server, client
+        self._sides[client] = None
+        server.open = True
+        inbox.on_open(server)
+        server.mark(READY)
+
+    def _refuse(self, client: Side) -> None:
+        """The handshake has failed; runs in the outlet's process."""
+        if self._handshakes.pop(client, None) is not None and not client.closed:
+            client.closed = True
+            client.end.on_closed(client)
+
+    def _find(self, outlet: SimOutlet) -> SimInbox | None:
+        address = outlet.address
+        near = address.machine == outlet.process.host
+        return self._bound.get(_endpoints(address)[0 if near else 1])
+
+    def retry_later(self, outlet: SimOutlet) -> None:
+        """Its connection has ended."""
+        outlet.trying_since = at = self.kernel.now + self.options.reconnect_s
+        self.kernel.at(at, outlet.process, self.connect, outlet)
+
+    def _retry_waiting(self) -> None:
+        """Something has changed: who waits for it finds out at its next attempt."""
+        now, reconnect_s = self.kernel.now, self.options.reconnect_s
+        waiting, self._waiting = self._waiting, {}
+        for outlet in waiting:
+            tried_s = now - outlet.trying_since
+            if outlet.was_blocked:
+                after_s = 2.0 ** math.ceil(math.log2(tried_s + 1.0)) - 1.0
+            else:
+                after_s = math.ceil(tried_s / reconnect_s) * reconnect_s
+            self.kernel.at(outlet.trying_since + after_s, outlet.process, self.connect, outlet)
+
+    def forget(self, side: Side) -> None:
+        """Both sides of it have closed."""
+        self._sides.pop(side if side.connected_here else side.peer, None)
+
+    # ---------------------------------------------------------------- faults
+
+    def connections(self, first: str, second: str = "") -> list[Side]:
+        """The outlets' sides of connections between processes whose names begin so."""
+
+        def fits(side: Side) -> bool:
+            here, there = side.process.name, side.peer.process.name
+            return (here.startswith(first) and there.startswith(second)) or (
+                here.startswith(second) and there.startswith(first)
+            )
+
+        return [side for side in self._sides if fits(side)]
+
+    def drop(self, side: Side) -> None:
+        """A reset reaches both sides: all that is on its way is lost."""
+        self.kernel.trace(b"dropped " + side.label)
+        for each in (side, side.peer):
+            each.lose_all()
+            self.kernel.soon(each.process, each.close, False)
+
+    def cut(self, source: str, target: str) -> None:
+        """From now on nothing arrives that goes from one host to another one."""
+        if source == target or (source, target) in self.cuts:
+            return
+        self.kernel.trace(f"cut {source}>{target}".encode())
+        self.cuts[source, target] = self.kernel.now
+        for side in self._directed(source, target):
+            side.cut()
+
+    def heal(self, source: str, target: str) -> None:
+        """What a cut has held back arrives at TCP's next attempt, unless its side has closed."""
+        since = self.cuts.pop((source, target), None)
+        if since is None:
+            return
+        kernel = self.kernel
+        kernel.trace(f"healed {source}>{target}".encode())
+        longest_s = min(kernel.now - since, _LONGEST_RETRANSMISSION_S)
+        for side in self._directed(source, target):
+            again_s = self._random.random() * longest_s
+            kernel.at(kernel.now + again_s, side.peer.process, side.release)
+        self._retry_waiting()
+
+    def isolate(self, host: str, hosts: list[str]) -> None:
+        """Cut one host off from others, both ways."""
+        for other in hosts:
+            self.cut(host, other)
+            self.cut(other, host)
+
+    def reunite(self, host: str, hosts: list[str]) -> None:
+        for other in hosts:
+            self.heal(host, other)
+            self.heal(other, host)
+
+    def lose_host(self, host: str, hosts: list[str], processes: list[Process]) -> None:
+        """It loses its power: others hear no end of its connections. `reunite` brings it back,
+        empty."""
+        self.isolate(host, hosts)
+        for process in processes:
+            if process.host == host:
+                process.kill()
+
+    def slow(self, host: str, extra_s: float) -> None:
+        """Add to each way to or from a host; 0 ends it."""
+        self.slow_hosts[host] = extra_s
+        if not extra_s:
+            del self.slow_hosts[host]
+
+    def aim(self, kind: str, count: int, action: Callable[[Side], None]) -> None:
+        """While the `count`-th message of a kind from now on is on its way, call `action` with the
+        side that has sent it. `kind`: the name of the message's type."""
+        self.aims.setdefault(kind, []).append(_Aim(count, action))
+
+    def on_sent(self, kind: str, side: Side, arrives_at: float) -> None:
+        now = self.kernel.now
+        for aim in list(self.aims.get(kind, ())):
+            aim.left -= 1
+            if aim.left == 0:
+                self.kernel.at((now + arrives_at) / 2, WORLD, aim.action, side)
+                self.aims[kind].remove(aim)
+        if kind in self.aims and not self.aims[kind]:
+            del self.aims[kind]
+
+    # ---------------------------------------------------------------- paths
+
+    def is_cut(self, source: str, target: str) -> bool:
+        return (source, target) in self.cuts
+
+    def _is_blocked(self, one: str, other: str) -> bool:
+        return bool(self.cuts) and ((one, other) in self.cuts or (other, one) in self.cuts)
+
+    def extra_delay_s(self, source: str, target: str) -> float:
+        if source == target:
+            return 0.0
+        return self.slow_hosts.get(source, 0.0) + self.slow_hosts.get(target, 0.0)
+
+    def _directed(self, source: str, target: str) -> list[Side]:
+        both = [each for side in self._sides for each in (side, side.peer)]
+        return [s for s in both if (s.process.host, s.peer.process.host) == (source, target)]
+
+
+def _host(address: ChannelAddress) -> str:
+    return address.tcp.removeprefix("tcp://").rpartition(":")[0]
+
+
+def _endpoints(address: ChannelAddress) -> tuple[str, str]:
+    """The name on its machine, and the one for others."""
+    return f"{address.machine} {address.ipc}", address.tcp

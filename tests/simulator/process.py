@@ -1,0 +1,306 @@
+"""A process of the simulation: it can be killed, stopped and slowed, and its clock may be off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from swell.configs import process as process_setup
+from tests.simulator.kernel import WORLD, Call, Kernel, Owner, ProcessExited
+
+_MAX_OFFSET_S = 1e4
+_TIMER_LATE_S = 1e-9
+"""A timer fires so late that rounding never makes it early."""
+_MAX_THREAD_S = 1e-3
+"""How long a call in another thread takes at most."""
+
+
+class End(Protocol):
+    """What a process holds of the network."""
+
+    def vanish(self) -> None:
+        """The process is no more."""
+
+    def on_process_stopped(self) -> None: ...
+
+
+class Process(Owner):
+    """Name, host, clock and event loop. A stopped process collects its events; a killed one loses
+    them, and its ends vanish; of a slow one each event takes a while, and the next one waits."""
+
+    def __init__(self, kernel: Kernel, name: str, host: str = "host0", rate: float = 1.0) -> None:
+        """`rate`: seconds of its clock for each second of the world."""
+        self.kernel, self.name, self.host, self.rate = kernel, name, host, rate
+        self.alive, self.stopped, self.slow_s = True, False, 0.0
+        self.runs = True
+        self.stops = 0
+        """How often it was stopped."""
+        self.ends: list[End] = []
+        self.on_exit: list[Callable[[Process], None]] = []
+        """Called when it has ended, outside of any process."""
+        self.bits = kernel.random(f"bits:{name}")
+        self._threads = kernel.random(f"threads:{name}")
+        self._offset = kernel.random(f"clock:{name}").random() * _MAX_OFFSET_S
+        self._backlog: deque[tuple[Call, tuple[Any, ...]]] = deque()
+        self._free_at = 0.0
+        self._resuming = False
+        self.loop: SimLoop = SimLoop(self)
+
+    # ---------------------------------------------------------------- the clock
+
+    def time(self) -> float:
+        """Seconds by its own clock."""
+        return self._offset + self.kernel.now * self.rate
+
+    def world_time(self, when: float) -> float:
+        """When its own clock shows `when`."""
+        return (when - self._offset) / self.rate + _TIMER_LATE_S
+
+    def set_clock_rate(self, rate: float) -> None:
+        """From now on; its clock does not jump."""
+        self._offset = self.time() - self.kernel.now * rate
+        self.rate = rate
+
+        def retimed(call: Call) -> float | None:
+            handle = getattr(call, "__self__", None)
+            if isinstance(handle, SimHandle) and handle.when_s is not None:
+                return self.world_time(handle.when_s)
+            return None
+
+        self.kernel.reschedule(self, retimed)
+
+    # ---------------------------------------------------------------- its life
+
+    def stop(self) -> None:
+        """As SIGSTOP."""
+        self.stopped, self.runs = True, False
+        self.stops += 1
+        for end in list(self.ends):
+            end.on_process_stopped()
+
+    def resume(self) -> None:
+        self.stopped = False
+        self._resume_at(self.kernel.now)
+
+    def slow(self, seconds: float) -> None:
+        """Each event takes so long from now on, by the world's clock; 0 ends it."""
+        self.slow_s = seconds
+        if seconds:
+            self.runs = False
+        else:
+            self._resume_at(self._free_at)
+
+    def charge(self, seconds: float) -> None:
+        """The present event takes so long: later ones wait."""
+        self._free_at = max(self._free_at, self.kernel.now) + seconds
+        self.runs = False
+        self._resume_at(self._free_at)
+
+    def kill(self) -> None:
+        """As SIGKILL."""
+        if not self.alive:
+            return
+        self.alive = self.runs = False
+        self._backlog.clear()
+        self.kernel.trace(b"killed " + self.name.encode())
+        for end in list(self.ends):
+            end.vanish()
+        self.ends.clear()
+        for call in self.on_exit:
+            self.kernel.soon(WORLD, call, self)
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """It ends itself, which is a failure of the run."""
+        if self.alive:
+            self.kernel.failures.append(f"{self.name}: {what}: {error!r}")
+            self.kill()
+
+    def close(self) -> None:
+        """Free its tasks, after the run: they are not told."""
+        self.alive = self.runs = False
+        for task in asyncio.all_tasks(self.loop):  # type: ignore[arg-type]
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            try:
+                task.get_coro().close()  # type: ignore[union-attr]
+            except (Exception, ProcessExited):  # the run is judged already
+                pass
+
+    # ---------------------------------------------------------------- events that wait
+
+    def hold(self, call: Call, args: tuple[Any, ...]) -> None:
+        if self.alive:
+            self._backlog.append((call, args))
+            if not self.stopped:
+                self._resume_at(self._free_at)
+
+    def _resume_at(self, when: float) -> None:
+        if not self._resuming:
+            self._resuming = True
+            self.kernel.at(when, WORLD, self._work_off)
+
+    def _work_off(self) -> None:
+        """Run what was held, in order, until it is busy again."""
+        self._resuming = False
+        kernel = self.kernel
+        while self._can_run() and self._backlog and self._free_at <= kernel.now:
+            call, args = self._backlog.popleft()
+            self._free_at = kernel.now + self.slow_s
+            self.enter(call, *args)
+        if not self._can_run():
+            return
+        if self._backlog or self._free_at > kernel.now:
+            self._resume_at(self._free_at)
+        elif not self.slow_s:
+            self.runs = True
+
+    def _can_run(self) -> bool:
+        return self.alive and not self.stopped
+
+    def enter(self, call: Call, *args: Any) -> None:
+        """Run something of this process, from an event of the world."""
+        events._set_running_loop(self.loop)  # type: ignore[arg-type]
+        self.kernel.events += 1
+        try:
+            call(*args)
+        except ProcessExited:
+            pass
+        except Exception as error:
+            self.fail(getattr(call, "__qualname__", "event"), error)
+        finally:
+            events._set_running_loop(None)
+
+
+class SimHandle:
+    """As `asyncio.Handle` and `asyncio.TimerHandle`."""
+
+    __slots__ = ("_args", "_call", "_cancelled", "_context", "_loop", "when_s")
+
+    def __init__(
+        self,
+        loop: SimLoop,
+        call: Call,
+        args: tuple[Any, ...],
+        context: Any,
+        when_s: float | None = None,
+    ) -> None:
+        self._loop, self._call, self._args, self._context = loop, call, args, context
+        self._cancelled = False
+        self.when_s = when_s
+        """Of a timer, by the clock of its process."""
+
+    def run(self) -> None:
+        if self._cancelled:
+            return
+        try:
+            self._context.run(self._call, *self._args)
+        except Exception as error:
+            message = f"exception in {getattr(self._call, '__qualname__', 'a callback')}"
+            self._loop.call_exception_handler({"message": message, "exception": error})
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def when(self) -> float:
+        assert self.when_s is not None, "it is no timer"
+        return self.when_s
+
+
+class SimLoop:
+    """What asyncio needs of the event loop of one process: tasks, futures, timers and threads."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self._kernel = process.kernel
+        self._handler: Callable[[Any, dict[str, Any]], Any] | None = None
+
+    def time(self) -> float:
+        return self.process.time()
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
+        handle = SimHandle(self, callback, args, context or contextvars.copy_context())
+        self._kernel._ready.append((self.process, handle.run, ()))
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        return self.call_at(self.process.time() + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        handle = SimHandle(self, callback, args, context or contextvars.copy_context(), when)
+        self._kernel.at(self.process.world_time(when), self.process, handle.run)
+        return handle
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)  # type: ignore[arg-type]
+
+    def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> Any:
+        name = name or self.process.name
+        return asyncio.Task(coro, loop=self, name=name, context=context)  # type: ignore[arg-type]
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+        """In another thread: it runs whole, at some time soon."""
+        future = self.create_future()
+
+        def run() -> None:
+            if future.cancelled():
+                return
+            try:
+                result = func(*args)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        delay_s = self.process._threads.random() * _MAX_THREAD_S
+        self._kernel.at(self._kernel.now + delay_s, self.process, run)
+        return future
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return not self.process.alive
+
+    def set_exception_handler(self, handler: Any) -> None:
+        self._handler = handler
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """What asyncio has noticed, such as an exception that nobody has seen."""
+        if not self.process.alive:
+            return
+        if self._handler is not None:
+            self._handler(self, context)
+            return
+        error = context.get("exception")
+        self._kernel.failures.append(f"{self.process.name}: {context['message']}: {error!r}")
+
+
+@contextmanager
+def simulated_exits() -> Iterator[None]:
+    """`exit_process` ends the simulated process that calls it, which is a failure of the run."""
+    real = process_setup.exit_process
+
+    def exit_process(loop: str, error: BaseException) -> None:
+        running: Any = events._get_running_loop()
+        if not isinstance(running, SimLoop):
+            return real(loop, error)
+        running.process.fail(loop, error)
+        raise ProcessExited
+
+    process_setup.exit_process = exit_process
+    try:
+        yield
+    finally:
+        process_setup.exit_process = real

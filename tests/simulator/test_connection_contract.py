@@ -1,0 +1,194 @@
+"""Connections that break, over ZeroMQ (behind a proxy) and over the simulated network alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulator.channel_worlds import LONG_S, ChannelWorld, Seen, hear, over_both, take
+from tests.simulator.tcp_proxy import Direction
+
+HEARTBEATS = (0.1, 0.2)
+"""Interval and timeout, in seconds."""
+NOTICED_S = 2 * sum(HEARTBEATS)
+
+beating = pytest.mark.parametrize("heartbeats", [HEARTBEATS], ids=["heartbeats"])
+
+
+# ---------------------------------------------------------------- connections that break
+
+
+@over_both
+async def test_a_reset_loses_what_is_on_its_way_and_no_more(world: ChannelWorld) -> None:
+    """Both ways. Nobody is told; the outlet connects again after 100 ms, under its identity."""
+
+    inbox = world.inbox()
+    wire = world.wire(inbox)
+    outlet = world.outlet(wire.address, b"peer")
+    outlet.send("before")
+    assert await take(world, inbox, 1) == [(b"peer", "before")]
+    wire.hold("up", "down")
+    outlet.send("lost")
+    inbox.send(b"peer", "lost")
+    await world.sleep(0.05)
+    wire.reset()
+    wire.release()
+    await world.sleep(0.05)
+    outlet.send("kept")
+    inbox.send(b"peer", "dropped: not connected")
+    assert list(inbox.take()) == [], "it connects again too soon"
+    assert await take(world, inbox, 1) == [(b"peer", "kept")]
+    inbox.send(b"peer", "after")
+    assert await hear(world, outlet) == "after"
+
+
+@over_both
+async def test_what_is_held_back_for_a_while_arrives_in_order(world: ChannelWorld) -> None:
+    inbox = world.inbox()
+    wire = world.wire(inbox)
+    outlet = world.outlet(wire.address, b"peer")
+    outlet.send("0")
+    assert await take(world, inbox, 1) == [(b"peer", "0")]
+    wire.hold("up", "down")
+    for i in range(1, 20):
+        outlet.send(str(i))
+        inbox.send(b"peer", str(i))
+    await world.sleep(LONG_S)
+    assert list(inbox.take()) == [] and not outlet.ready(0.0)
+    wire.release()
+    outlet.send("20")
+    received = await take(world, inbox, 20)
+    assert [message for _, message in received] == [str(i) for i in range(1, 21)]
+    assert [await hear(world, outlet) for _ in range(19)] == [str(i) for i in range(1, 20)]
+    assert wire.connections == 1
+
+
+@pytest.mark.parametrize("held", ["up", "down"])
+@over_both
+async def test_without_heartbeats_a_half_cut_goes_unnoticed(
+    world: ChannelWorld, held: Direction
+) -> None:
+    inbox = world.inbox()
+    wire = world.wire(inbox)
+    outlet = world.outlet(wire.address, b"peer")
+    outlet.send("x")
+    await take(world, inbox, 1)
+    wire.hold(held)
+    outlet.send("up")
+    inbox.send(b"peer", "down")
+    await world.sleep(NOTICED_S)
+    arrived = [message for _, message in inbox.take()]
+    assert arrived == (["up"] if held == "down" else [])
+    assert outlet.ready(0.0) == (held == "up")
+    assert wire.connections == 1
+
+
+@beating
+@over_both
+async def test_heartbeats_keep_an_idle_connection(world: ChannelWorld) -> None:
+    inbox = world.inbox()
+    wire = world.wire(inbox)
+    outlet = world.outlet(wire.address, b"peer")
+    outlet.send("x")
+    await take(world, inbox, 1)
+    await world.sleep(2 * NOTICED_S)
+    inbox.send(b"peer", "y")
+    assert await hear(world, outlet) == "y"
+    assert wire.connections == 1
+
+
+@beating
+@over_both
+async def test_a_side_that_hears_nothing_gives_up_alone(world: ChannelWorld) -> None:
+    """The inbox hears the outlet on, and lets it go only when it hears of the end. What the inbox
+    sends into the half-open connection is lost."""
+
+    inbox = world.inbox()
+    wire = world.wire(inbox)
+    outlet = world.outlet(wire.address, b"peer")
+    outlet.send("x")
+    await take(world, inbox, 1)
+    wire.hold("down")
+    inbox.send(b"peer", "lost")
+    await world.sleep(HEARTBEATS[1] / 2)
+    outlet.send("still heard")
+    assert await take(world, inbox, 1) == [(b"peer", "still heard")]
+    await world.sleep(NOTICED_S)
+    outlet.send("kept")
+    wire.release()
+    assert await take(world, inbox, 1) == [(b"peer", "kept")]
+    inbox.send(b"peer", "after")
+    assert await hear(world, outlet) == "after"
+
+
+@beating
+@over_both
+async def test_the_other_side_of_a_half_cut_learns_it_from_the_end_of_the_connection(
+    world: ChannelWorld,
+) -> None:
+    """Nothing gets from the outlet to the inbox, which gives up; the way back still works."""
+
+    inbox = world.inbox()
+    wire = world.wire(inbox)
+    outlet = world.outlet(wire.address, b"peer")
+    outlet.send("x")
+    await take(world, inbox, 1)
+    wire.hold("up")
+    outlet.send("lost")
+    await world.sleep(NOTICED_S)
+    inbox.send(b"peer", "dropped: not connected")
+    wire.release()
+    outlet.send("kept")
+    assert await take(world, inbox, 1) == [(b"peer", "kept")]
+    inbox.send(b"peer", "after")
+    assert await hear(world, outlet) == "after"
+
+
+# ---------------------------------------------------------------- identities
+
+
+@over_both
+async def test_the_newest_connection_of_an_identity_takes_over_and_unread_messages_are_lost(
+    world: ChannelWorld, seen: Seen
+) -> None:
+    inbox = world.inbox()
+    first = world.outlet(seen(inbox.address), b"peer")
+    first.send("0")
+    await take(world, inbox, 1)
+    for i in range(3):
+        first.send(str(i))
+    await world.sleep(0.1)
+    second = world.outlet(seen(inbox.address), b"peer")
+    second.send("new")
+    await world.sleep(0.1)
+    assert list(inbox.take()) == [(b"peer", "new")]
+    inbox.send(b"peer", "to the newest")
+    assert await hear(world, second) == "to the newest"
+    assert await hear(world, first, 0.02) is None
+
+
+@pytest.mark.parametrize("returns", [False, True])
+@over_both
+async def test_what_a_lost_connection_has_brought_can_be_read(
+    world: ChannelWorld, returns: bool
+) -> None:
+    """Under a name of its own if its identity has connected again by then."""
+
+    inbox = world.inbox()
+    wire = world.wire(inbox)
+    outlet = world.outlet(wire.address, b"peer")
+    outlet.send("0")
+    await take(world, inbox, 1)
+    for i in range(1, 4):
+        outlet.send(str(i))
+    await world.sleep(0.05)
+    wire.reset()
+    if returns:
+        await world.sleep(LONG_S)
+        outlet.send("new")
+        await world.sleep(0.1)
+    received = list(inbox.take())
+    old = [(peer, message) for peer, message in received if message != "new"]
+    assert [message for _, message in old] == ["1", "2", "3"]
+    assert len({peer for peer, _ in old}) == 1
+    assert (old[0][0] == b"peer") == (not returns)
+    assert ((b"peer", "new") in received) == returns

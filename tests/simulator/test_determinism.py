@@ -1,0 +1,78 @@
+"""One seed gives one run: whatever the hash seed, and to the last event."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulator.echo import EchoWorld
+from tests.simulator.network import NetworkOptions
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(seed: int) -> tuple[int, int, float, list[list[int]]]:
+    """Some faults; the checksum, the number of events, the time, and what came of it."""
+    options = NetworkOptions(heartbeat_s=0.5, heartbeat_timeout_s=0.5, user_timeout_s=2.0)
+    world = EchoWorld(clients=3, options=options, seed=seed)
+    chance = world.kernel.random("faults")
+    world.net.aim("Request", chance.randint(5, 20), world.net.drop)
+    world.net.aim("Reply", chance.randint(5, 20), world.net.drop)
+    for number in range(40):
+        world.run(0.1 * chance.random())
+        world.clients[number % 3].ask(number)
+        if number == 15:
+            world.net.isolate("host2", ["host0"])
+        if number == 25:
+            world.net.reunite("host2", ["host0"])
+            world.server.stop()
+        if number == 30:
+            world.server.resume()
+    world.run(20.0)
+    kernel = world.kernel
+    return kernel.checksum, kernel.events, kernel.now, [c.numbers() for c in world.clients]
+
+
+def test_a_run_is_the_same_again() -> None:
+    for seed in range(5):
+        assert run(seed) == run(seed)
+    assert len({run(seed)[0] for seed in range(20)}) == 20
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_for_every_hash_seed() -> None:
+    code = "from tests.simulator.test_determinism import run; print([run(s) for s in range(10)])"
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for hash_seed in ("0", "1", "4711")
+    }
+    assert len(outputs) == 1 and outputs != {""}
+
+
+def test_one_fault_less_moves_nothing_elsewhere() -> None:
+    """What one client meets leaves the times of another one's messages as they were."""
+
+    def times(dropped: bool) -> list[tuple[float, int]]:
+        world = EchoWorld(clients=2)
+        for number in range(5):
+            world.clients[0].ask(number)
+            world.clients[1].ask(number)
+            world.run(0.1)
+            if dropped and number == 2:
+                for side in world.net.connections("client1"):
+                    world.net.drop(side)
+        return world.clients[1].replies
+
+    assert times(dropped=True) == times(dropped=False)
