@@ -23,6 +23,9 @@ class FakeRay:
         """What each answers to every call; an exception is raised."""
         self.reserved: list[str] = []
         self.kv: dict[bytes, bytes] = {}
+        self.created: Any = None
+        """What new engines answer."""
+        self.has_room = True
         self.resources: dict[str, float] = {"CPU": 1000.0}
         self.ended: list[str] = []
         """Names of actors and groups, each as often as it was ended."""
@@ -48,7 +51,7 @@ class FakeRay:
         return name
 
     async def wait_for_group(self, group: str, timeout_s: float) -> bool:
-        return True
+        return self.has_room
 
     def remove_group(self, group: str) -> None:
         self._end(group)
@@ -70,7 +73,7 @@ class FakeRay:
         return name if name in self.actors else None
 
     def create_engine(self, name: str, namespace: str, group: str, **_engine: Any) -> str:
-        self.actors[name] = None
+        self.actors[name] = self.created
         return name
 
     def get_or_create_coordinator(self, name: str, *_args: Any, **_options: Any) -> str:
