@@ -39,8 +39,7 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
 
 
 class CheckpointStore:
-    """The checkpoint of one application, for one of its managers. Raises TimeoutError while Ray's
-    GCS is away.
+    """The checkpoint of one application, for one of its managers. Raises `GcsUnavailable`.
 
     Each manager that takes over writes under a key of its own, and the key with the highest number
     counts. So a write of an earlier manager that arrives late replaces nothing.

@@ -11,7 +11,12 @@ import msgspec
 import pytest
 
 from swell.cluster.control import placement
-from swell.cluster.control.actor_errors import ActorDied, ActorError, ActorRaised, ActorUnavailable
+from swell.cluster.control.actor_errors import (
+    ActorDied,
+    ActorRaised,
+    ActorUnavailable,
+    GcsUnavailable,
+)
 from swell.cluster.control.actor_names import EngineName, engine_tag
 from swell.cluster.control.engine_handle import StartFailed
 from swell.cluster.control.placement import Placement
@@ -146,10 +151,12 @@ def test_strays_that_do_not_go_hold_up_a_start_for_some_time_only(
         (ActorRaised(ActorDied("a worker")), False, "its process ended"),
         (ActorDied("the engine"), False, "its process ended"),
         (ActorUnavailable("the engine"), False, "its process ended"),
+        (GcsUnavailable("no answer"), False, "GcsUnavailable: no answer"),
+        (TimeoutError(), False, "was not ready after cluster.start_timeout_s"),
     ],
 )
 def test_a_start_that_fails_leaves_nothing_and_says_why(
-    table: Table, error: ActorError, permanent: bool, text: str
+    table: Table, error: Exception, permanent: bool, text: str
 ) -> None:
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
