@@ -324,6 +324,9 @@ class SimAsyncOutlet(SimOutlet):
         super().__init__(process, net, address, message_type)
         self._take = take
 
+    def is_connected(self) -> bool:
+        return self.side is not None and self.side.open
+
     def close(self) -> None:
         """What was sent arrives; what was not sent yet is dropped."""
         self._end(0.0)

@@ -73,6 +73,8 @@ class Network:
         """Outlets' sides whose inbox has not seen the end of the handshake."""
         self._ports: dict[str, int] = {}
         self._random = kernel.random("network")
+        self.on_change: list[Callable[[], None]] = []
+        """Called when a direction was cut, or has healed."""
         self.made: dict[str, int] = {}
         """Attempts that met an inbox, by label."""
 
@@ -100,7 +102,7 @@ class Network:
             if self._bound.get(key) is inbox:
                 del self._bound[key]
         for client in [c for c, whose in self._handshakes.items() if whose is inbox]:
-            blocked = self._is_blocked(client.process.host, inbox.process.host)
+            blocked = self.is_blocked(client.process.host, inbox.process.host)
             after_s = self.options.handshake_timeout_s if blocked else self.options.delay_s
             self.kernel.at(self.kernel.now + after_s, client.process, self._refuse, client)
 
@@ -111,7 +113,7 @@ class Network:
         if not outlet.wants_connection():
             return
         inbox = self._find(outlet)
-        outlet.was_blocked = self._is_blocked(outlet.process.host, _host(outlet.address))
+        outlet.was_blocked = self.is_blocked(outlet.process.host, _host(outlet.address))
         if inbox is None or outlet.was_blocked:
             self._waiting.setdefault(outlet)
             return
@@ -134,7 +136,7 @@ class Network:
         """The handshake is done, as the inbox sees it; runs in its process."""
         if self._handshakes.get(client) is not inbox:
             return
-        if client.closed or self._is_blocked(client.process.host, inbox.process.host):
+        if client.closed or self.is_blocked(client.process.host, inbox.process.host):
             self.kernel.soon(client.process, self._refuse, client)
             return
         del self._handshakes[client]
@@ -205,6 +207,7 @@ class Network:
         self.cuts[source, target] = self.kernel.now
         for side in self._directed(source, target):
             side.cut()
+        self._changed()
 
     def heal(self, source: str, target: str) -> None:
         """What a cut has held back arrives at TCP's next attempt, unless its side has closed."""
@@ -218,6 +221,7 @@ class Network:
             again_s = self._random.random() * longest_s
             kernel.at(kernel.now + again_s, side.peer.process, side.release)
         self._retry_waiting()
+        self._changed()
 
     def isolate(self, host: str, hosts: list[str]) -> None:
         """Cut one host off from others, both ways."""
@@ -261,10 +265,14 @@ class Network:
 
     # ---------------------------------------------------------------- paths
 
+    def _changed(self) -> None:
+        for call in self.on_change:
+            call()
+
     def is_cut(self, source: str, target: str) -> bool:
         return (source, target) in self.cuts
 
-    def _is_blocked(self, one: str, other: str) -> bool:
+    def is_blocked(self, one: str, other: str) -> bool:
         return bool(self.cuts) and ((one, other) in self.cuts or (other, one) in self.cuts)
 
     def extra_delay_s(self, source: str, target: str) -> float:

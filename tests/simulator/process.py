@@ -37,6 +37,8 @@ class Process(Owner):
         """`rate`: seconds of its clock for each second of the world."""
         self.kernel, self.name, self.host, self.rate = kernel, name, host, rate
         self.alive, self.stopped, self.slow_s = True, False, 0.0
+        self.blocked = False
+        """A call that it made has not returned: nothing else of it runs."""
         self.runs = True
         self.stops = 0
         """How often it was stopped."""
@@ -85,6 +87,15 @@ class Process(Owner):
 
     def resume(self) -> None:
         self.stopped = False
+        self._resume_at(self.kernel.now)
+
+    def block(self) -> None:
+        """The present event goes on, as if it had waited; nothing runs after it until
+        `unblock`."""
+        self.blocked, self.runs = True, False
+
+    def unblock(self) -> None:
+        self.blocked = False
         self._resume_at(self.kernel.now)
 
     def slow(self, seconds: float) -> None:
@@ -159,7 +170,7 @@ class Process(Owner):
             self.runs = True
 
     def _can_run(self) -> bool:
-        return self.alive and not self.stopped
+        return self.alive and not self.stopped and not self.blocked
 
     def enter(self, call: Call, *args: Any) -> None:
         """Run something of this process, from an event of the world."""

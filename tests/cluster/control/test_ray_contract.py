@@ -15,6 +15,7 @@ from swell.configs.schema import ClusterConfig, load
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
 from swell.coordinator.service import CoordinatorEndpoint
 from tests.cluster.control.real_ray import RealRay
+from tests.simulator.ray_world import SimRayWorld
 
 CONFIG = load({"model": {"path": "m"}})
 KEYS = ChannelKeys(b"public", b"secret")
@@ -52,7 +53,7 @@ class World(Protocol):
     def close(self) -> None: ...
 
 
-WORLDS: dict[str, Callable[[], World]] = {"real": RealRay}
+WORLDS: dict[str, Callable[[], World]] = {"real": RealRay, "simulated": SimRayWorld}
 
 
 @pytest.fixture(

@@ -1,0 +1,53 @@
+"""Runs seeds of the simulator: `python -m tests.simulator --seeds 1000`; `--one SEED --shrink`."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import time
+
+from tests.simulator.faults import FAULTS
+from tests.simulator.laws import Run, judge
+from tests.simulator.scenario import draw
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--kinds", default=",".join(FAULTS))
+    parser.add_argument("--faults", type=int, default=4)
+    parser.add_argument("--one", type=int)
+    args = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    kinds = tuple(args.kinds.split(","))
+    if args.one is not None:
+        run = Run(draw(args.one, kinds, args.faults))
+        run.plane.kernel.log = []
+        verdict = run.judge()
+        for at, label, size in run.plane.kernel.log:
+            print(f"{at:12.6f} {label} {size}")
+        print(run.plane.scenario)
+        print(*verdict.faults, *verdict.broken, sep="\n")
+        return bool(verdict.broken)
+    gc.disable()
+    begun, events, broken = time.process_time(), 0, {}
+    for seed in range(args.first, args.first + args.seeds):
+        verdict = judge(draw(seed, kinds, args.faults))
+        events += verdict.events
+        if verdict.broken:
+            broken[seed] = verdict
+            print(seed, verdict.broken[:3], verdict.faults, flush=True)
+        if seed % 50 == 0:
+            gc.collect()
+    spent_s = time.process_time() - begun
+    print(
+        f"{args.seeds} runs in {spent_s:.1f} s, {events / args.seeds:.0f} events each, "
+        f"{len(broken)} broken"
+    )
+    return bool(broken)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

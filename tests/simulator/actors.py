@@ -1,0 +1,172 @@
+"""The shells of the simulation: what the actors of the real cluster do around its processes."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from swell.cluster.control.checkpoint_store import CheckpointStore
+from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.manager import ClusterManager
+from swell.cluster.control.placement import Placement
+from swell.configs.schema import ClusterConfig, Config
+from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.contact import CoordinatorContact
+from swell.coordinator.service import CoordinatorEndpoint, CoordinatorService
+from swell.engine.core import EngineCore
+from swell.engine.ready import EngineReady
+from swell.engine.server import EngineServer
+from tests.simulator.ground import SimGround
+from tests.simulator.model import SimExecutor
+from tests.simulator.process import Process
+from tests.simulator.ray_port import SimRay
+
+if TYPE_CHECKING:
+    from tests.simulator.control_plane import ControlPlane
+
+NAMESPACE, IDENTITY = "sim", "0" * 12
+
+
+class SimCoordinator(CoordinatorService):
+    """As `coordinator/coordinator.py`. Its calls return what a caller awaits."""
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        process: Process,
+        restarted: bool,
+        config: ClusterConfig,
+        lockstep: bool,
+        endpoint: CoordinatorEndpoint,
+        inherited: bool,
+    ) -> None:
+        self._pid = plane.ray.pid_of(process)
+        super().__init__(
+            config,
+            SimGround(process, plane.net),
+            lockstep=lockstep,
+            endpoint=endpoint,
+            recover=inherited or restarted,
+        )
+        plane.coordinators.append((process, self))
+
+    def contact(self) -> CoordinatorContact:
+        return CoordinatorContact(self.address, self.keys, self._pid)
+
+
+class SimEngine:
+    """As `engine/actor.py`."""
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        process: Process,
+        _restarted: bool,
+        config: Config,
+        rank: int,
+        keys: ChannelKeys,
+        coordinator: ChannelAddress,
+    ) -> None:
+        self._plane, self.process, self.rank = plane, process, rank
+        self._config, self._keys, self._coordinator = config, keys, coordinator
+        self._load_s = 0.2 + plane.load_times.random()
+        self._loading = asyncio.Lock()
+        self._ended = asyncio.Event()
+        self.executor = SimExecutor(process)
+        self.server: EngineServer | None = None
+        plane.engines.append(self)
+
+    async def start(self, _group: Any) -> EngineReady:
+        async with self._loading:
+            if self.server is None:
+                await asyncio.sleep(self._load_s)
+                self._serve()
+        return self.ready()
+
+    def _serve(self) -> None:
+        ground = SimGround(self.process, self._plane.net)
+        core = EngineCore(self._config, self.executor, self.executor.start(), ground.now)
+        self.server = EngineServer(
+            self._config, self.rank, core, self._keys, self._coordinator, ground
+        )
+        task = self.process.loop.create_task(self.server.serve(), name="engine")
+        task.add_done_callback(self._on_end)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        self._ended.set()
+        if not task.cancelled() and task.exception() is not None:
+            self.process.fail("engine", task.exception())  # type: ignore[arg-type]
+
+    def ready(self) -> EngineReady:
+        if self.server is None:
+            raise RuntimeError("it loads")
+        server = self.server
+        return EngineReady(
+            self.rank,
+            server.address,
+            server.core.limits,
+            self._plane.ray.pid_of(self.process),
+            self.process.host,
+            list(server.workers),
+            server.incarnation,
+            server.member.store,
+        )
+
+    def doing(self) -> str:
+        return "loading" if self.server is None else "serving"
+
+    async def ended(self, timeout_s: float) -> str | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        except TimeoutError:
+            return None
+        return "it was stopped"
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+            await self._ended.wait()
+
+
+class SimManager:
+    """As `ManagerDeployment` in `cluster/app.py`, which Serve starts again where it dies."""
+
+    def __init__(self, plane: ControlPlane, process: Process) -> None:
+        self.process = process
+        ray, ground = SimRay(plane.ray, process), SimGround(process, plane.net)
+        checkpoints = CheckpointStore(NAMESPACE, IDENTITY, ray)
+        self._coordinator = CoordinatorHandle(plane.config, NAMESPACE, checkpoints, ray)
+        placement = Placement(plane.config, IDENTITY, NAMESPACE, self._coordinator, ray, ground)
+        self.manager = ClusterManager(
+            plane.config, self._coordinator, placement, checkpoints, ground
+        )
+        self.has_started = False
+        process.loop.create_task(self._start(), name="manager")
+
+    @property
+    def contact(self) -> CoordinatorContact | None:
+        return self._coordinator.contact
+
+    async def _start(self) -> None:
+        """Serve ends a replica whose constructor raises, and starts another one."""
+        try:
+            await self.manager.start()
+        except Exception:
+            self.process.kill()
+            return
+        self.has_started = True
+
+    def do(self, call: str, *args: Any) -> None:
+        """An operator's request: it is accepted once it is written down."""
+
+        async def run() -> None:
+            result = getattr(self.manager, call)(*args)
+            if asyncio.iscoroutine(result):
+                await result
+            await self.manager.save()
+
+        self.process.kernel.soon(
+            self.process, partial(self.process.loop.create_task, run(), name=call)
+        )

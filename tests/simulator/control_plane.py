@@ -1,0 +1,254 @@
+"""The real control plane on simulated hosts: ingresses from `AsyncLLM.submit` downward, engines
+without tensors, coordinator, manager, and a Ray of tables."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from swell.cluster.client.async_llm import AsyncLLM
+from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.cluster.client.outputs import RequestOutputKind
+from swell.cluster.text.sampling_params import SamplingParams
+from swell.configs.schema import Config, load
+from swell.coordinator.contact import CoordinatorContact
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.sample.wire import SamplerParams
+from tests.simulator.actors import SimCoordinator, SimEngine, SimManager
+from tests.simulator.ground import SimGround
+from tests.simulator.kernel import WORLD, Kernel
+from tests.simulator.model import NumberDetokenizer
+from tests.simulator.network import Network, NetworkOptions
+from tests.simulator.process import Process
+from tests.simulator.ray import SimRayCluster
+from tests.simulator.scenario import HOSTS, Request, Scenario
+
+STALL_TIMEOUT_S = 10.0
+HEARTBEAT_S = 1.0
+
+RESOURCES = {HOSTS[0]: {"CPU": 1.0}, HOSTS[1]: {"CPU": 2.0}, HOSTS[2]: {"CPU": 3.0}}
+
+_NODE_RESTART_S = 2.0
+"""From the moment at which a host that Ray has given up can be reached again."""
+_RESTART_S = 1.0
+"""Until Serve has started a manager or an ingress again."""
+_POLL_S = 0.1
+
+
+def make_config(engines: int) -> Config:
+    return load(
+        {
+            "model": {"path": "none", "device": "cpu"},
+            "parallel": {"data": engines},
+            "cache": {"block_tokens": 4},
+            "scheduler": {"max_rows": 8},
+            "cluster": {
+                "stall_timeout_s": STALL_TIMEOUT_S,
+                "heartbeat_s": HEARTBEAT_S,
+                "cpus_per_worker": 1.0,
+                "drain_timeout_s": 5.0,
+                "max_engines": 4,
+            },
+        }
+    )
+
+
+class Usage:
+    """What an ingress counts."""
+
+    def __init__(self) -> None:
+        self.output_tokens = 0
+        self.finished: list[Any] = []
+
+    def record(self, stats: Any) -> None:
+        self.finished += stats.finished
+        self.output_tokens += stats.num_output_tokens
+
+    def resubmitted(self) -> None: ...
+
+    def refused(self, code: str) -> None: ...
+
+    def counts(self) -> dict[str, list[float]]:
+        return {"finished": [float(len(self.finished))]}
+
+    def set_other_counts(self, counts: Any) -> None: ...
+
+
+class SimRequest:
+    """One accepted request, as its client sees it."""
+
+    def __init__(self, number: int, request: Request) -> None:
+        self.number, self.request = number, request
+        self.submitted = False
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.end: str | None = None
+        self.ended_with_ingress = False
+
+    async def follow(self, llm: AsyncLLM) -> None:
+        request = EngineCoreRequest(
+            f"r{self.number}",
+            list(self.request.prompt),
+            SamplerParams(seed=self.request.seed),
+            self.request.max_tokens,
+        )
+        params = SamplingParams(max_tokens=self.request.max_tokens)
+        try:
+            state = llm.submit(request, params, RequestOutputKind.DELTA)
+            self.submitted = True
+            assert state.queue is not None
+            async for output in state.queue:
+                [completion] = output.outputs
+                self.token_ids += completion.token_ids
+                self.text += completion.text
+                if output.finished:
+                    self.finish(str(completion.finish_reason))
+        except Exception as error:
+            self.finish(f"{type(error).__name__}: {error}")
+
+    def finish(self, reason: str) -> None:
+        assert self.end is None, f"r{self.number} has ended twice: {self.end}, {reason}"
+        self.end = reason
+
+
+class SimIngress:
+    """One replica; its requests are lost with it."""
+
+    def __init__(self, plane: ControlPlane, index: int) -> None:
+        self.index, self._plane = index, plane
+        self.usage = Usage()
+        self.requests: list[SimRequest] = []
+        host = plane.ray.living_host(HOSTS[index % len(HOSTS)])
+        self.process = plane.new_process(f"ingress{index}", host)
+        self.process.on_exit.append(self._on_exit)
+        self.llm: AsyncLLM | None = None
+        self.process.loop.create_task(self._open(), name="ingress")
+
+    def _on_exit(self, process: Process) -> None:
+        """Its clients lose their connections; Serve starts another one."""
+        for request in self.requests:
+            if request.end is None:
+                request.ended_with_ingress = True
+                request.finish("its ingress died")
+        self._plane.restart_ingress(self)
+
+    async def _open(self) -> None:
+        while (contact := self._plane.contact) is None:
+            await asyncio.sleep(_POLL_S)
+        ground = SimGround(self.process, self._plane.net)
+        connect = partial(AsyncEngineCoreClient, contact.address, contact.keys, ground=ground)
+        self.llm = AsyncLLM(
+            NumberDetokenizer(),  # type: ignore[arg-type]
+            self._plane.config,
+            connect,
+            self.usage,  # type: ignore[arg-type]
+            lambda max_model_len, vocab_size: None,
+            ground,
+        )
+
+    def submit(self, request: SimRequest) -> None:
+        """In its process. A client is refused while no engine was ever seen, and comes again."""
+        self.requests.append(request)
+        self.process.loop.create_task(self._submit(request), name=f"r{request.number}")
+
+    async def _submit(self, request: SimRequest) -> None:
+        while self.llm is None or not self.llm.has_seen_engine:
+            await asyncio.sleep(_POLL_S)
+        await request.follow(self.llm)
+
+
+class ControlPlane:
+    """Everything of one scenario but its faults."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.kernel = Kernel(scenario.seed)
+        self.config = make_config(scenario.engines)
+        options = NetworkOptions(
+            heartbeat_s=STALL_TIMEOUT_S / 4,
+            heartbeat_timeout_s=STALL_TIMEOUT_S * 3 / 4,
+            user_timeout_s=STALL_TIMEOUT_S * 3 / 4,
+        )
+        self.net = Network(self.kernel, options)
+        self.load_times = self.kernel.random("load")
+        self.engines: list[SimEngine] = []
+        """Of all starts, living or not."""
+        self.coordinators: list[tuple[Process, SimCoordinator]] = []
+        self.ray = SimRayCluster(
+            self.kernel,
+            self.net,
+            RESOURCES,
+            partial(SimEngine, self),
+            partial(SimCoordinator, self),
+        )
+        self.contact: CoordinatorContact | None = None
+        self.manager = self._new_manager()
+        self.past_ingresses: list[SimIngress] = []
+        self.ingresses = [SimIngress(self, index) for index in range(scenario.ingresses)]
+        self.requests = [SimRequest(*item) for item in enumerate(scenario.requests)]
+        for request in self.requests:
+            self.kernel.at(request.request.at, WORLD, self._submit, request)
+        self.net.on_change.append(self._look_at_hosts)
+
+    def new_process(self, name: str, host: str) -> Process:
+        return self.ray.new_process(name, host)
+
+    def _new_manager(self) -> SimManager:
+        manager = SimManager(self, self.new_process("manager", self.ray.living_host(HOSTS[0])))
+        manager.process.on_exit.append(self._on_manager_exit)
+        self.kernel.at(self.kernel.now + _POLL_S, WORLD, self._look_for_contact)
+        return manager
+
+    def _on_manager_exit(self, process: Process) -> None:
+        self.kernel.at(self.kernel.now + _RESTART_S, WORLD, self._restart_manager)
+
+    def _restart_manager(self) -> None:
+        self.manager = self._new_manager()
+
+    def _look_for_contact(self) -> None:
+        if self.manager.has_started:
+            self.contact = self.manager.contact
+        elif self.manager.process.alive:
+            self.kernel.at(self.kernel.now + _POLL_S, WORLD, self._look_for_contact)
+
+    def _submit(self, request: SimRequest) -> None:
+        """A client without a connection tries again."""
+        ingress = self.ingresses[request.request.ingress]
+        if ingress.process.alive:
+            self.kernel.soon(ingress.process, ingress.submit, request)
+        else:
+            self.kernel.at(self.kernel.now + _POLL_S, WORLD, self._submit, request)
+
+    def restart_ingress(self, ingress: SimIngress) -> None:
+        self.past_ingresses.append(ingress)
+
+        def restart() -> None:
+            self.ingresses[ingress.index] = SimIngress(self, ingress.index)
+
+        self.kernel.at(self.kernel.now + _RESTART_S, WORLD, restart)
+
+    def _look_at_hosts(self) -> None:
+        """A host that Ray has given up is a new node some seconds after it can be reached."""
+        for host in HOSTS:
+            if host not in self.ray.nodes and self.ray.is_reachable(host):
+                self.kernel.at(self.kernel.now + _NODE_RESTART_S, WORLD, self._restore, host)
+
+    def _restore(self, host: str) -> None:
+        if host not in self.ray.nodes and self.ray.is_reachable(host):
+            self.ray.restore_host(host, RESOURCES[host])
+
+    @property
+    def living_engines(self) -> list[SimEngine]:
+        return [engine for engine in self.engines if engine.process.alive]
+
+    @property
+    def coordinator(self) -> SimCoordinator | None:
+        """The newest one, if it lives."""
+        if not self.coordinators or not self.coordinators[-1][0].alive:
+            return None
+        return self.coordinators[-1][1]
+
+    def close(self) -> None:
+        for process in self.ray.processes.values():
+            process.close()

@@ -1,0 +1,126 @@
+"""What goes wrong, by name. Each fault picks its target when it happens, of what is there then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from tests.simulator.connection import Side
+from tests.simulator.control_plane import ControlPlane
+from tests.simulator.kernel import WORLD
+from tests.simulator.process import Process
+from tests.simulator.scenario import HOSTS, Fault
+
+
+class FaultInjector:
+    """Arms the faults of the scenario. `last_at` is when the latest one ended, so far."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+        self._kernel = plane.kernel
+        self.last_at = 0.0
+        self.happened: list[str] = []
+        self.num_engines_lost = 0
+        """At most: each of these faults may end an engine."""
+        for fault in plane.scenario.faults:
+            self._kernel.at(fault.at, WORLD, self._arm, fault)
+
+    def _arm(self, fault: Fault) -> None:
+        if fault.trigger is None:
+            FAULTS[fault.kind](self, fault, None)
+        else:
+            action = partial(FAULTS[fault.kind], self, fault)
+            self._plane.net.aim(fault.trigger.kind, fault.trigger.count, action)
+
+    # ---------------------------------------------------------------- targets
+
+    def _pick(self, fault: Fault, things: Sequence[Any]) -> Any:
+        return things[fault.target % len(things)] if things else None
+
+    def _process(self, fault: Fault, side: Side | None, names: Sequence[str]) -> Process | None:
+        """Of the message that triggered it, if it may be that one, else any."""
+        if side is not None:
+            ends = [side.process, side.peer.process]
+            fit = [p for p in ends if p.alive and p.name.startswith(tuple(names))]
+            if fit:
+                return fit[fault.target % len(fit)]
+        living = [p for p in self._plane.ray.processes.values() if p.alive]
+        found: Process | None = self._pick(
+            fault, [p for p in living if p.name.startswith(tuple(names))]
+        )
+        return found
+
+    def _note(self, fault: Fault, what: str, lasts_s: float = 0.0) -> None:
+        self._kernel.trace(f"fault {fault.kind} {what}".encode())
+        self.num_engines_lost += fault.kind != "drop"
+        self.happened.append(f"{self._kernel.now:.3f} {fault.kind} {what} {lasts_s:.2f}")
+        self.last_at = max(self.last_at, self._kernel.now + lasts_s)
+
+    def _later(self, fault: Fault, undo: Callable[..., None], *args: Any) -> None:
+        self._kernel.at(self._kernel.now + fault.time_s, WORLD, undo, *args)
+
+    # ---------------------------------------------------------------- faults
+
+    def drop(self, fault: Fault, side: Side | None) -> None:
+        """A connection is reset, with what is on its way."""
+        net = self._plane.net
+        if side is None:
+            side = self._pick(fault, net.connections(""))
+        if side is not None and not side.closed:
+            self._note(fault, side.label)
+            net.drop(side if side.connected_here else side.peer)
+
+    def kill(self, fault: Fault, side: Side | None) -> None:
+        process = self._process(fault, side, ("sim-engine", "coordinator", "manager"))
+        if process is not None:
+            self._note(fault, process.name)
+            process.kill()
+
+    def stop(self, fault: Fault, side: Side | None) -> None:
+        """As SIGSTOP, and SIGCONT later."""
+        names = ("sim-engine", "coordinator", "manager", "ingress")
+        process = self._process(fault, side, names)
+        if process is not None and not process.stopped:
+            self._note(fault, process.name, fault.time_s)
+            process.stop()
+            self._later(fault, process.resume)
+
+    def cut(self, fault: Fault, side: Side | None) -> None:
+        """A host is cut off from the others."""
+        host = self._pick(fault, HOSTS)
+        others = [other for other in HOSTS if other != host]
+        self._note(fault, host, fault.time_s)
+        self._plane.net.isolate(host, others)
+        self._later(fault, self._plane.net.reunite, host, others)
+
+    def half_cut(self, fault: Fault, side: Side | None) -> None:
+        """Nothing arrives that comes from a host."""
+        host = self._pick(fault, HOSTS)
+        self._note(fault, host, fault.time_s)
+        for other in HOSTS:
+            self._plane.net.cut(host, other)
+            self._later(fault, self._plane.net.heal, host, other)
+
+    def gcs_away(self, fault: Fault, side: Side | None) -> None:
+        self._note(fault, "", fault.time_s)
+        self._plane.ray.set_away(True)
+        self._later(fault, self._plane.ray.set_away, False)
+
+    def hang(self, fault: Fault, side: Side | None) -> None:
+        """An engine sends heartbeats, and its steps do not end."""
+        engine = self._pick(fault, self._plane.living_engines)
+        if engine is not None:
+            self._note(fault, engine.process.name)
+            engine.executor.hangs = True
+
+
+FAULTS: dict[str, Callable[[FaultInjector, Fault, Side | None], None]] = {
+    "drop": FaultInjector.drop,
+    "kill": FaultInjector.kill,
+    "stop": FaultInjector.stop,
+    "cut": FaultInjector.cut,
+    "half-cut": FaultInjector.half_cut,
+    "gcs-away": FaultInjector.gcs_away,
+    "hang": FaultInjector.hang,
+}

@@ -1,0 +1,246 @@
+"""`swell.cluster.control.ray_port.RayPort`, as one process of the simulation sees it.
+
+A coroutine waits for the GCS, and fails after some seconds. A plain method blocks: what it asks for
+is done when the GCS is there, and until then nothing else of the process runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from swell.configs.schema import ClusterConfig, Config
+from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.service import CoordinatorEndpoint
+from tests.simulator.process import Process
+from tests.simulator.ray import SimGroup, SimRayCluster
+from tests.simulator.ray_actor import SimActor
+
+T = TypeVar("T")
+
+_ENGINE_CALLS, _COORDINATOR_CALLS = 4, 16
+"""`max_concurrency` of the actors."""
+_KEY_BYTES = 8
+
+
+class SimRay:
+    """A process that is connected to the simulated Ray."""
+
+    def __init__(self, cluster: SimRayCluster, process: Process) -> None:
+        self._cluster, self._process = cluster, process
+        self._arrives_at = 0.0
+        """When its latest request reaches the GCS: none overtakes another one."""
+
+    # ---------------------------------------------------------------- this host
+
+    @property
+    def node_id(self) -> str:
+        return self._process.host
+
+    def new_endpoint(self) -> CoordinatorEndpoint:
+        bits = self._process.bits
+        public, secret, name = (bits.randbytes(_KEY_BYTES) for _ in range(3))
+        port = self._cluster.net.free_port(self._process.host)
+        return CoordinatorEndpoint(ChannelKeys(public, secret), name.hex(), port)
+
+    def kill_process(self, pid: int) -> None:
+        process = self._cluster.processes.get(pid)
+        if process is not None and process.host == self._process.host:
+            process.kill()
+
+    # ---------------------------------------------------------------- resources
+
+    def total_resources(self) -> dict[str, float]:
+        return _sum(list(self._cluster.nodes.values()))
+
+    async def free_resources(self) -> dict[str, float]:
+        cluster = self._cluster
+        return await self._request(lambda: _sum([cluster.free(host) for host in cluster.nodes]))
+
+    # ---------------------------------------------------------------- placement groups
+
+    def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> SimGroup:
+        if name in self._cluster.groups:
+            raise RuntimeError(f"a placement group of the name {name} is there already")
+        group = SimGroup(name, dict(bundle), count)
+        self._block(lambda: self._cluster.add_group(group))
+        return group
+
+    async def wait_for_group(self, group: SimGroup, timeout_s: float) -> bool:
+        reserved = asyncio.Event()
+        if group.hosts:
+            return True
+        group.when_reserved.append(lambda: self._soon(reserved.set))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await reserved.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def remove_group(self, group: SimGroup) -> None:
+        self._block(lambda: self._cluster.remove_group(group))
+
+    async def groups(self) -> dict[str, SimGroup]:
+        groups = self._cluster.groups
+        return await self._request(lambda: {name: groups[name] for name in sorted(groups)})
+
+    # ---------------------------------------------------------------- actors
+
+    async def actor_names(self, namespace: str) -> list[str]:
+        actors = self._cluster.actors
+        return await self._request(
+            lambda: sorted(name for whose, name in actors if whose == namespace)
+        )
+
+    async def find_actor(self, name: str, namespace: str) -> SimActor | None:
+        return await self._request(lambda: self._cluster.actors.get((namespace, name)))
+
+    def create_engine(
+        self,
+        name: str,
+        namespace: str,
+        group: SimGroup,
+        num_gpus: float,
+        config: Config,
+        rank: int,
+        keys: ChannelKeys,
+        coordinator: ChannelAddress,
+    ) -> SimActor:
+        if (namespace, name) in self._cluster.actors:
+            raise ValueError(f"an actor of the name {name} is there already")
+
+        def make(process: Process, again: bool) -> Any:
+            return self._cluster.make_engine(process, again, config, rank, keys, coordinator)
+
+        return self._create(name, namespace, make, concurrency=_ENGINE_CALLS, group=group)
+
+    def get_or_create_coordinator(
+        self,
+        name: str,
+        namespace: str,
+        config: ClusterConfig,
+        lockstep: bool,
+        endpoint: CoordinatorEndpoint,
+        inherited: bool,
+    ) -> SimActor:
+        found = self._cluster.actors.get((namespace, name))
+        if found is not None:
+            return found
+
+        def make(process: Process, again: bool) -> Any:
+            arguments = config, lockstep, endpoint, inherited
+            return self._cluster.make_coordinator(process, again, *arguments)
+
+        return self._create(name, namespace, make, concurrency=_COORDINATOR_CALLS, restarts=True)
+
+    def _create(
+        self,
+        name: str,
+        namespace: str,
+        make: Callable[[Process, bool], Any],
+        *,
+        concurrency: int,
+        group: SimGroup | None = None,
+        restarts: bool = False,
+    ) -> SimActor:
+        actor = SimActor(
+            self._cluster,
+            name,
+            namespace,
+            make,
+            host=self._process.host,
+            concurrency=concurrency,
+            group=group,
+            restarts=restarts,
+        )
+        self._block(lambda: self._cluster.add_actor(actor))
+        return actor
+
+    def call(self, actor: SimActor, method: str, *args: Any) -> Awaitable[Any]:
+        return actor.call(self._process, method, args)
+
+    def kill(self, actor: SimActor, *, restart: bool = False) -> None:
+        self._block(lambda: actor.kill(restart))
+
+    # ---------------------------------------------------------------- keys and values
+
+    async def kv_get(self, key: bytes) -> bytes | None:
+        return await self._request(lambda: self._cluster.values.get(key))
+
+    async def kv_put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> bool:
+        values = self._cluster.values
+
+        def put() -> bool:
+            if key in values and not overwrite:
+                return False
+            values[key] = value
+            return True
+
+        return await self._request(put)
+
+    async def kv_keys(self, prefix: bytes) -> list[bytes]:
+        return await self._request(
+            lambda: sorted(key for key in self._cluster.values if key.startswith(prefix))
+        )
+
+    async def kv_delete(self, prefix: bytes) -> None:
+        values = self._cluster.values
+
+        def delete() -> None:
+            for key in [key for key in values if key.startswith(prefix)]:
+                del values[key]
+
+        await self._request(delete)
+
+    # ---------------------------------------------------------------- the GCS
+
+    def _soon(self, call: Callable[[], Any]) -> None:
+        """In this process."""
+        self._process.kernel.soon(self._process, call)
+
+    def _block(self, request: Callable[[], None]) -> None:
+        process, cluster = self._process, self._cluster
+        if cluster.is_reachable(process.host):
+            request()
+            return
+        process.block()
+
+        def done() -> None:
+            if process.alive:
+                request()
+                process.unblock()
+
+        cluster.when_there(done, process.host)
+
+    async def _request(self, request: Callable[[], T]) -> T:
+        """Its result. It may be done although it has failed by its time."""
+        cluster, kernel = self._cluster, self._process.kernel
+        answer: asyncio.Future[T] = self._process.loop.create_future()
+
+        def done() -> None:
+            result = request()
+            self._soon(partial(_set, answer, result))
+
+        way_s = cluster.options.call_s * (0.5 + cluster.chance.random())
+        self._arrives_at = max(self._arrives_at, kernel.now + way_s)
+        host = self._process.host
+        kernel.at(self._arrives_at, self._process, cluster.when_there, done, host)
+        async with asyncio.timeout(cluster.options.gcs_timeout_s):
+            return await answer
+
+
+def _set(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _sum(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Kinds of which there is nothing are missing."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for kind, amount in part.items():
+            total[kind] = total.get(kind, 0.0) + amount
+    return {kind: amount for kind, amount in total.items() if amount > 1e-6}
