@@ -10,8 +10,12 @@ Serve's proxy, where one runs, reaches the same routes.
 from __future__ import annotations
 
 import asyncio
+<<<<<<< HEAD
 import contextlib
 from collections.abc import Callable
+=======
+from collections.abc import Awaitable, Callable
+>>>>>>> rayport
 from functools import partial
 from typing import Any
 
@@ -113,23 +117,29 @@ class ManagerDeployment:
         return await self._change(lambda: self._manager.drain(rank))
 
     async def pause(self) -> ChangeResult:
-        await self._manager.pause()
-        return await self._change(lambda: None)
+        return await self._change(self._manager.pause)
 
     async def resume(self) -> ChangeResult:
-        await self._manager.resume()
-        return await self._change(lambda: None)
+        return await self._change(self._manager.resume)
 
-    async def _change(self, change: Callable[[], None]) -> ChangeResult:
+    async def _change(self, change: Callable[[], Awaitable[None] | None]) -> ChangeResult:
         """Accepted means written down."""
         try:
-            change()
-            await asyncio.wait_for(self._manager.save(), _SAVE_TIMEOUT_S)
+            if (under_way := change()) is not None:
+                await under_way
+            await self._save()
         except ScaleRefused as refused:
             return ChangeResult(self._manager.target, str(refused))
+        return ChangeResult(self._manager.target)
+
+    async def _save(self) -> None:
+        """Raises ScaleRefused if another manager has taken over."""
+        try:
+            await asyncio.wait_for(self._manager.save(), _SAVE_TIMEOUT_S)
+        except ScaleRefused:
+            raise
         except Exception as error:  # it happens all the same, and is written down later
             self._log.warning("checkpoint not written", error=f"{type(error).__name__}: {error}")
-        return ChangeResult(self._manager.target)
 
     async def __del__(self) -> None:
         if await _is_deleting(self._app):

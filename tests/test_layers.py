@@ -80,7 +80,21 @@ LIBRARIES: dict[str, list[str]] = {
 ON_A_GROUND: dict[str, tuple[str, ...]] = {
     # Pattern of files that run on a `Ground` and on ports -> the shells among them, which implement
     # these. All others take the clock, random bits, threads and processes from there.
+    "cluster/client/*": (),
     "cluster/control/*": ("cluster/control/ray_cluster.py",),
+    "coordinator/*": (
+        "coordinator/channel.py",
+        "coordinator/coordinator.py",
+        "coordinator/ground.py",
+        "coordinator/ports.py",
+    ),
+    "engine/*": (
+        "engine/actor.py",
+        "engine/executor/heartbeat_listener.py",
+        "engine/executor/inline.py",
+        "engine/executor/inproc.py",
+        "engine/executor/ray.py",
+    ),
 }
 OF_A_GROUND = ("ray", "time", "secrets", "random", "threading", "multiprocessing", "os", "signal")
 """Libraries that only shells import."""

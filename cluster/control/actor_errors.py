@@ -1,4 +1,4 @@
-"""Why a call of an actor gave no result, whichever Ray is there."""
+"""Why a call of an actor, or of Ray itself, gave no result, whichever Ray is there."""
 
 from __future__ import annotations
 
@@ -21,3 +21,7 @@ class ActorRaised(ActorError):
     def __init__(self, cause: BaseException) -> None:
         super().__init__(str(cause) or type(cause).__name__)
         self.cause = cause
+
+
+class GcsUnavailable(TimeoutError):
+    """Ray's GCS (its control store) does not answer. What was to be done may be done yet."""

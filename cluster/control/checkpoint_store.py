@@ -17,6 +17,9 @@ from swell.coordinator.service import CoordinatorEndpoint
 
 T = TypeVar("T")
 
+_CHECKPOINT = b"note"
+_DIGITS = 12
+
 
 class ClusterCheckpoint(msgspec.Struct, frozen=True):
     """What a manager wants, for its successor. Append-only: another version may read it."""
@@ -36,18 +39,47 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
 
 
 class CheckpointStore:
-    """The checkpoint of one application. Raises what Ray raises while its GCS is away."""
+    """The checkpoint of one application, for one of its managers. Raises `GcsUnavailable`.
+
+    Each manager that takes over writes under a key of its own, and the key with the highest number
+    counts. So a write of an earlier manager that arrives late replaces nothing.
+    """
 
     def __init__(self, namespace: str, identity: str, ray: RayPort) -> None:
         self.identity = identity
         self._ray = ray
         self._key = namespace.encode()
+        self._checkpoint = b""
+        """The name under which this manager writes; empty before it takes over."""
 
     async def read(self) -> ClusterCheckpoint:
-        return await self._get(b"note", ClusterCheckpoint) or ClusterCheckpoint()
+        """Of the manager that took over last."""
+        while keys := await self._checkpoint_keys():
+            raw = await self._ray.kv_get(keys[-1])
+            if raw is not None:  # else a successor has just removed it
+                return msgspec.msgpack.decode(raw, type=ClusterCheckpoint)
+        return ClusterCheckpoint()
+
+    async def take_over(self, checkpoint: ClusterCheckpoint) -> None:
+        """Write it as the newest manager's."""
+        raw, is_ours = msgspec.msgpack.encode(checkpoint), False
+        while not is_ours:
+            earlier = await self._checkpoint_keys()
+            name = _checkpoint_name(_number(earlier[-1]) + 1 if earlier else 1)
+            is_ours = await self._ray.kv_put(self._name(name), raw, overwrite=False)
+        self._checkpoint = name
+        for key in earlier:
+            if _number(key):  # else it is a prefix of all others
+                await self._ray.kv_delete(key)
 
     async def write(self, checkpoint: ClusterCheckpoint) -> None:
-        await self._put(b"note", checkpoint)
+        """Replace what this manager wrote before. Comes after `take_over`."""
+        assert self._checkpoint, "a manager takes over first"
+        await self._put(self._checkpoint, checkpoint)
+
+    async def _checkpoint_keys(self) -> list[bytes]:
+        """The last one counts."""
+        return await self._ray.kv_keys(self._name(_CHECKPOINT))
 
     async def endpoint(self, make: Callable[[], CoordinatorEndpoint]) -> CoordinatorEndpoint:
         """Where the coordinator of this configuration is found; made once."""
@@ -82,3 +114,14 @@ class CheckpointStore:
 
     def _name(self, name: bytes) -> bytes:
         return self._key + b":" + name
+
+
+def _checkpoint_name(number: int) -> bytes:
+    """Names sort as their numbers do."""
+    return b"%s-%0*d" % (_CHECKPOINT, _DIGITS, number)
+
+
+def _number(key: bytes) -> int:
+    """Earlier versions wrote one checkpoint, without a number."""
+    number = key.rpartition(b"-")[2]
+    return int(number) if number.isdigit() else 0

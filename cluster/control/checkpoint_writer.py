@@ -62,7 +62,8 @@ class CheckpointWriter:
             if self._has_taken_over and not await self.is_leader():
                 return False
             if checkpoint != self._saved:
-                await self._store.write(checkpoint)
+                write = self._store.write if self._has_taken_over else self._store.take_over
+                await write(checkpoint)
                 self._saved, self._has_taken_over = checkpoint, True
             return True
 

@@ -154,6 +154,9 @@ def drain(state: ControlState, fleet: FleetView, rank: int, limits: ClusterConfi
 
 
 def set_pause(state: ControlState, pause_requested: bool) -> ControlState:
+    """Raises ScaleRefused."""
+    if state.leadership is Leadership.DEPOSED:
+        raise ScaleRefused(TAKEN_OVER)
     return replace(state, pause_requested=pause_requested)
 
 

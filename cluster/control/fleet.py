@@ -125,7 +125,9 @@ class Fleet:
                 *(self._placement.kill(handle) for handle in ready), return_exceptions=True
             )
         for handle in handles:
-            if not handle.leaving:
+            if handle.leaving:  # it may have been cancelled since it failed
+                failures.pop(handle.rank, None)
+            else:
                 del self.starting[handle.rank]
         for handle in ready:
             if handle.rank not in failures:
@@ -321,7 +323,8 @@ class Fleet:
                 with self._transition([handle]):
                     await self._placement.refresh(handle)
                     async with self.group_change_lock:
-                        await self._coordinator.join([handle.member])
+                        if self.engines.get(handle.rank) is handle:  # not detached meanwhile
+                            await self._coordinator.join([handle.member])
                 return
             except Exception as error:
                 reason = f"it is not in the roster, and cannot be: {type(error).__name__}: {error}"

@@ -49,6 +49,8 @@ from swell.coordinator.wire import ClusterView
 
 _VIEW_TIMEOUT_S = 2.0
 """How long a description waits for the coordinator before it gives what was known last."""
+_LEADER_TIMEOUT_S = 2.0
+"""How long a pause waits for the answer whether another manager has taken over."""
 _PAUSE_S = 1.0
 """After something failed that is tried again."""
 
@@ -165,15 +167,24 @@ class ClusterManager:
 
     async def pause(self) -> None:
         """Let all engines keep their requests and compute nothing. A change that is under way goes
-        on: newcomers are paused as they join, and engines that leave hand over what they have."""
-        self._state = control_state.set_pause(self._state, True)
-        self._wake.set()
+        on: newcomers are paused as they join, and engines that leave hand over what they have.
+        Raises ScaleRefused if another manager has taken over."""
+        await self._set_pause(True)
         await self._coordinator.pause()
 
     async def resume(self) -> None:
-        self._state = control_state.set_pause(self._state, False)
-        self._wake.set()
+        """Raises ScaleRefused if another manager has taken over."""
+        await self._set_pause(False)
         await self._coordinator.resume()
+
+    async def _set_pause(self, pause_requested: bool) -> None:
+        is_leader = True
+        with contextlib.suppress(TimeoutError):  # then no successor can take over either
+            is_leader = await asyncio.wait_for(self._checkpoints.is_leader(), _LEADER_TIMEOUT_S)
+        if not is_leader:
+            raise ScaleRefused(control_state.TAKEN_OVER)
+        self._state = control_state.set_pause(self._state, pause_requested)
+        self._wake.set()
 
     async def save(self) -> None:
         """Returns when the newest request outlives this manager. Raises ScaleRefused if another one

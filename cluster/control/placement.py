@@ -9,7 +9,13 @@ from collections.abc import Mapping
 import msgspec
 
 from swell.cluster.control import actor_names, strays
-from swell.cluster.control.actor_errors import ActorDied, ActorError, ActorRaised, ActorUnavailable
+from swell.cluster.control.actor_errors import (
+    ActorDied,
+    ActorError,
+    ActorRaised,
+    ActorUnavailable,
+    GcsUnavailable,
+)
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.engine_handle import EngineHandle, StartFailed
@@ -294,7 +300,7 @@ def _explain(error: BaseException, rank: int, config: Config) -> StartFailed:
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, ConfigError | ValueError | FileNotFoundError):
         return StartFailed(str(cause), permanent=True)
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) and not isinstance(error, GcsUnavailable):
         return StartFailed(
             f"engine {rank} was not ready after cluster.start_timeout_s="
             f"{config.cluster.start_timeout_s:g}: it hangs, or its weights load too slowly",

@@ -32,7 +32,13 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from swell.cluster.control.actor_errors import ActorDied, ActorError, ActorRaised, ActorUnavailable
+from swell.cluster.control.actor_errors import (
+    ActorDied,
+    ActorError,
+    ActorRaised,
+    ActorUnavailable,
+    GcsUnavailable,
+)
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, make_keys
 from swell.coordinator.coordinator import Coordinator
@@ -216,7 +222,11 @@ def _kv(function: Callable[..., T], *args: object) -> Callable[[], T]:
 
 
 async def _call_gcs(call: Callable[[], T], thread: Executor | None = None) -> T:
-    """A call that blocks while the GCS is away; the thread goes on after a TimeoutError."""
+    """A call that blocks while the GCS is away; the thread goes on when this has raised."""
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(_GCS_TIMEOUT_S):
-        return await loop.run_in_executor(thread, call)
+    try:
+        async with asyncio.timeout(_GCS_TIMEOUT_S):
+            return await loop.run_in_executor(thread, call)
+    except TimeoutError:
+        text = f"Ray's GCS did not answer within {_GCS_TIMEOUT_S:g} s"
+        raise GcsUnavailable(text) from None

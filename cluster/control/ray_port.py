@@ -8,8 +8,8 @@ ends both asynchronously, and neither ends the
 other: an actor that dies leaves its group behind, with all that the group reserves. Actors in a
 group that is removed end with it.
 
-Coroutines raise TimeoutError if Ray's GCS (its control store) does not answer for some seconds.
-Plain methods block while the GCS is away.
+Coroutines raise `GcsUnavailable`, a TimeoutError, if Ray's GCS (its control store) does not answer
+for some seconds. Plain methods block while the GCS is away.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RayPort(Protocol):
 
     async def kv_put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> bool:
         """Returns whether the value was written: False if the key was there and is not to be
-        overwritten. After a TimeoutError it may be written yet, but never after a later write of
+        overwritten. After `GcsUnavailable` it may be written yet, but never after a later write of
         this process."""
 
     async def kv_keys(self, prefix: bytes) -> list[bytes]:

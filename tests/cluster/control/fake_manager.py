@@ -357,9 +357,10 @@ class FakeCheckpointStore:
         self.identity = identity
         self.page = [ClusterCheckpoint()] if page is None else page
         self.away = False
+        self.hangs = False
 
     async def read(self) -> ClusterCheckpoint:
-        await asyncio.sleep(CHECKPOINT_S)
+        await asyncio.sleep(10.0 if self.hangs else CHECKPOINT_S)
         if self.away:
             raise TimeoutError
         return self.page[0]
@@ -369,6 +370,9 @@ class FakeCheckpointStore:
         if self.away:
             raise TimeoutError
         self.page[0] = note
+
+    async def take_over(self, note: ClusterCheckpoint) -> None:
+        await self.write(note)
 
     async def clear(self) -> None:
         await self.write(ClusterCheckpoint())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -22,6 +23,9 @@ class FakeRay:
         """What each answers to every call; an exception is raised."""
         self.reserved: list[str] = []
         self.kv: dict[bytes, bytes] = {}
+        self.created: Any = None
+        """What new engines answer."""
+        self.has_room = True
         self.resources: dict[str, float] = {"CPU": 1000.0}
         self.ended: list[str] = []
         """Names of actors and groups, each as often as it was ended."""
@@ -47,7 +51,7 @@ class FakeRay:
         return name
 
     async def wait_for_group(self, group: str, timeout_s: float) -> bool:
-        return True
+        return self.has_room
 
     def remove_group(self, group: str) -> None:
         self._end(group)
@@ -69,7 +73,7 @@ class FakeRay:
         return name if name in self.actors else None
 
     def create_engine(self, name: str, namespace: str, group: str, **_engine: Any) -> str:
-        self.actors[name] = None
+        self.actors[name] = self.created
         return name
 
     def get_or_create_coordinator(self, name: str, *_args: Any, **_options: Any) -> str:
@@ -93,15 +97,18 @@ class FakeRay:
         self._going.setdefault(name, self.listings_until_gone or 1)
 
     async def kv_get(self, key: bytes) -> bytes | None:
+        await asyncio.sleep(0)
         return self.kv.get(key)
 
     async def kv_put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> bool:
+        await asyncio.sleep(0)
         if key in self.kv and not overwrite:
             return False
         self.kv[key] = value
         return True
 
     async def kv_keys(self, prefix: bytes) -> list[bytes]:
+        await asyncio.sleep(0)
         return sorted(key for key in self.kv if key.startswith(prefix))
 
     async def kv_delete(self, prefix: bytes) -> None:

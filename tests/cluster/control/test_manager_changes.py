@@ -248,6 +248,23 @@ def test_a_pause_may_begin_during_a_change(seconds) -> None:
     run(scenario)
 
 
+def test_a_failed_start_that_is_not_wanted_any_more_is_no_failure() -> None:
+    """It is cancelled while the engine that was started with it joins."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.group_s = 10.0
+        harness.placement.failures = {2: [transient()]}
+        harness.manager.scale(3)
+        await asyncio.sleep(START_S + 5)
+        harness.manager.scale(2)
+        await harness.settle()
+        assert harness.active == [0, 1] and harness.manager.error is None
+        assert not harness.manager._state.backoff.slots
+
+    run(scenario)
+
+
 # -------------------------------------------------------------------------------- any order
 
 _STEP = st.one_of(

@@ -194,6 +194,18 @@ def test_a_target_that_was_given_up_for_another_is_forgotten() -> None:
     run(scenario)
 
 
+def test_a_pause_waits_for_no_checkpoint_that_cannot_be_read() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.checkpoints.hangs = True
+        async with asyncio.timeout(3):
+            await harness.manager.pause()
+        assert harness.coordinator.state == "paused" and harness.manager.pause_requested
+        harness.checkpoints.hangs = False
+
+    run(scenario)
+
+
 def test_a_checkpoint_that_cannot_be_read_stops_nothing() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -278,12 +290,54 @@ def test_a_restarted_coordinator_gets_what_is_wanted() -> None:
     run(scenario)
 
 
+def test_an_engine_that_was_detached_meanwhile_does_not_join_again() -> None:
+    """Its drain and the restart of the coordinator both wait for the same change of the group."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.group_s = 10.0
+        harness.manager.scale(3)
+        await asyncio.sleep(START_S + 1)
+        harness.manager.drain(1)
+        await asyncio.sleep(4)
+        assert harness.manager.phase == "commit" and harness.coordinator.roster.ranks == [0, 1]
+        harness.placement.events.clear()
+        harness.coordinator.restart(0)
+        await harness.settle()
+        assert harness.active == harness.coordinator.roster.ranks == [0, 2]
+        assert [1] not in harness.placement.ranks_of_event("join")
+
+    run(scenario, data=2)
+
+
 def test_a_member_that_was_not_placed_is_taken_out() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.coordinator.join([Member(7, ChannelAddress("m", "i", "t"))])
         await asyncio.sleep(1)
         assert harness.coordinator.roster.ranks == [0]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("stepped_down", [True, False])
+@pytest.mark.parametrize("pauses", [True, False])
+def test_only_the_manager_that_leads_pauses_and_resumes(stepped_down, pauses) -> None:
+    """The other one may not have seen yet that there is a successor."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        if not pauses:
+            await harness.manager.pause()
+            await harness.manager.save()
+        first, harness.manager = harness.manager, harness.another()
+        if not stepped_down:
+            await first._fleet.cancel_tasks()
+        await harness.start()
+        state = harness.coordinator.state
+        with pytest.raises(ScaleRefused, match="taken over"):
+            await (first.pause() if pauses else first.resume())
+        assert harness.coordinator.state == state == ("serving" if pauses else "paused")
 
     run(scenario)
 

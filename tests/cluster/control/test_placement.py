@@ -7,13 +7,20 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from swell.cluster.control import placement
-from swell.cluster.control.actor_errors import ActorDied, ActorRaised
+from swell.cluster.control.actor_errors import (
+    ActorDied,
+    ActorRaised,
+    ActorUnavailable,
+    GcsUnavailable,
+)
 from swell.cluster.control.actor_names import EngineName, engine_tag
+from swell.cluster.control.engine_handle import StartFailed
 from swell.cluster.control.placement import Placement
-from swell.configs.schema import load
+from swell.configs.schema import ConfigError, load
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.ground import ThreadGround
 from swell.coordinator.roster import Member, Roster
@@ -134,3 +141,59 @@ def test_strays_that_do_not_go_hold_up_a_start_for_some_time_only(
     stuck = table.engine(0, "a", DEAD)
     table.listings_until_gone = None
     assert asyncio.run(made(FakeCoordinator(), table).end_strays()) and stuck in table.actors
+
+
+@pytest.mark.parametrize(
+    ("error", "permanent", "text"),
+    [
+        (ActorRaised(ConfigError("no such model")), True, "no such model"),
+        (ActorRaised(RuntimeError("first line\nlast line")), False, "RuntimeError: last line"),
+        (ActorRaised(ActorDied("a worker")), False, "its process ended"),
+        (ActorDied("the engine"), False, "its process ended"),
+        (ActorUnavailable("the engine"), False, "its process ended"),
+        (GcsUnavailable("no answer"), False, "GcsUnavailable: no answer"),
+        (TimeoutError(), False, "was not ready after cluster.start_timeout_s"),
+    ],
+)
+def test_a_start_that_fails_leaves_nothing_and_says_why(
+    table: Table, error: Exception, permanent: bool, text: str
+) -> None:
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table)
+        handle = ours.plan(3)
+        table.created = error
+        with pytest.raises(StartFailed, match=text) as caught:
+            await ours.start(handle)
+        assert caught.value.permanent == permanent
+        assert table.ended == [handle.name, handle.name], "the actor and its group"
+
+    asyncio.run(scenario())
+
+
+def test_a_start_without_room_says_what_is_free(table: Table) -> None:
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table)
+        handle = ours.plan(3)
+        table.resources, table.has_room = {"CPU": 0.25}, False
+        with pytest.raises(StartFailed, match=r"no room for engine 3: .* free: 0.25 CPU") as caught:
+            await ours.start(handle)
+        assert not caught.value.permanent and handle.actor is None
+        assert table.ended == [handle.name]
+        assert "50 workers need 0.5 CPU" in (ours.refusal(50) or "") and not ours.refusal(20)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("node", "killed"), [("node", [7]), ("another", [])])
+def test_a_process_of_this_host_is_killed_at_once(
+    table: Table, node: str, killed: list[int]
+) -> None:
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table)
+        handle = ours.plan(3)
+        handle.actor = handle.group = handle.name
+        handle.ready = msgspec.structs.replace(says(3, 1), node=node)
+        await ours.kill(handle)
+        assert (table.killed_pids, table.ended) == (killed, [handle.name, handle.name])
+
+    asyncio.run(scenario())

@@ -22,6 +22,7 @@ from swell.cluster.control.actor_errors import (
     ActorError,
     ActorRaised,
     ActorUnavailable,
+    GcsUnavailable,
 )
 from swell.cluster.control.ray_cluster import RayCluster, _translate
 
@@ -65,7 +66,7 @@ def test_a_write_that_timed_out_comes_before_later_ones(monkeypatch: pytest.Monk
     async def scenario() -> None:
         ray = RayCluster()
         for value in (b"1", b"2"):
-            with pytest.raises(TimeoutError):
+            with pytest.raises(GcsUnavailable):
                 await ray.kv_put(b"key", value)
         answers.set()
         monkeypatch.setattr(ray_cluster, "_GCS_TIMEOUT_S", 10.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -138,6 +137,12 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.05)
 
 
+async def becomes(read: Callable[[], Awaitable[list[str]]], wanted: list[str]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while await read() != wanted:
+            await asyncio.sleep(0.05)
+
+
 # -------------------------------------------------------------------------------- actors
 
 
@@ -177,10 +182,8 @@ def test_a_call_is_sent_without_being_awaited_and_is_not_cancelled_with_its_wait
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(cluster.ray.call(engine, "note", "cancelled", PATIENCE_S), 0.01)
 
-        async def both() -> bool:
-            return {"unawaited", "cancelled"} <= set(cluster.world.notes())
-
-        await eventually(both)
+        await _noted(cluster, "unawaited")
+        await _noted(cluster, "cancelled")
 
     run(scenario)
 
@@ -196,7 +199,7 @@ def test_an_engine_that_dies_stays_dead_and_leaves_its_group(run) -> None:
             await call
         with pytest.raises(ActorDied):
             await ray.call(engine, "pid")
-        await eventually(partial(_are_listed, cluster, []))
+        await becomes(cluster.names, [])
         assert await cluster.groups() == [f"{cluster.namespace}-engine"]
         assert cluster.world.notes().count("dying") == 1
         ray.kill(engine)
@@ -231,7 +234,7 @@ def test_actors_end_with_their_group(run) -> None:
         ray, engine = cluster.ray, await cluster.engine("engine")
         pid = await ray.call(engine, "pid")
         ray.remove_group(cluster._groups[0])
-        await eventually(partial(_are_listed, cluster, []))
+        await becomes(cluster.names, [])
         with pytest.raises(ActorDied):
             await ray.call(engine, "pid")
 
@@ -243,13 +246,9 @@ def test_actors_end_with_their_group(run) -> None:
     run(scenario)
 
 
-async def _are_listed(cluster: Cluster, names: list[str]) -> bool:
-    return await cluster.names() == names
-
-
-async def _noted(cluster: Cluster, text: str, times: int = 1) -> None:
+async def _noted(cluster: Cluster, text: str) -> None:
     async def noted() -> bool:
-        return cluster.world.notes().count(text) >= times
+        return text in cluster.world.notes()
 
     await eventually(noted)
 
@@ -332,19 +331,15 @@ def test_groups_are_listed_with_their_names_until_they_are_removed(run) -> None:
             cluster.group(one)
         ray.remove_group(first)
         ray.remove_group(first)
-        await eventually(partial(_are_reserved, cluster, [two]))
+        await becomes(cluster.groups, [two])
         found = (await ray.groups())[two]
         assert await ray.wait_for_group(found, PATIENCE_S)
         assert await ray.wait_for_group(cluster.group(one), PATIENCE_S), "the name is free again"
         ray.remove_group(found)
         ray.remove_group(second)
-        await eventually(partial(_are_reserved, cluster, [one]))
+        await becomes(cluster.groups, [one])
 
     run(scenario)
-
-
-async def _are_reserved(cluster: Cluster, groups: list[str]) -> bool:
-    return await cluster.groups() == groups
 
 
 def test_a_group_waits_for_its_resources_and_gives_them_back(run) -> None:
@@ -356,7 +351,7 @@ def test_a_group_waits_for_its_resources_and_gives_them_back(run) -> None:
 
         await eventually(free)
         assert ray.total_resources()["CPU"] == all_cpus
-        first, second = cluster.group(f"{cluster.namespace}-1", all_cpus), None
+        first = cluster.group(f"{cluster.namespace}-1", all_cpus)
         assert await ray.wait_for_group(first, PATIENCE_S)
         assert (await ray.free_resources()).get("CPU", 0.0) < all_cpus
         second = cluster.group(f"{cluster.namespace}-2", 1.0)
