@@ -10,12 +10,8 @@ Serve's proxy, where one runs, reaches the same routes.
 from __future__ import annotations
 
 import asyncio
-<<<<<<< HEAD
 import contextlib
-from collections.abc import Callable
-=======
 from collections.abc import Awaitable, Callable
->>>>>>> rayport
 from functools import partial
 from typing import Any
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.cluster.client.merged_outputs import MergedOutputs
 from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.configs.schema import Config, load
@@ -80,7 +81,6 @@ class SimRequest:
 
     def __init__(self, number: int, request: Request) -> None:
         self.number, self.request = number, request
-        self.submitted = False
         self.token_ids: list[int] = []
         self.text = ""
         self.end: str | None = None
@@ -95,15 +95,15 @@ class SimRequest:
         )
         params = SamplingParams(max_tokens=self.request.max_tokens)
         try:
-            state = llm.submit(request, params, RequestOutputKind.DELTA)
-            self.submitted = True
-            assert state.queue is not None
-            async for output in state.queue:
-                [completion] = output.outputs
-                self.token_ids += completion.token_ids
-                self.text += completion.text
-                if output.finished:
-                    self.finish(str(completion.finish_reason))
+            kind = RequestOutputKind.DELTA
+            state = llm.submit(request, params, kind)
+            async for batch in MergedOutputs([state], params, kind):
+                for _, output in batch:
+                    [completion] = output.outputs
+                    self.token_ids += completion.token_ids
+                    self.text += completion.text
+                    if output.finished:
+                        self.finish(str(completion.finish_reason))
         except Exception as error:
             self.finish(f"{type(error).__name__}: {error}")
 
