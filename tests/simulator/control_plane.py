@@ -166,12 +166,7 @@ class ControlPlane:
         self.scenario = scenario
         self.kernel = Kernel(scenario.seed)
         self.config = make_config(scenario.engines)
-        options = NetworkOptions(
-            heartbeat_s=STALL_TIMEOUT_S / 4,
-            heartbeat_timeout_s=STALL_TIMEOUT_S * 3 / 4,
-            user_timeout_s=STALL_TIMEOUT_S * 3 / 4,
-        )
-        self.net = Network(self.kernel, options)
+        self.net = Network(self.kernel, NetworkOptions.with_silence(STALL_TIMEOUT_S))
         self.load_times = self.kernel.random("load")
         self.engines: list[SimEngine] = []
         """Of all starts, living or not."""

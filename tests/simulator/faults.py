@@ -68,7 +68,7 @@ class FaultInjector:
         if side is None:
             side = self._pick(fault, net.connections(""))
         if side is not None and not side.closed:
-            self._note(fault, side.label)
+            self._note(fault, side.label.decode())
             net.drop(side if side.connected_here else side.peer)
 
     def kill(self, fault: Fault, side: Side | None) -> None:
