@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -14,7 +14,7 @@ from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.schema.chat_messages import FunctionDefinition, check_count
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.known_fields import RESPONSES
-from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.schema.request_body import NotServed, RequestBody, neutral
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = (LOGPROBS, "reasoning.encrypted_content")
@@ -28,18 +28,11 @@ MAX_METADATA_VALUE_CHARS = 512
 class ReasoningOptions(RequestBody, kw_only=True):
     effort: str | None = None
     """Handed to the chat template; what it means is the model's."""
-    summary: str | None = None
+    summary: Annotated[str | None, neutral("auto")] = None
     """No summaries are made: reasoning comes whole."""
-    generate_summary: str | None = None
-    context: str | None = None
-    mode: str | None = None
-
-    NOT_SERVED = {
-        "summary": ("auto",),
-        "generate_summary": ("auto",),
-        "context": ("auto",),
-        "mode": ("standard",),
-    }
+    generate_summary: Annotated[str | None, neutral("auto")] = None
+    context: Annotated[str | None, neutral("auto")] = None
+    mode: Annotated[str | None, neutral("standard")] = None
 
 
 class TextFormat(RequestBody, kw_only=True):
@@ -126,27 +119,16 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
 
     chat_template_kwargs: dict[str, Any] | None = None
 
-    truncation: str | None = None
-    max_tool_calls: int | None = None
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    moderation: Any = None
-    background_options: Any = None
-    access_programs: Any = None
-    image: Any = None
+    truncation: Annotated[str | None, neutral("disabled", "auto")] = None
+    max_tool_calls: Annotated[int | None, neutral()] = None
+    conversation: NotServed = None
+    prompt: NotServed = None
+    context_management: Annotated[Any, neutral([])] = None
+    moderation: NotServed = None
+    background_options: NotServed = None
+    access_programs: NotServed = None
+    image: NotServed = None
 
-    NOT_SERVED = {
-        "truncation": ("disabled", "auto"),
-        "max_tool_calls": (),
-        "conversation": (),
-        "prompt": (),
-        "context_management": ([],),
-        "moderation": (),
-        "background_options": (),
-        "access_programs": (),
-        "image": (),
-    }
     ECOSYSTEM = RESPONSES
     PARTS = {"input": FORMS, "tools": {"function": FunctionTool}}
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from swell.cluster.text.sampling_params import BadRequest, Field, bad_value, shown
-from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+from swell.cluster.text.schema.request_body import HistoryPart, NotServed, RequestBody
 from swell.cluster.text.validate_params import check_length
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -28,16 +28,14 @@ class ContentPart(HistoryPart, kw_only=True):
 
     type: str
     text: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    audio_url: Any = None
-    video_url: Any = None
-    file: Any = None
+    image_url: NotServed = None
+    input_audio: NotServed = None
+    audio_url: NotServed = None
+    video_url: NotServed = None
+    file: NotServed = None
     refusal: str | None = None
     cache_control: Any = None
     """Accepted; prefixes are always shared."""
-
-    NOT_SERVED = dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file"), ())
 
 
 class FunctionCall(HistoryPart, kw_only=True):
@@ -72,9 +70,7 @@ class ChatMessage(HistoryPart, kw_only=True):
     its result."""
 
     refusal: str | None = None
-    audio: Any = None
-
-    NOT_SERVED = {"audio": ()}
+    audio: NotServed = None
 
     def check_at(self, path: str) -> None:
         if self.audio is not None:
@@ -202,10 +198,8 @@ class FunctionDefinition(HistoryPart, kw_only=True):
 class ToolDefinition(HistoryPart, kw_only=True, dict=True):
     type: str
     function: FunctionDefinition | None = None
-    custom: Any = None
+    custom: NotServed = None
     cache_control: Any = None
-
-    NOT_SERVED = {"custom": ()}
 
     @cached_property
     def as_sent(self) -> dict[str, Any]:
