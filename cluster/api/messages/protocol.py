@@ -19,12 +19,14 @@ from swell.cluster.api.messages.blocks import (
 )
 from swell.cluster.api.sampling_fields import check_routing
 from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.schema.chat_messages import missing_field
 from swell.cluster.text.schema.known_fields import MESSAGES
 from swell.cluster.text.schema.request_body import HistoryPart, NotServed, RequestBody, neutral
 from swell.cluster.text.validate_params import (
     MAX_STOP_CHARS,
     MAX_STOP_CHARS_TOTAL,
     MAX_STOP_STRINGS,
+    check_length,
     check_total_chars,
 )
 
@@ -107,11 +109,7 @@ class Tool(HistoryPart, kw_only=True):
                 f"{path}.name", self.name, "must be 1 to 128 letters, digits, '_', '-' or '.'"
             )
         if self.input_schema is None:
-            raise BadRequest(
-                f"the required field '{path}.input_schema' is missing",
-                f"{path}.input_schema",
-                "missing_field",
-            )
+            raise missing_field(f"{path}.input_schema")
         if (kind := self.input_schema.get("type")) != "object":
             raise bad_value(f"{path}.input_schema.type", kind, "must be 'object'")
 
@@ -201,10 +199,7 @@ class CountTokensRequest(RequestBody, kw_only=True):
 
     def _check_tools(self) -> None:
         tools, choice = self.tools or [], self.tool_choice
-        if len(tools) > MAX_TOOLS:
-            raise BadRequest(
-                f"tools holds {len(tools)} tools; at most {MAX_TOOLS} are allowed", "tools"
-            )
+        check_length("tools", tools, "tools", MAX_TOOLS)
         names: set[str] = set()
         for index, tool in enumerate(tools):
             tool.check_at(f"tools[{index}]")
@@ -267,11 +262,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     def _check_stops(self) -> None:
         stops = self.stop_sequences or []
-        if len(stops) > MAX_STOP_STRINGS:
-            raise BadRequest(
-                f"stop_sequences holds {len(stops)} texts; at most {MAX_STOP_STRINGS} are allowed",
-                "stop_sequences",
-            )
+        check_length("stop_sequences", stops, "texts", MAX_STOP_STRINGS)
         for index, text in enumerate(stops):
             if not 1 <= len(text) <= MAX_STOP_CHARS:
                 problem = f"has {len(text)} characters; 1 to {MAX_STOP_CHARS} are allowed"

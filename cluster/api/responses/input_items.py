@@ -21,7 +21,7 @@ from swell.cluster.api.responses.items import (
     new_id,
 )
 from swell.cluster.text.sampling_params import BadRequest, bad_value
-from swell.cluster.text.schema.chat_messages import check_named
+from swell.cluster.text.schema.chat_messages import check_named, missing_field
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import HistoryPart, NotServed
 
@@ -50,9 +50,7 @@ class InputPart(HistoryPart, kw_only=True):
         name = "refusal" if self.type == "refusal" else "text"
         text: str | None = getattr(self, name)
         if text is None:
-            raise BadRequest(
-                f"the required field '{path}.{name}' is missing", f"{path}.{name}", "missing_field"
-            )
+            raise missing_field(f"{path}.{name}")
         self.refuse_unsupported(path + ".")
         return text
 

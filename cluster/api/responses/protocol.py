@@ -11,10 +11,11 @@ from swell.cluster.api.responses.input_items import FORMS, read_input
 from swell.cluster.api.responses.items import Item
 from swell.cluster.api.sampling_fields import SamplingFields, check_routing
 from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
-from swell.cluster.text.schema.chat_messages import FunctionDefinition, check_count
-from swell.cluster.text.schema.decode import decode
+from swell.cluster.text.schema.chat_messages import MAX_TOOLS, FunctionDefinition
+from swell.cluster.text.schema.decode import decode_part
 from swell.cluster.text.schema.known_fields import RESPONSES
 from swell.cluster.text.schema.request_body import NotServed, RequestBody, neutral
+from swell.cluster.text.validate_params import check_length
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = (LOGPROBS, "reasoning.encrypted_content")
@@ -152,13 +153,13 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
     def function_tools(self) -> list[FunctionTool]:
         """Raises `BadRequest`, which names a built-in tool by its type."""
         tools: list[FunctionTool] = []
-        check_count(self.tools)
+        check_length("tools", self.tools or (), "tools", MAX_TOOLS)
         for index, tool in enumerate(self.tools or ()):
             path, kind = f"tools[{index}]", tool.get("type")
             if kind != "function":
                 problem = "is not supported; only 'function' is"
                 raise bad_value(f"{path}.type", kind, problem, "unsupported_value")
-            tools.append(_part(tool, FunctionTool, path))
+            tools.append(decode_part(msgspec.json.encode(tool), FunctionTool, path))
         return tools
 
     def function_choice(self) -> str | FunctionChoice | AllowedToolsChoice | None:
@@ -176,7 +177,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
                 "'tools': [{'type': 'function', 'name': NAME}]}",
                 "unsupported_value",
             )
-        return _part(choice, kind, "tool_choice")  # type: ignore[no-any-return]
+        return decode_part(msgspec.json.encode(choice), kind, "tool_choice")
 
     def _check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -217,21 +218,10 @@ _CHOICES: dict[str, type[FunctionChoice | AllowedToolsChoice]] = {
 }
 
 
-def _part(value: dict[str, Any], kind: type[Any], path: str) -> Any:
-    """A part of the request, whose errors name their whole path."""
-    try:
-        return decode(msgspec.json.encode(value), kind)
-    except BadRequest as error:
-        raise error.within(path) from None
-
-
 def check_metadata(metadata: dict[str, str] | None) -> None:
     """OpenAI's limits."""
     pairs = metadata or {}
-    if len(pairs) > MAX_METADATA:
-        raise BadRequest(
-            f"metadata holds {len(pairs)} pairs; at most {MAX_METADATA} are allowed", "metadata"
-        )
+    check_length("metadata", pairs, "pairs", MAX_METADATA)
     for key, value in pairs.items():
         if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
             raise BadRequest(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -137,7 +136,7 @@ def check_named(value: str, path: str) -> None:
         raise bad_value(path, value, "is empty; at least one character is needed")
 
 
-def _missing_field(path: str) -> BadRequest:
+def missing_field(path: str) -> BadRequest:
     return BadRequest(["the required field '", Field(path), "' is missing"], path, "missing_field")
 
 
@@ -147,7 +146,7 @@ def _check_part(part: ContentPart, path: str) -> None:
         raise bad_value(f"{path}.type", part.type, rule, "unsupported_value")
     name = "refusal" if part.type == "refusal" else "text"
     if getattr(part, name) is None:
-        raise _missing_field(f"{path}.{name}")
+        raise missing_field(f"{path}.{name}")
     part.refuse_unsupported(path + ".")
 
 
@@ -295,14 +294,10 @@ def call_rules(choice: ToolChoice | None) -> CallRules:
     return CallRules(required=True, single=True, names=frozenset([choice.function.name]))
 
 
-def check_count(tools: Sequence[object] | None) -> None:
-    check_length("tools", tools or (), "tools", MAX_TOOLS)
-
-
 def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -> None:
     """The rules between tools and the choice among them."""
     names: list[str] = []
-    check_count(tools)
+    check_length("tools", tools or (), "tools", MAX_TOOLS)
     for index, tool in enumerate(tools or ()):
         names.append(_check_tool(tool, f"tools[{index}]", names))
     if choice is None or choice in ("none", "auto"):
@@ -332,7 +327,7 @@ def _check_tool(tool: ToolDefinition, path: str, before: list[str]) -> str:
         raise bad_value(f"{path}.type", tool.type, rule, "unsupported_value")
     tool.refuse_unsupported(path + ".")
     if tool.function is None:
-        raise _missing_field(f"{path}.function")
+        raise missing_field(f"{path}.function")
     name = tool.function.name
     if not _NAME.match(name):
         raise bad_value(f"{path}.function.name", name, f"must be {_NAME_RULE}")
