@@ -13,7 +13,7 @@ from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
 from swell.cluster.api.server.content_encoding import body_decoder
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import shown
-from swell.cluster.text.schema.decode import Decoded, read
+from swell.cluster.text.schema.decode import read
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.configs.schema import ServeConfig
 
@@ -60,13 +60,13 @@ class BodyReader:
                     parts.append(part)
                     self._check_room(size)
             request.state.body_bytes = size
-            decoded: Decoded[Body] = await self._offload.run_sized(
+            body, stripped = await self._offload.run_sized(
                 size, lambda: read(b"".join(parts), kind, self._unknown)
             )
-            self._on_ignored(decoded.stripped.ignored)
-            request.state.aliases = decoded.stripped.aliases
-            request.state.warning = warning_of(decoded.stripped.warnings)
-            return decoded.request
+            self._on_ignored(stripped.ignored)
+            request.state.aliases = stripped.aliases
+            request.state.warning = warning_of(stripped.warnings)
+            return body
         finally:
             self._readers -= 1
             self.held_bytes -= size
@@ -80,7 +80,6 @@ class BodyReader:
                 f"the bodies that are being read fill {HELD_BODIES} times "
                 f"serve.max_body_bytes={self._max_body_bytes}; try again later",
                 "too_many_bodies",
-                "server_error",
                 RETRY_AFTER,
             )
 

@@ -44,10 +44,10 @@ class HTTPError(Exception):
         status: int,
         message: str,
         code: str | None = None,
-        kind: str = "invalid_request_error",
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
+        kind = "server_error" if status >= 500 else "invalid_request_error"
         self.info = ErrorInfo(status, message, kind, None, code, headers or {})
 
 

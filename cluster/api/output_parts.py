@@ -22,16 +22,6 @@ def parse_output(parser: Parser, output: CompletionOutput) -> list[parts.AnswerD
 PartWithLogprobs = tuple[parts.AnswerDelta, list[ChatTokenLogprob]]
 
 
-class PartReader:
-    """Parts alone."""
-
-    def __init__(self, parser: Parser) -> None:
-        self._parser = parser
-
-    def read(self, output: CompletionOutput) -> list[PartWithLogprobs]:
-        return [(part, []) for part in parse_output(self._parser, output)]
-
-
 class _Token(msgspec.Struct, eq=False):
     start: int
     """Characters of the answer's text before it."""
@@ -142,11 +132,10 @@ class LogprobPartReader:
         self._pushed = [token for token in self._pushed if token.end > begin]
 
 
-Reader = PartReader | LogprobPartReader
-
-
-def make_part_reader(make_parser: Callable[[], Parser], top_logprobs: int | None) -> Reader:
+def make_part_reader(
+    parser: Parser, top_logprobs: int | None
+) -> Callable[[CompletionOutput], list[PartWithLogprobs]]:
     """`top_logprobs`: how many are reported beside each token; None: no log probabilities."""
     if top_logprobs is None:
-        return PartReader(make_parser())
-    return LogprobPartReader(make_parser(), top_logprobs)
+        return lambda output: [(part, []) for part in parse_output(parser, output)]
+    return LogprobPartReader(parser, top_logprobs).read

@@ -6,6 +6,7 @@ from typing import Any
 
 from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs, bad_value
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.validate_params import Integers
 
 
 class SamplingFields(RequestBody, kw_only=True):
@@ -49,6 +50,7 @@ class SamplingFields(RequestBody, kw_only=True):
 
 
 MAX_SALT_CHARS = 1024
+_PRIORITIES = Integers(-(2**31), 2**31 - 1, optional=True)
 
 
 def check_routing(cache_salt: str | None, rank: int | None, priority: int | None) -> None:
@@ -63,5 +65,4 @@ def check_routing(cache_salt: str | None, rank: int | None, priority: int | None
     if rank is not None and not 0 <= rank < 2**31:
         problem = "must be at least 0 and name an engine that serves"
         raise bad_value("data_parallel_rank", rank, problem)
-    if priority is not None and not -(2**31) <= priority < 2**31:
-        raise bad_value("priority", priority, f"must be between {-(2**31)} and {2**31 - 1}")
+    _PRIORITIES.check("priority", priority)

@@ -10,16 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swell.cluster.api.admin.protocol import (
-    EngineLoad,
-    Health,
-    ModelCard,
-    ModelList,
-    Readiness,
-    ServerInfo,
-    ServerLoad,
-    Version,
-)
+from swell.cluster.api.admin import protocol as admin
 from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.api.routing import json_response, route
@@ -56,7 +47,7 @@ class ServerRoutes:
         ]
 
     async def _health(self, request: Request) -> Response:
-        return json_response(Health())
+        return json_response(admin.Health())
 
     async def _ready(self, request: Request) -> Response:
         """200 if an engine can make progress. A silent coordinator alone is no reason against it:
@@ -64,16 +55,15 @@ class ServerRoutes:
         state = self._llm.check_ready()
         if state.ranks:
             coordinator = "silent" if state.coordinator_silent else "ok"
-            return json_response(Readiness(engines=state.ranks, coordinator=coordinator))
+            return json_response(admin.Readiness(engines=state.ranks, coordinator=coordinator))
         if state.reason:
-            raise HTTPError(503, state.reason, "no_progress", "server_error")
+            raise HTTPError(503, state.reason, "no_progress")
         try:
             async with asyncio.timeout(_MANAGER_TIMEOUT_S):
                 reason, failed = await self._services.manager.not_ready_reason.remote()
         except Exception as error:  # whatever keeps the manager from answering
             reason, failed = f"no engine, and no word of the manager: {error!r}", False
-        code = "cluster_failed" if failed else "starting"
-        raise HTTPError(503, reason, code, "server_error")
+        raise HTTPError(503, reason, "cluster_failed" if failed else "starting")
 
     async def _metrics(self, request: Request) -> Response:
         metrics = self._services.metrics.render()
@@ -83,18 +73,18 @@ class ServerRoutes:
         return json_response(openapi_document(self._config.serve.unknown_fields))
 
     async def _version(self, request: Request) -> Response:
-        return json_response(Version(version=VERSION))
+        return json_response(admin.Version(version=VERSION))
 
     async def _load(self, request: Request) -> Response:
         loads = self._loads()
         busy = sum(load.num_running_reqs + load.num_waiting_reqs for load in loads)
-        return json_response(ServerLoad(server_load=busy))
+        return json_response(admin.ServerLoad(server_load=busy))
 
     async def _server_info(self, request: Request) -> Response:
         self._services.access.check_user(request)
         config = self._config
         return json_response(
-            ServerInfo(
+            admin.ServerInfo(
                 version=VERSION,
                 served_model_name=config.model.served_name,
                 context_length=self._prompts.max_model_len,
@@ -109,7 +99,7 @@ class ServerRoutes:
 
     async def _models(self, request: Request) -> Response:
         self._services.access.check_user(request)
-        return json_response(ModelList(data=[self._card()]))
+        return json_response(admin.ModelList(data=[self._card()]))
 
     async def _one_model(self, request: Request) -> Response:
         self._services.access.check_user(request)
@@ -118,13 +108,13 @@ class ServerRoutes:
             raise BadRequest(f"the model {model!r} does not exist", "model", "model_not_found")
         return json_response(self._card())
 
-    def _card(self) -> ModelCard:
+    def _card(self) -> admin.ModelCard:
         name, longest = self._config.model.served_name, self._prompts.max_model_len
-        return ModelCard(id=name, created=0, root=name, max_model_len=longest)
+        return admin.ModelCard(id=name, created=0, root=name, max_model_len=longest)
 
-    def _loads(self) -> list[EngineLoad]:
+    def _loads(self) -> list[admin.EngineLoad]:
         return [
-            EngineLoad(
+            admin.EngineLoad(
                 dp_rank=report.rank,
                 num_running_reqs=report.running,
                 num_waiting_reqs=report.waiting,

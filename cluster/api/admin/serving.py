@@ -11,15 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swell.cluster.api.admin.protocol import (
-    Accepted,
-    ChangeResult,
-    DrainRequest,
-    IdleEngine,
-    IdleReport,
-    ScaleRequest,
-    SwitchRequest,
-)
+from swell.cluster.api.admin import protocol as admin
 from swell.cluster.api.body_reader import read_short_body
 from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
 from swell.cluster.api.routing import Handler, json_response, route
@@ -37,10 +29,10 @@ _MAX_BODY_BYTES = 64 * 1024
 
 
 _CHANGES: dict[str, type[RequestBody]] = {
-    "scale": ScaleRequest,
-    "drain": DrainRequest,
-    "pause": SwitchRequest,
-    "resume": SwitchRequest,
+    "scale": admin.ScaleRequest,
+    "drain": admin.DrainRequest,
+    "pause": admin.SwitchRequest,
+    "resume": admin.SwitchRequest,
 }
 """Method of the manager, whose arguments are the fields of the body."""
 
@@ -49,9 +41,7 @@ class AdminRoutes:
     """What operators may change and see. `services.manager` answers with a `ChangeResult`."""
 
     def __init__(self, services: Services) -> None:
-        self._access = services.access
-        self._manager = services.manager
-        self._llm = services.llm
+        self._services = services
 
     def routes(self) -> list[Route]:
         changes = [
@@ -66,7 +56,7 @@ class AdminRoutes:
 
     def _admin_only(self, handler: Handler) -> Handler:
         async def run(request: Request) -> Any:
-            self._access.check_admin(request)
+            self._services.access.check_admin(request)
             return await handler(request)
 
         return run
@@ -77,31 +67,31 @@ class AdminRoutes:
     async def _idle(self, request: Request) -> Response:
         """Check with every engine whether all its slots and blocks are free: the conservation
         check."""
-        llm, engines = self._llm, []
+        llm, engines = self._services.llm, []
         for rank in llm.view.roster.ranks:
             reason = None
             try:
                 await llm.call_engine(rank, "check_idle", timeout_s=_ENGINE_CALL_TIMEOUT_S)
             except (EngineCallFailed, TimeoutError) as error:
                 reason = str(error) or "busy"
-            engines.append(IdleEngine(rank=rank, idle=reason is None, reason=reason))
-        return json_response(IdleReport(engines=engines))
+            engines.append(admin.IdleEngine(rank=rank, idle=reason is None, reason=reason))
+        return json_response(admin.IdleReport(engines=engines))
 
     async def _change(self, method: str, kind: type[RequestBody], request: Request) -> Response:
         body = await read_short_body(request, _MAX_BODY_BYTES)
-        if kind is SwitchRequest and not body.strip():
+        if kind is admin.SwitchRequest and not body.strip():
             body = b"{}"
         arguments = msgspec.structs.astuple(decode(body, kind))
-        change: ChangeResult = await self._call_manager(method, *arguments)
+        change: admin.ChangeResult = await self._call_manager(method, *arguments)
         if change.refusal is None:
-            return json_response(Accepted(target=change.target), 202)
+            return json_response(admin.Accepted(target=change.target), 202)
         raise HTTPError(400, change.refusal, "refused")
 
     async def _call_manager(self, method: str, *args: object) -> Any:
         """Raises HTTPError 503 where it gives no answer: Serve may be replacing it."""
         try:
             async with asyncio.timeout(_MANAGER_TIMEOUT_S):
-                return await getattr(self._manager, method).remote(*args)
+                return await getattr(self._services.manager, method).remote(*args)
         except Exception as error:  # whatever keeps it from answering
             late = isinstance(error, TimeoutError)
             reason = f"within {_MANAGER_TIMEOUT_S:g} s" if late else repr(error)
@@ -110,6 +100,5 @@ class AdminRoutes:
                 f"the manager did not answer: {reason}; it may be restarting. What was asked may "
                 "have been taken all the same: see GET /admin/cluster, and try again",
                 "no_manager",
-                "server_error",
                 RETRY_AFTER,
             ) from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
 
@@ -25,7 +25,7 @@ from swell.cluster.text.schema.chat_messages import (
     keep_tools,
 )
 from swell.cluster.text.schema.known_fields import CHAT
-from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.schema.request_body import NotServed, RequestBody, neutral
 
 _SWITCHES = attrgetter(
     "chat_template_kwargs", "enable_thinking", "thinking", "reasoning", "reasoning_effort"
@@ -77,24 +77,16 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     """For chat templates that write documents."""
 
-    functions: list[Any] | None = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
+    functions: Annotated[list[Any] | None, neutral([])] = None
+    function_call: Annotated[Any, neutral("none", "auto")] = None
+    modalities: Annotated[list[str] | None, neutral(["text"])] = None
+    audio: NotServed = None
+    prediction: NotServed = None
+    web_search_options: NotServed = None
     verbosity: Any = None
     """This and the next field change nothing in the answer."""
     store: Any = None
 
-    NOT_SERVED = {
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
-    }
     ECOSYSTEM = CHAT
 
     def keep(self, body: bytes) -> None:

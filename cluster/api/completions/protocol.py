@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import UNSET, UnsetType
 
@@ -14,6 +14,7 @@ from swell.cluster.api.generation_body import GenerationBody
 from swell.cluster.api.logprobs import CompletionLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
 from swell.cluster.text.schema.known_fields import COMPLETIONS
+from swell.cluster.text.schema.request_body import neutral
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; chat answers may fill the model's length."""
@@ -23,9 +24,8 @@ class CompletionRequest(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     """Text, texts, token ids, or lists of token ids."""
     logprobs: int | None = None
-    suffix: str | None = None
+    suffix: Annotated[str | None, neutral("")] = None
 
-    NOT_SERVED = {"suffix": ("",)}
     ECOSYSTEM = COMPLETIONS
 
     @property

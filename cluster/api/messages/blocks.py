@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from swell.cluster.text.sampling_params import bad_value
 from swell.cluster.text.schema.chat_messages import check_named
-from swell.cluster.text.schema.request_body import HistoryPart
+from swell.cluster.text.schema.request_body import HistoryPart, neutral
 
 
 class Block(HistoryPart, kw_only=True, tag_field="type"):
@@ -24,9 +24,7 @@ class Block(HistoryPart, kw_only=True, tag_field="type"):
 
 class TextBlock(Block, kw_only=True, tag="text"):
     text: str
-    citations: list[Any] | None = None
-
-    NOT_SERVED = {"citations": ([],)}
+    citations: Annotated[list[Any] | None, neutral([])] = None
 
 
 class ThinkingBlock(Block, kw_only=True, tag="thinking"):
@@ -48,10 +46,8 @@ class ToolUseBlock(Block, kw_only=True, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
-    caller: Any = None
-    toolset_name: str | None = None
-
-    NOT_SERVED = {"caller": ({"type": "direct"},), "toolset_name": ()}
+    caller: Annotated[Any, neutral({"type": "direct"})] = None
+    toolset_name: Annotated[str | None, neutral()] = None
 
     def check_at(self, path: str) -> None:
         super().check_at(path)
@@ -99,9 +95,7 @@ class ToolResultBlock(Block, kw_only=True, tag="tool_result"):
     content: str | list[ResultBlock] | None = None
     is_error: bool | None = None
     """The word "Error" in front marks a failure: chat templates have no other way."""
-    toolset_name: str | None = None
-
-    NOT_SERVED = {"toolset_name": ()}
+    toolset_name: Annotated[str | None, neutral()] = None
 
     def check_at(self, path: str) -> None:
         super().check_at(path)

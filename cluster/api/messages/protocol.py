@@ -7,7 +7,7 @@ Anthropic's; they mean what they do for chat completions.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from swell.cluster.api.messages.blocks import (
     ContentBlock,
@@ -19,17 +19,20 @@ from swell.cluster.api.messages.blocks import (
 )
 from swell.cluster.api.sampling_fields import check_routing
 from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.schema.chat_messages import missing_field
 from swell.cluster.text.schema.known_fields import MESSAGES
-from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+from swell.cluster.text.schema.request_body import HistoryPart, NotServed, RequestBody, neutral
 from swell.cluster.text.validate_params import (
     MAX_STOP_CHARS,
     MAX_STOP_CHARS_TOTAL,
     MAX_STOP_STRINGS,
+    check_length,
     check_total_chars,
 )
 
 MAX_TOOLS = 1024
 MIN_THINKING_TOKENS = 1024
+_KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}\Z")
 _ROLES = ("user", "assistant", "system")
 _ROLE_OF_BLOCK = {
@@ -78,31 +81,18 @@ class Tool(HistoryPart, kw_only=True):
     cache_control: Any = None
     eager_input_streaming: bool | None = None
     """Accepted: inputs stream while they are written."""
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
-    input_examples: list[Any] | None = None
+    defer_loading: Annotated[bool | None, neutral(False)] = None
+    allowed_callers: Annotated[list[str] | None, neutral(["direct"])] = None
+    input_examples: Annotated[list[Any] | None, neutral([])] = None
 
-    max_uses: Any = None
+    max_uses: NotServed = None
     """This and the next fields are those of Anthropic's own tools."""
-    allowed_domains: Any = None
-    blocked_domains: Any = None
-    user_location: Any = None
-    max_content_tokens: Any = None
-    max_characters: Any = None
-    citations: Any = None
-
-    NOT_SERVED = {
-        "defer_loading": (False,),
-        "allowed_callers": (["direct"],),
-        "input_examples": ([],),
-        "max_uses": (),
-        "allowed_domains": (),
-        "blocked_domains": (),
-        "user_location": (),
-        "max_content_tokens": (),
-        "max_characters": (),
-        "citations": (),
-    }
+    allowed_domains: NotServed = None
+    blocked_domains: NotServed = None
+    user_location: NotServed = None
+    max_content_tokens: NotServed = None
+    max_characters: NotServed = None
+    citations: NotServed = None
 
     def check_at(self, path: str) -> None:
         if self.type not in (None, "custom"):
@@ -119,11 +109,7 @@ class Tool(HistoryPart, kw_only=True):
                 f"{path}.name", self.name, "must be 1 to 128 letters, digits, '_', '-' or '.'"
             )
         if self.input_schema is None:
-            raise BadRequest(
-                f"the required field '{path}.input_schema' is missing",
-                f"{path}.input_schema",
-                "missing_field",
-            )
+            raise missing_field(f"{path}.input_schema")
         if (kind := self.input_schema.get("type")) != "object":
             raise bad_value(f"{path}.input_schema.type", kind, "must be 'object'")
 
@@ -178,18 +164,10 @@ class CountTokensRequest(RequestBody, kw_only=True):
     user_profile_id: Any = None
     """Changes nothing in the answer."""
 
-    context_management: Any = None
-    mcp_servers: list[Any] | None = None
-    speed: str | None = None
+    context_management: Annotated[Any, neutral({"edits": []}, _KEEP_THINKING)] = None
+    mcp_servers: Annotated[list[Any] | None, neutral([])] = None
+    speed: Annotated[str | None, neutral("standard")] = None
 
-    NOT_SERVED = {
-        "context_management": (
-            {"edits": []},
-            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        ),
-        "mcp_servers": ([],),
-        "speed": ("standard",),
-    }
     ECOSYSTEM = MESSAGES
 
     def check(self) -> None:
@@ -221,10 +199,7 @@ class CountTokensRequest(RequestBody, kw_only=True):
 
     def _check_tools(self) -> None:
         tools, choice = self.tools or [], self.tool_choice
-        if len(tools) > MAX_TOOLS:
-            raise BadRequest(
-                f"tools holds {len(tools)} tools; at most {MAX_TOOLS} are allowed", "tools"
-            )
+        check_length("tools", tools, "tools", MAX_TOOLS)
         names: set[str] = set()
         for index, tool in enumerate(tools):
             tool.check_at(f"tools[{index}]")
@@ -270,16 +245,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     """This and the next field change nothing in the answer."""
     service_tier: Any = None
 
-    container: Any = None
-    diagnostics: Any = None
-    inference_geo: str | None = None
-
-    NOT_SERVED = {
-        **CountTokensRequest.NOT_SERVED,
-        "container": (),
-        "diagnostics": (),
-        "inference_geo": (),
-    }
+    container: NotServed = None
+    diagnostics: NotServed = None
+    inference_geo: Annotated[str | None, neutral()] = None
 
     def check(self) -> None:
         super().check()
@@ -294,11 +262,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     def _check_stops(self) -> None:
         stops = self.stop_sequences or []
-        if len(stops) > MAX_STOP_STRINGS:
-            raise BadRequest(
-                f"stop_sequences holds {len(stops)} texts; at most {MAX_STOP_STRINGS} are allowed",
-                "stop_sequences",
-            )
+        check_length("stop_sequences", stops, "texts", MAX_STOP_STRINGS)
         for index, text in enumerate(stops):
             if not 1 <= len(text) <= MAX_STOP_CHARS:
                 problem = f"has {len(text)} characters; 1 to {MAX_STOP_CHARS} are allowed"

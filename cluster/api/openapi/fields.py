@@ -1,5 +1,5 @@
-"""What the document says of fields beside their types: which are not served, which are those of
-other servers, where unknown ones are allowed, and the ranges of numbers.
+"""What the document says of fields beside their types: which are those of other servers, where
+unknown ones are allowed, and the ranges of numbers.
 
 The ranges of sampling are those that requests are checked against."""
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from swell.cluster.api.admin.protocol import DrainRequest, ScaleRequest, SwitchRequest
-from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, describe_neutral
 from swell.cluster.text.schema.unknown_fields import UnknownFields
 from swell.cluster.text.validate_params import RANGES, Integers, Numbers
 
@@ -25,7 +25,6 @@ def annotate_fields(
         schema = schemas.get(kind.__name__)
         if schema is None:
             continue
-        _mark_unsupported(kind, schema)
         if issubclass(kind, HistoryPart):
             _open(schema, "Unknown fields are ignored.")
         elif unknown == "ignore" and kind not in _OPERATORS:
@@ -45,21 +44,10 @@ def _open(schema: dict[str, Any], words: str) -> None:
     schema["description"] = " ".join(filter(None, (schema.get("description"), words)))
 
 
-def _mark_unsupported(kind: type[RequestBody], schema: dict[str, Any]) -> None:
-    """Say which fields are known but not served, so that no client is built on them."""
-    for name, neutral in kind.NOT_SERVED.items():
-        if name in schema["properties"]:
-            schema["properties"][name]["description"] = _not_served(neutral)
-
-
-def _not_served(neutral: tuple[Any, ...]) -> str:
-    return f"Not served; it must be {' or '.join(map(repr, (*neutral, None)))}."
-
-
 def _annotate_ecosystem(kind: type[RequestBody], schema: dict[str, Any]) -> None:
     properties = schema["properties"]
     for name, neutral in kind.ECOSYSTEM.neutral.items():
-        properties[name] = {"enum": [*neutral, None], "description": _not_served(neutral)}
+        properties[name] = {"enum": [*neutral, None], "description": describe_neutral(neutral)}
     for name in sorted(kind.ECOSYSTEM.taken):
         properties[name] = {"description": "Accepted; it changes nothing in the answer."}
     for name, target in kind.ECOSYSTEM.means.items():

@@ -80,7 +80,6 @@ class BackgroundRunner:
                 "there is no room for another response in the background: what runs fills "
                 "serve.stored_responses or serve.stored_response_bytes; try again later",
                 "store_full",
-                "server_error",
             )
         self._run(begin, work())
 

@@ -27,18 +27,7 @@ from swell.cluster.api.responses.protocol import (
 from swell.cluster.api.sampling_fields import SamplingFields
 from swell.cluster.text.field_path import join_path, split_path
 from swell.cluster.text.sampling_params import BadRequest
-from swell.cluster.text.schema.chat_messages import (
-    AllowedTool,
-    AllowedTools,
-    ChatMessage,
-    ContentPart,
-    FunctionCall,
-    FunctionName,
-    MessageToolCall,
-    NamedToolChoice,
-    ToolChoice,
-    ToolDefinition,
-)
+from swell.cluster.text.schema import chat_messages as chat
 
 _SHARED_FIELDS = (
     *SamplingFields.__struct_fields__,
@@ -59,30 +48,32 @@ def chat_request(
         fields["logprobs"], fields["top_logprobs"] = True, body.top_logprobs
     messages = chat_messages([*before, *items])
     if body.instructions is not None:
-        messages.insert(0, ChatMessage(role="system", content=body.instructions))
-    chat = ChatCompletionRequest(
+        messages.insert(0, chat.ChatMessage(role="system", content=body.instructions))
+    request = ChatCompletionRequest(
         **fields,
         model=body.model,
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
-        tools=[ToolDefinition(type="function", function=tool) for tool in body.function_tools()]
+        tools=[
+            chat.ToolDefinition(type="function", function=tool) for tool in body.function_tools()
+        ]
         or None,
         tool_choice=_choice(body.function_choice()),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         response_format=_form(body.text.format if body.text else None),
     )
     try:
-        chat.check()
+        request.check()
     except BadRequest as error:
         raise error.renamed(name_of) from None
-    return chat
+    return request
 
 
-def chat_messages(items: Iterable[Item]) -> list[ChatMessage]:
+def chat_messages(items: Iterable[Item]) -> list[chat.ChatMessage]:
     """A turn of the assistant is reasoning, then text, then calls: items that go on in this order
     are one message, since chat templates write a turn as one."""
-    messages: list[ChatMessage] = []
-    reasoned: list[tuple[ChatMessage, list[str]]] = []
+    messages: list[chat.ChatMessage] = []
+    reasoned: list[tuple[chat.ChatMessage, list[str]]] = []
     """Turns and their reasoning, which is joined once."""
     for item in items:
         turn = messages[-1] if messages and messages[-1].role == "assistant" else None
@@ -94,53 +85,55 @@ def chat_messages(items: Iterable[Item]) -> list[ChatMessage]:
                 if not text:  # it was encrypted, or there was none
                     continue
                 if begun is None:
-                    messages.append(ChatMessage(role="assistant"))
+                    messages.append(chat.ChatMessage(role="assistant"))
                     reasoned.append((messages[-1], []))
                 reasoned[-1][1].append(text)
             case MessageItem(role="assistant") if begun is not None:
                 begun.content = _content(item)
             case MessageItem():
-                messages.append(ChatMessage(role=item.role, content=_content(item)))
+                messages.append(chat.ChatMessage(role=item.role, content=_content(item)))
             case FunctionCallItem():
-                function = FunctionCall(name=item.name, arguments=item.arguments)
-                call = MessageToolCall(id=item.call_id, function=function)
+                function = chat.FunctionCall(name=item.name, arguments=item.arguments)
+                call = chat.MessageToolCall(id=item.call_id, function=function)
                 if turn is None:
-                    messages.append(ChatMessage(role="assistant", tool_calls=[call]))
+                    messages.append(chat.ChatMessage(role="assistant", tool_calls=[call]))
                 elif turn.tool_calls is None:
                     turn.tool_calls = [call]
                 else:
                     turn.tool_calls.append(call)
             case FunctionCallOutputItem():
                 content = item.output if isinstance(item.output, str) else _parts(item.output)
-                message = ChatMessage(role="tool", tool_call_id=item.call_id, content=content)
+                message = chat.ChatMessage(role="tool", tool_call_id=item.call_id, content=content)
                 messages.append(message)
     for turn, texts in reasoned:
         turn.reasoning_content = "\n".join(texts)
     return messages
 
 
-def _content(item: MessageItem) -> str | list[ContentPart]:
+def _content(item: MessageItem) -> str | list[chat.ContentPart]:
     parts = _parts(item.content)
     return parts[0].text or "" if len(parts) == 1 and parts[0].type == "text" else parts
 
 
-def _parts(content: Sequence[InputText | OutputText | Refusal]) -> list[ContentPart]:
+def _parts(content: Sequence[InputText | OutputText | Refusal]) -> list[chat.ContentPart]:
     return [
-        ContentPart(type="refusal", refusal=part.refusal)
+        chat.ContentPart(type="refusal", refusal=part.refusal)
         if isinstance(part, Refusal)
-        else ContentPart(type="text", text=part.text)
+        else chat.ContentPart(type="text", text=part.text)
         for part in content
     ]
 
 
-def _choice(choice: str | FunctionChoice | AllowedToolsChoice | None) -> ToolChoice | None:
+def _choice(choice: str | FunctionChoice | AllowedToolsChoice | None) -> chat.ToolChoice | None:
     if isinstance(choice, AllowedToolsChoice):
-        tools = [AllowedTool(function=FunctionName(name=tool.name)) for tool in choice.tools]
-        allowed = AllowedTools(mode=choice.mode, tools=tools)
-        return NamedToolChoice(type="allowed_tools", allowed_tools=allowed)
+        tools = [
+            chat.AllowedTool(function=chat.FunctionName(name=tool.name)) for tool in choice.tools
+        ]
+        allowed = chat.AllowedTools(mode=choice.mode, tools=tools)
+        return chat.NamedToolChoice(type="allowed_tools", allowed_tools=allowed)
     if isinstance(choice, FunctionChoice):
-        return NamedToolChoice(type="function", function=FunctionName(name=choice.name))
-    return choice  # type: ignore[return-value]  # one of the literals of ToolChoice
+        return chat.NamedToolChoice(type="function", function=chat.FunctionName(name=choice.name))
+    return choice  # type: ignore[return-value]  # one of the literals of chat.ToolChoice
 
 
 def _form(form: TextFormat | None) -> ResponseFormat | None:

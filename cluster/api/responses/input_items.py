@@ -21,9 +21,9 @@ from swell.cluster.api.responses.items import (
     new_id,
 )
 from swell.cluster.text.sampling_params import BadRequest, bad_value
-from swell.cluster.text.schema.chat_messages import check_named
+from swell.cluster.text.schema.chat_messages import check_named, missing_field
 from swell.cluster.text.schema.decode import decode
-from swell.cluster.text.schema.request_body import HistoryPart
+from swell.cluster.text.schema.request_body import HistoryPart, NotServed
 
 
 class InputPart(HistoryPart, kw_only=True):
@@ -34,17 +34,13 @@ class InputPart(HistoryPart, kw_only=True):
     refusal: str | None = None
     prompt_cache_breakpoint: Any = None
     """Accepted; prefixes are always shared."""
-    image_url: Any = None
-    file_id: Any = None
-    file_data: Any = None
-    file_url: Any = None
-    filename: Any = None
-    detail: Any = None
-    input_audio: Any = None
-
-    NOT_SERVED = dict.fromkeys(
-        ("image_url", "file_id", "file_data", "file_url", "filename", "detail", "input_audio"), ()
-    )
+    image_url: NotServed = None
+    file_id: NotServed = None
+    file_data: NotServed = None
+    file_url: NotServed = None
+    filename: NotServed = None
+    detail: NotServed = None
+    input_audio: NotServed = None
 
     def checked_text(self, path: str, *types: str) -> str:
         """The text; raises `BadRequest` unless the part is of one of `types`."""
@@ -54,9 +50,7 @@ class InputPart(HistoryPart, kw_only=True):
         name = "refusal" if self.type == "refusal" else "text"
         text: str | None = getattr(self, name)
         if text is None:
-            raise BadRequest(
-                f"the required field '{path}.{name}' is missing", f"{path}.{name}", "missing_field"
-            )
+            raise missing_field(f"{path}.{name}")
         self.refuse_unsupported(path + ".")
         return text
 
@@ -102,11 +96,9 @@ class _OfCall(InputItem, kw_only=True):
     """A call, or what it gave."""
 
     call_id: str
-    namespace: Any = None
-    caller: Any = None
+    namespace: NotServed = None
+    caller: NotServed = None
     created_by: Any = None
-
-    NOT_SERVED = {"namespace": (), "caller": ()}
 
     def check(self) -> None:
         self.refuse_unsupported()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -11,10 +11,11 @@ from swell.cluster.api.responses.input_items import FORMS, read_input
 from swell.cluster.api.responses.items import Item
 from swell.cluster.api.sampling_fields import SamplingFields, check_routing
 from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
-from swell.cluster.text.schema.chat_messages import FunctionDefinition, check_count
-from swell.cluster.text.schema.decode import decode
+from swell.cluster.text.schema.chat_messages import MAX_TOOLS, FunctionDefinition
+from swell.cluster.text.schema.decode import decode_part
 from swell.cluster.text.schema.known_fields import RESPONSES
-from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.schema.request_body import NotServed, RequestBody, neutral
+from swell.cluster.text.validate_params import check_length
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = (LOGPROBS, "reasoning.encrypted_content")
@@ -28,18 +29,11 @@ MAX_METADATA_VALUE_CHARS = 512
 class ReasoningOptions(RequestBody, kw_only=True):
     effort: str | None = None
     """Handed to the chat template; what it means is the model's."""
-    summary: str | None = None
+    summary: Annotated[str | None, neutral("auto")] = None
     """No summaries are made: reasoning comes whole."""
-    generate_summary: str | None = None
-    context: str | None = None
-    mode: str | None = None
-
-    NOT_SERVED = {
-        "summary": ("auto",),
-        "generate_summary": ("auto",),
-        "context": ("auto",),
-        "mode": ("standard",),
-    }
+    generate_summary: Annotated[str | None, neutral("auto")] = None
+    context: Annotated[str | None, neutral("auto")] = None
+    mode: Annotated[str | None, neutral("standard")] = None
 
 
 class TextFormat(RequestBody, kw_only=True):
@@ -126,27 +120,16 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
 
     chat_template_kwargs: dict[str, Any] | None = None
 
-    truncation: str | None = None
-    max_tool_calls: int | None = None
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    moderation: Any = None
-    background_options: Any = None
-    access_programs: Any = None
-    image: Any = None
+    truncation: Annotated[str | None, neutral("disabled", "auto")] = None
+    max_tool_calls: Annotated[int | None, neutral()] = None
+    conversation: NotServed = None
+    prompt: NotServed = None
+    context_management: Annotated[Any, neutral([])] = None
+    moderation: NotServed = None
+    background_options: NotServed = None
+    access_programs: NotServed = None
+    image: NotServed = None
 
-    NOT_SERVED = {
-        "truncation": ("disabled", "auto"),
-        "max_tool_calls": (),
-        "conversation": (),
-        "prompt": (),
-        "context_management": ([],),
-        "moderation": (),
-        "background_options": (),
-        "access_programs": (),
-        "image": (),
-    }
     ECOSYSTEM = RESPONSES
     PARTS = {"input": FORMS, "tools": {"function": FunctionTool}}
 
@@ -170,13 +153,13 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
     def function_tools(self) -> list[FunctionTool]:
         """Raises `BadRequest`, which names a built-in tool by its type."""
         tools: list[FunctionTool] = []
-        check_count(self.tools)
+        check_length("tools", self.tools or (), "tools", MAX_TOOLS)
         for index, tool in enumerate(self.tools or ()):
             path, kind = f"tools[{index}]", tool.get("type")
             if kind != "function":
                 problem = "is not supported; only 'function' is"
                 raise bad_value(f"{path}.type", kind, problem, "unsupported_value")
-            tools.append(_part(tool, FunctionTool, path))
+            tools.append(decode_part(msgspec.json.encode(tool), FunctionTool, path))
         return tools
 
     def function_choice(self) -> str | FunctionChoice | AllowedToolsChoice | None:
@@ -194,7 +177,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
                 "'tools': [{'type': 'function', 'name': NAME}]}",
                 "unsupported_value",
             )
-        return _part(choice, kind, "tool_choice")  # type: ignore[no-any-return]
+        return decode_part(msgspec.json.encode(choice), kind, "tool_choice")
 
     def _check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -235,21 +218,10 @@ _CHOICES: dict[str, type[FunctionChoice | AllowedToolsChoice]] = {
 }
 
 
-def _part(value: dict[str, Any], kind: type[Any], path: str) -> Any:
-    """A part of the request, whose errors name their whole path."""
-    try:
-        return decode(msgspec.json.encode(value), kind)
-    except BadRequest as error:
-        raise error.within(path) from None
-
-
 def check_metadata(metadata: dict[str, str] | None) -> None:
     """OpenAI's limits."""
     pairs = metadata or {}
-    if len(pairs) > MAX_METADATA:
-        raise BadRequest(
-            f"metadata holds {len(pairs)} pairs; at most {MAX_METADATA} are allowed", "metadata"
-        )
+    check_length("metadata", pairs, "pairs", MAX_METADATA)
     for key, value in pairs.items():
         if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
             raise BadRequest(

@@ -48,7 +48,7 @@ class ResponsesWriter(ResponseWriter):
         super().__init__(response.id, response.model)
         self.response = response
         self.finalize = finalize
-        self._reader = make_part_reader(make_parser, top_logprobs)
+        self._read = make_part_reader(make_parser(), top_logprobs)
         self._writer = OutputItemWriter(response.output)
         self._sequence = 0
 
@@ -97,7 +97,7 @@ class ResponsesWriter(ResponseWriter):
     # ---------------------------------------------------------------- both
 
     def _write(self, part: CompletionOutput) -> Iterator[Event]:
-        for said, logprobs in self._reader.read(part):
+        for said, logprobs in self._read(part):
             yield from self._writer.write(said, logprobs)
         if part.finish_reason is not None:
             cut = part.finish_reason == "length"

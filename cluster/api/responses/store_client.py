@@ -44,7 +44,6 @@ class StoreUnavailable(HTTPError):
             503,
             f"the stored responses cannot be reached now ({reason}); try again later",
             "store_unavailable",
-            "server_error",
         )
 
 

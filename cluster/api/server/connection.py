@@ -95,7 +95,6 @@ class LimitedConnection(HttpToolsProtocol):
                     f"this server has serve.max_connections={self.limits.max_connections} "
                     "connections already; try again later",
                     "too_many_connections",
-                    "server_error",
                 )
             )
             return

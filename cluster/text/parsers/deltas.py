@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
@@ -79,25 +80,16 @@ def merge(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
 
 def collect(deltas: Iterable[AnswerDelta]) -> Message:
     """The whole answer. Content and reasoning are None where there was none of it."""
-    content: list[str] = []
-    reasoning: list[str] = []
+    texts: defaultdict[Any, list[str]] = defaultdict(list)
+    """By kind; those of arguments by their call."""
     calls: list[ToolCall] = []
-    arguments: dict[int, list[str]] = {}
     for delta in deltas:
-        match delta:
-            case Content(text):
-                content.append(text)
-            case Reasoning(text):
-                reasoning.append(text)
-            case ToolCall(index):
-                calls.append(delta)
-                arguments[index] = []
-            case Arguments(index, text):
-                arguments[index].append(text)
+        if isinstance(delta, ToolCall):
+            calls.append(delta)
+        else:
+            texts[delta.index if isinstance(delta, Arguments) else type(delta)].append(delta.text)
     return Message(
-        content="".join(content) or None,
-        reasoning="".join(reasoning) or None,
-        tool_calls=[
-            WholeCall(call.id, call.name, "".join(arguments[call.index])) for call in calls
-        ],
+        content="".join(texts[Content]) or None,
+        reasoning="".join(texts[Reasoning]) or None,
+        tool_calls=[WholeCall(call.id, call.name, "".join(texts[call.index])) for call in calls],
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
 
 from swell.cluster.text.sampling_params import BadRequest, Field, bad_value, shown
-from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+from swell.cluster.text.schema.request_body import HistoryPart, NotServed, RequestBody
 from swell.cluster.text.validate_params import check_length
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -28,16 +27,14 @@ class ContentPart(HistoryPart, kw_only=True):
 
     type: str
     text: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    audio_url: Any = None
-    video_url: Any = None
-    file: Any = None
+    image_url: NotServed = None
+    input_audio: NotServed = None
+    audio_url: NotServed = None
+    video_url: NotServed = None
+    file: NotServed = None
     refusal: str | None = None
     cache_control: Any = None
     """Accepted; prefixes are always shared."""
-
-    NOT_SERVED = dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file"), ())
 
 
 class FunctionCall(HistoryPart, kw_only=True):
@@ -72,9 +69,7 @@ class ChatMessage(HistoryPart, kw_only=True):
     its result."""
 
     refusal: str | None = None
-    audio: Any = None
-
-    NOT_SERVED = {"audio": ()}
+    audio: NotServed = None
 
     def check_at(self, path: str) -> None:
         if self.audio is not None:
@@ -141,7 +136,7 @@ def check_named(value: str, path: str) -> None:
         raise bad_value(path, value, "is empty; at least one character is needed")
 
 
-def _missing_field(path: str) -> BadRequest:
+def missing_field(path: str) -> BadRequest:
     return BadRequest(["the required field '", Field(path), "' is missing"], path, "missing_field")
 
 
@@ -151,7 +146,7 @@ def _check_part(part: ContentPart, path: str) -> None:
         raise bad_value(f"{path}.type", part.type, rule, "unsupported_value")
     name = "refusal" if part.type == "refusal" else "text"
     if getattr(part, name) is None:
-        raise _missing_field(f"{path}.{name}")
+        raise missing_field(f"{path}.{name}")
     part.refuse_unsupported(path + ".")
 
 
@@ -202,10 +197,8 @@ class FunctionDefinition(HistoryPart, kw_only=True):
 class ToolDefinition(HistoryPart, kw_only=True, dict=True):
     type: str
     function: FunctionDefinition | None = None
-    custom: Any = None
+    custom: NotServed = None
     cache_control: Any = None
-
-    NOT_SERVED = {"custom": ()}
 
     @cached_property
     def as_sent(self) -> dict[str, Any]:
@@ -301,14 +294,10 @@ def call_rules(choice: ToolChoice | None) -> CallRules:
     return CallRules(required=True, single=True, names=frozenset([choice.function.name]))
 
 
-def check_count(tools: Sequence[object] | None) -> None:
-    check_length("tools", tools or (), "tools", MAX_TOOLS)
-
-
 def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -> None:
     """The rules between tools and the choice among them."""
     names: list[str] = []
-    check_count(tools)
+    check_length("tools", tools or (), "tools", MAX_TOOLS)
     for index, tool in enumerate(tools or ()):
         names.append(_check_tool(tool, f"tools[{index}]", names))
     if choice is None or choice in ("none", "auto"):
@@ -338,7 +327,7 @@ def _check_tool(tool: ToolDefinition, path: str, before: list[str]) -> str:
         raise bad_value(f"{path}.type", tool.type, rule, "unsupported_value")
     tool.refuse_unsupported(path + ".")
     if tool.function is None:
-        raise _missing_field(f"{path}.function")
+        raise missing_field(f"{path}.function")
     name = tool.function.name
     if not _NAME.match(name):
         raise bad_value(f"{path}.function.name", name, f"must be {_NAME_RULE}")

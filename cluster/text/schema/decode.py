@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -45,24 +45,28 @@ _UNKNOWN = "Object contains unknown field"
 _MISSING = "Object missing required field"
 
 
-class Decoded(msgspec.Struct, Generic[Request], frozen=True):
-    request: Request
-    stripped: StrippedFields
-    """What was left out of it."""
-
-
 def decode(body: bytes, kind: type[Request]) -> Request:
     """Read and check one request body. Raises `BadRequest` and nothing else."""
-    return read(body, kind).request
+    return read(body, kind)[0]
 
 
-def read(body: bytes, kind: type[Request], unknown: UnknownFields = "refuse") -> Decoded[Request]:
+def decode_part(body: bytes, kind: type[Request], path: str) -> Request:
+    """The same for the part of a request at `path`, which errors name."""
+    try:
+        return decode(body, kind)
+    except BadRequest as error:
+        raise error.within(path) from None
+
+
+def read(
+    body: bytes, kind: type[Request], unknown: UnknownFields = "refuse"
+) -> tuple[Request, StrippedFields]:
     """The same, and what of the body was left out; `unknown` is `serve.unknown_fields`."""
     body = body.removeprefix(_BYTE_ORDER_MARK)
     check_size(body)
     stripped = StrippedFields(unknown)
     try:
-        return Decoded(_request(body, kind, stripped), stripped)
+        return _request(body, kind, stripped), stripped
     except BadRequest as error:
         raise error.renamed(rename_roots(stripped.aliases)) from None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from functools import cache
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -11,15 +12,25 @@ from swell.cluster.text.sampling_params import bad_value
 from swell.cluster.text.schema.known_fields import Ecosystem
 
 
+def neutral(*values: Any) -> msgspec.Meta:
+    """Of a field that is known but not served: these values, and null, change nothing."""
+    return msgspec.Meta(description=describe_neutral(values), extra={"neutral": values})
+
+
+def describe_neutral(values: tuple[Any, ...]) -> str:
+    return f"Not served; it must be {' or '.join(map(repr, (*values, None)))}."
+
+
+NotServed = Annotated[Any, neutral()]
+
+
 class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Base of every request body. An unknown field is refused, but see `unknown_fields.py`.
 
-    A field of OpenAI's API that is not served is known all the same: its neutral value passes,
+    A field of OpenAI's API that is not served is known all the same: a `neutral` value passes,
     and any other is refused by name, so that no answer silently ignores a field.
     """
 
-    NOT_SERVED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """field -> values that change nothing."""
     ECOSYSTEM: ClassVar[Ecosystem] = Ecosystem()
     """Fields of other servers, beside those of the struct."""
     PARTS: ClassVar[Mapping[str, Mapping[str | None, type[msgspec.Struct]]]] = {}
@@ -32,10 +43,22 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Keep what types lose of the body, which is this one's as it was sent."""
 
     def refuse_unsupported(self, path: str = "") -> None:
-        for name, neutral in self.NOT_SERVED.items():
+        for name, values in not_served(type(self)).items():
             value = getattr(self, name)
             if value is not None:
-                check_neutral(f"{path}{name}", value, neutral)
+                check_neutral(f"{path}{name}", value, values)
+
+
+@cache
+def not_served(kind: type[RequestBody]) -> Mapping[str, tuple[Any, ...]]:
+    """The fields that are not served, and their neutral values."""
+    info = msgspec.inspect.type_info(kind)
+    assert isinstance(info, msgspec.inspect.StructType), "bodies are structs"
+    return {
+        field.name: field.type.extra["neutral"]
+        for field in info.fields
+        if isinstance(field.type, msgspec.inspect.Metadata) and field.type.extra
+    }
 
 
 def check_neutral(path: str, value: Any, neutral: tuple[Any, ...]) -> None:

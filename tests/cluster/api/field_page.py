@@ -10,7 +10,7 @@ from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.generation_body import STRUCTURED_OUTPUT_ALIASES
 from swell.cluster.api.responses.protocol import ResponsesRequest
-from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.schema.request_body import RequestBody, not_served
 from tests.cluster.api.field_lists import ROUTES, SERVERS
 from tests.cluster.api.test_request_fields import EFFECTIVE, without_effect
 
@@ -59,8 +59,8 @@ def does(route: str, name: str) -> tuple[str, Any]:
         return "means", table.means[name]
     if name in table.taken:
         return "taken", None
-    if name in table.neutral or name in kind.NOT_SERVED:
-        return "refused", {**table.neutral, **kind.NOT_SERVED}[name]
+    if name in table.neutral or name in not_served(kind):
+        return "refused", {**table.neutral, **not_served(kind)}[name]
     if own and name in without_effect(kind.__name__):
         return "taken", None
     if own and name in EFFECTIVE[kind.__name__].split():

@@ -25,6 +25,7 @@ from swell.cluster.api.protocol_base import usage
 from swell.cluster.api.tokenize import DetokenizeRequest, TokenizeRequest
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
+from swell.cluster.text.schema.request_body import not_served
 
 KINDS: list[type[Any]] = [
     CompletionRequest,
@@ -113,13 +114,13 @@ def test_what_is_not_served_is_refused_by_name(make: Any, field: str, value: Any
     assert "not supported" in error.message
 
 
-@pytest.mark.parametrize("name", sorted({*CompletionRequest.NOT_SERVED}))
+@pytest.mark.parametrize("name", sorted(not_served(CompletionRequest)))
 def test_every_unsupported_field_of_completions_exists(name: str) -> None:
     assert name in CompletionRequest.__struct_fields__
     completion(**{name: None})
 
 
-@pytest.mark.parametrize("name", sorted({*ChatCompletionRequest.NOT_SERVED}))
+@pytest.mark.parametrize("name", sorted(not_served(ChatCompletionRequest)))
 def test_every_unsupported_field_of_chat_exists(name: str) -> None:
     assert name in ChatCompletionRequest.__struct_fields__
     chat(**{name: None})

@@ -32,7 +32,7 @@ from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.chat_messages import ContentPart, ToolDefinition
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.known_fields import Ecosystem
-from swell.cluster.text.schema.request_body import HistoryPart, RequestBody
+from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, not_served
 from tests.cluster.fake_cluster import FakeCluster, body
 from tests.cluster.text import tokenizers_for_tests
 
@@ -227,7 +227,7 @@ def test_all_bodies_are_known():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_has_an_effect_or_is_refused_or_is_listed(kind):
-    refused = set(getattr(KINDS[kind], "NOT_SERVED", ()))
+    refused = set(not_served(KINDS[kind]))
     effective = set(EFFECTIVE[kind].split())
     listed = without_effect(kind)
     assert set(fields(KINDS[kind])) == effective | refused | listed
@@ -272,7 +272,7 @@ MINIMAL: list[tuple[type[Any], dict[str, Any]]] = [
 REFUSED = [
     (kind, least, name, neutral)
     for kind, least in MINIMAL
-    for name, neutral in {**kind.NOT_SERVED, **kind.ECOSYSTEM.neutral}.items()
+    for name, neutral in {**not_served(kind), **kind.ECOSYSTEM.neutral}.items()
 ]
 
 
@@ -294,7 +294,7 @@ def chat_with(part: dict[str, Any]) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": [part]}]}
 
 
-@pytest.mark.parametrize("name", ContentPart.NOT_SERVED)
+@pytest.mark.parametrize("name", not_served(ContentPart))
 def test_a_part_of_text_may_not_bring_an_image_with_it(name):
     part = {"type": "text", "text": "what is this?", name: {"url": "data:,"}}
     with pytest.raises(BadRequest) as refusal:
@@ -302,7 +302,7 @@ def test_a_part_of_text_may_not_bring_an_image_with_it(name):
     assert refusal.value.param == f"messages[0].content[0].{name}"
 
 
-@pytest.mark.parametrize("name", InputPart.NOT_SERVED)
+@pytest.mark.parametrize("name", not_served(InputPart))
 def test_nor_may_a_part_of_an_item(name):
     part = {"type": "input_text", "text": "what is this?", name: "x"}
     payload = {"model": "m", "input": [{"role": "user", "content": [part]}]}
@@ -313,7 +313,7 @@ def test_nor_may_a_part_of_an_item(name):
 
 
 def test_a_function_may_not_be_a_custom_tool_too():
-    assert set(ToolDefinition.NOT_SERVED) == {"custom"}
+    assert set(not_served(ToolDefinition)) == {"custom"}
     tool = {"type": "function", "function": {"name": "f"}, "custom": {"name": "g"}}
     with pytest.raises(BadRequest) as refusal:
         decode(

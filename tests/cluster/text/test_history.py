@@ -40,8 +40,8 @@ class Answer(BaseModel):
 
 def chat(*messages: Any, **fields: Any) -> tuple[ChatCompletionRequest, Counter[str]]:
     body = json.dumps({"messages": [USER, *messages], **fields})
-    decoded = read(body.encode(), ChatCompletionRequest)
-    return decoded.request, decoded.stripped.ignored
+    request, stripped = read(body.encode(), ChatCompletionRequest)
+    return request, stripped.ignored
 
 
 def refusal(*messages: Any, **fields: Any) -> BadRequest:
@@ -171,8 +171,8 @@ def test_messages_of_python_callers_are_read_likewise() -> None:
 
 def test_tokenize_reads_the_same_history() -> None:
     body = json.dumps({"messages": [USER, parsed_message()], "tools": [{**TOOL, "strict": True}]})
-    decoded = read(body.encode(), TokenizeRequest)
-    assert decoded.stripped.ignored["parsed"] == 1
+    _, stripped = read(body.encode(), TokenizeRequest)
+    assert stripped.ignored["parsed"] == 1
 
 
 # ----------------------------------------------------------------------------- responses
@@ -200,15 +200,15 @@ def test_parsed_items_are_taken_as_they_are_dumped() -> None:
     output = {"type": "function_call_output", "call_id": "c1", "output": "3", "created_at": 1}
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": True, "returns": {}}
     body = {"input": [{**USER, "id": "x"}, *items, output], "tools": [tool]}
-    decoded = read(json.dumps(body).encode(), ResponsesRequest)
-    assert [type(item).__name__ for item in decoded.request.items()] == [
+    request, stripped = read(json.dumps(body).encode(), ResponsesRequest)
+    assert [type(item).__name__ for item in request.items()] == [
         "MessageItem",
         "MessageItem",
         "FunctionCallItem",
         "FunctionCallOutputItem",
     ]
-    assert decoded.request.function_tools()[0].name == "f"
-    ignored = decoded.stripped.ignored
+    assert request.function_tools()[0].name == "f"
+    ignored = stripped.ignored
     assert ignored["parsed"] == ignored["parsed_arguments"] == ignored["returns"] == 1
 
 
@@ -234,11 +234,11 @@ def test_a_dumped_message_of_anthropics_client_is_taken() -> None:
     follow = {"role": "user", "content": [{**result, "timestamp": 5}]}
     tool = {"name": "f", "input_schema": {"type": "object"}, "returns": {}}
     body = {"messages": [USER, whole, follow], "max_tokens": 9, "tools": [tool]}
-    decoded = read(json.dumps(body).encode(), MessagesRequest)
-    messages = chat_messages(decoded.request)
+    request, stripped = read(json.dumps(body).encode(), MessagesRequest)
+    messages = chat_messages(request)
     assert [one.role for one in messages] == ["user", "assistant", "tool"]
     assert (messages[1].text, messages[1].reasoning_content) == ("yes", "hm")
-    ignored = decoded.stripped.ignored
+    ignored = stripped.ignored
     assert ignored["id"] == ignored["usage"] == ignored["returns"] == ignored["timestamp"] == 1
     assert ignored["other"] >= 1
 
