@@ -48,7 +48,7 @@ class Client:
         self, method: str, path: str, body: bytes | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response with a status below 400, closed at the end. `body` is JSON."""
-        timeout = aiohttp.ClientTimeout(self._timeout_s, sock_connect=_CONNECT_S)
+        timeout = aiohttp.ClientTimeout(self._timeout_s, connect=_CONNECT_S)
         url, headers = self.url + path, self._headers
         try:
             async with aiohttp.request(

@@ -70,8 +70,10 @@ class HalfCloseWatcher:
             self._transport.abort()
             return
         if self._loop.time() >= self._probe_at_s:
-            self._probe_at_s = float("inf")
+            # A stream to HTTP/1.0 that has not begun can be probed once it has.
+            self._probe_at_s = self._loop.time() + PROBE_S
             if said := _probe(self._answering()):
+                self._probe_at_s = float("inf")
                 self._transport.write(said)
                 self._pause_s = _MIN_POLL_S
         left_s = max(_MIN_POLL_S, self._probe_at_s - self._loop.time())

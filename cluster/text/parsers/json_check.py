@@ -66,9 +66,7 @@ class JsonChecker(StructureReader):
         kind = _FIRST.get(char)
         if kind == "string":
             self._at += 1
-            self.in_string = bool(self._open)
             yield from self._read_string()
-            self.in_string = False
         elif is_key:
             raise NotRead
         elif kind == "number":
@@ -77,7 +75,12 @@ class JsonChecker(StructureReader):
             yield from self._read_word()
 
     def _read_string(self) -> Reading[None]:
-        while (char := (yield from self._through(_IN_STRING))) == "\\":
+        while True:
+            self.in_string = bool(self._open)
+            char = yield from self._through(_IN_STRING)
+            self.in_string = False
+            if char != "\\":
+                break
             self._at += 1
             escape = yield from self._char()
             while _ESCAPE.fullmatch(escape):

@@ -132,10 +132,8 @@ class MarkupCall(Call):
         """What marks the end of the value or, where the model forgot that, what follows."""
         self._pieces.append(value.push(""))
         self._value = value
-        if self._at == len(self._text):
-            yield
         padding, value_end = self._markup.padding, self._markup.value_end
-        if padding and self._text[self._at] == padding:
+        if padding and (yield from self._char()) == padding:
             self._at += len(padding)
         matcher = Matcher(*self._markup.value_ends())
 

@@ -72,6 +72,10 @@ class Peer:
         async with asyncio.timeout(30):
             return await self.reader.read()
 
+    async def until(self, end: bytes) -> bytes:
+        async with asyncio.timeout(30):
+            return await self.reader.readuntil(end)
+
     async def leave(self) -> None:
         self.writer.close()
         await self.writer.wait_closed()
@@ -179,8 +183,7 @@ def test_who_waits_long_is_asked_whether_it_is_there(folder: Path, run: Any) -> 
         async with connected(folder, 0) as (_, engine, connect):
             peer = await connect()
             await peer.send(post(payload))
-            async with asyncio.timeout(30):
-                interim = await peer.reader.readuntil(b"\r\n\r\n")
+            interim = await peer.until(b"\r\n\r\n")
             assert engine.aborted == []
             engine.allow()
             return interim + await peer.rest()
@@ -212,7 +215,7 @@ def test_who_leaves_in_a_stream_is_noticed_by_what_is_written(folder: Path, run:
         async with connected(folder, 2) as (_, engine, connect):
             peer = await connect()
             await peer.send(post(body([5, 6], LONG, stream=True)))
-            await peer.reader.readuntil(b"data: ")
+            await peer.until(b"data: ")
             await peer.leave()
             engine.allow(2)
             await until(lambda: engine.aborted)
@@ -228,11 +231,11 @@ def test_who_leaves_a_stream_that_has_stopped_is_noticed(folder: Path, run: Any)
         async with connected(folder, 1) as (_, engine, connect):
             gone, stays = await connect(), await connect()
             await gone.send(post(body([5, 6], LONG, stream=True)))
-            await gone.reader.readuntil(b"data: ")
+            await gone.until(b"data: ")
             await gone.leave()
             engine.allow(1)
             await stays.send(post(body([5, 6], 2, stream=True)))
-            await stays.reader.readuntil(b":\n\n")
+            await stays.until(b":\n\n")
             await until(lambda: engine.aborted)
             engine.allow()
             return await stays.rest()  # type: ignore[no-any-return]
@@ -248,7 +251,7 @@ def test_who_leaves_with_several_requests_ends_them_all(folder: Path, run: Any) 
             peer = await connect()
             await peer.send(post(body([5, 6], 2)) + post(body([5, 6], LONG)) * 2, stops=False)
             engine.allow(2)
-            await peer.reader.readuntil(b'"usage"')
+            await peer.until(b'"usage"')
             await until(lambda: len(engine.arrived) == 2)
             await peer.leave()
             await until(lambda: engine.aborted)
@@ -302,9 +305,9 @@ def test_a_stream_to_an_http10_client_has_no_chunks(
             peer = await connect()
             wish = post(body([5, 6], 4, stream=True), "1.0", Expect="100-continue")
             await peer.send(wish, stops=stops)
-            start = await peer.reader.readuntil(b"data: ")
+            start = await peer.until(b"data: ")
             if stops:
-                start += await peer.reader.readuntil(b":\n\n")
+                start += await peer.until(b":\n\n")
             engine.allow()
             data: bytes = start + await peer.rest()
             return data
@@ -314,6 +317,26 @@ def test_a_stream_to_an_http10_client_has_no_chunks(
     lines = {line.partition(b":")[0] for line in text.split(b"\n")}
     assert lines == {b"data", b""}
     assert text.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_stream_to_an_http10_client_is_probed_once_it_has_begun(
+    folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing to write to it before, and its first token may come late."""
+    monkeypatch.setattr(half_close, "PROBE_S", 0.1)
+
+    async def ask() -> None:
+        async with connected(folder, 0) as (_, engine, connect):
+            peer = await connect()
+            await peer.send(post(body([5, 6], LONG, stream=True), "1.0"))
+            await until(lambda: engine.requests)
+            await asyncio.sleep(0.3)
+            engine.allow(1)
+            await peer.until(b"data: ")
+            await peer.leave()
+            await until(lambda: engine.aborted)
+
+    run(ask())
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.cli import doctor
+from swell.cluster.cli import doctor, http_client
 from swell.cluster.cli import terminal_chat as chat
 from swell.cluster.cli.child_process import descendants
 from swell.cluster.cli.http_client import Client
@@ -37,6 +38,15 @@ def one_line(capsys: Capture) -> str:
     err = capsys.readouterr().err
     assert err.startswith("swell: ") and err.count("\n") == 1, err
     return err
+
+
+def test_a_name_that_takes_too_long_to_resolve_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(http_client, "_CONNECT_S", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(1.0) or [])
+    assert main(["status", "--url", "http://swell.invalid:8000"]) == 1
+    assert "no connection after 0.1 s" in one_line(capsys)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -337,7 +337,7 @@ def test_the_client_library_reads_a_stream_that_moved(folder: Path) -> None:
             parts = []
             async for chunk in chunks:
                 parts.append(chunk.choices[0].text)
-                if len(parts) == 3:
+                if len(parts) == 1:  # tokens that come together are one chunk
                     await cluster.join(1)
                     await cluster.kill(first)
             undisturbed = await client.completions.create(**payload)

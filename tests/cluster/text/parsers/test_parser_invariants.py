@@ -44,6 +44,7 @@ def test_parts_do_not_depend_on_how_the_text_is_cut(names: Names, data: st.DataO
     text = data.draw(texts(names))
     parts = read(names, [text])
     assert read(names, list(text)) == parts
+    assert read(names, [piece for char in text for piece in ("", char, "")]) == parts
     for cut in range(len(text) + 1):
         assert read(names, [text[:cut], text[cut:]]) == parts
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
@@ -58,6 +59,7 @@ def test_every_cut_of_a_real_answer_gives_the_same_parts(names: Names) -> None:
     parts = read(names, [text])
     window = 3
     for start in range(0, len(text), window):
+        assert read(names, [text[:start], "", text[start:]]) == parts
         for cuts in itertools.product([False, True], repeat=window):
             ends = [start + i for i, cut in enumerate(cuts) if cut and start + i < len(text)]
             pieces = [text[a:b] for a, b in itertools.pairwise([0, *ends, len(text)])]

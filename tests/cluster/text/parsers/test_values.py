@@ -66,6 +66,14 @@ def test_a_string_comes_out_while_it_is_written_and_a_number_when_it_is_whole() 
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("escape", ["\\", "\\u00", "\\q"])
+def test_a_value_ends_within_an_escape_that_json_does_not_have(escape: str) -> None:
+    """No continuation of it is JSON, so what marks the end of the value does."""
+    text = f'<tool_call>\n<function=f>\n<parameter=x>\n["a{escape}</parameter>\n</function>'
+    calls = collect(make_parser("qwen3_coder", None, lambda: "id", TOOLS).push(text)).tool_calls
+    assert json.loads(calls[0].arguments) == {"x": f'["a{escape}'}
+
+
 def test_references_may_go_round() -> None:
     loop = {"$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}]}}}
     loop["properties"] = {"x": {"$ref": "#/$defs/A"}}
