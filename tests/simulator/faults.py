@@ -27,6 +27,9 @@ class FaultInjector:
         self.happened: list[str] = []
         self.num_engines_lost = 0
         """At most: each of these faults may end an engine."""
+        self.begun_at = 0.0
+        """When the latest one began."""
+        self.num_hangs = 0
         self.slowest_clock = 1.0
         """The least rate of a clock so far."""
         self.kinds: set[str] = set()
@@ -64,6 +67,8 @@ class FaultInjector:
         self.num_engines_lost += fault.kind != "drop"
         self.kinds.add(fault.kind)
         self.happened.append(f"{self._kernel.now:.3f} {fault.kind} {what} {lasts_s:.2f}")
+        self.begun_at = self._kernel.now
+        self.num_hangs += fault.kind == "hang"
         self.last_at = max(self.last_at, self._kernel.now + lasts_s)
 
     def _later(self, fault: Fault, undo: Callable[..., None], *args: Any) -> None:

@@ -52,9 +52,9 @@ class Run:
             broken = [*during, *self._check_requests(), *self._check_rest()]
         except (AssertionError, RuntimeError) as error:
             broken = [*kernel.failures, f"{type(error).__name__}: {error}"]
-        finally:
-            plane.close()
-        return Verdict(broken, kernel.events, kernel.checksum, kernel.now, self.faults.happened)
+        verdict = Verdict(broken, kernel.events, kernel.checksum, kernel.now, self.faults.happened)
+        plane.close()  # in no order
+        return verdict
 
     def _run_until_rest(self) -> None:
         kernel = self.plane.kernel

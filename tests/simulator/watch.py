@@ -1,7 +1,7 @@
 """What must hold all the time: a look at everything, several times a virtual second.
 
-Bounds count from the end of the last fault, the last answer to an operator, and the moment since
-which an ingress reaches an engine that could serve. A clock at half the rate doubles them.
+Bounds count from the beginning of the last fault, the last answer to an operator, and the moment
+since which an ingress reaches an engine that could serve. A clock at half the rate doubles them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LOOK_S = 0.25
 """Between two looks."""
 SILENCE_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
 """Until what was lost with a host, or with a path to it, continues elsewhere."""
-STUCK_S = SILENCE_S + STALL_TIMEOUT_S
-"""The same of an engine that is heard of and does not compute: others of its group are stuck with
-it for a while (`engine_monitor.py`)."""
+STUCK_S = 2 * STALL_TIMEOUT_S + 3 * HEARTBEAT_S
+"""Longer by this for each engine that hangs: it is heard of and does not compute, and it is known
+twice the time after it got work (`engine_monitor.py`). A request may get from one to another."""
 _COMPUTE_S = 2.0
 """Of the longest request."""
 _LOSS_S = 2 * HEARTBEAT_S
@@ -71,7 +71,9 @@ class Watch:
         server, net = engine.server, self._plane.net
         if server is None or not engine.process.runs or engine.executor.hangs:
             return False
-        if ingress.llm is None or net.is_blocked(ingress.process.host, engine.process.host):
+        if ingress.llm is None or not ingress.process.runs:
+            return False
+        if net.is_blocked(ingress.process.host, engine.process.host):
             return False
         member = ingress.llm.view.roster.find(engine.rank, server.incarnation)
         return member is not None and engine.rank in ingress.llm.active_ranks
@@ -88,8 +90,8 @@ class Watch:
         if self._plane.operator.paused is not False:
             return
         now, faults = self._kernel.now, self._faults
-        over = max(faults.last_at, self._plane.operator.changed_at)
-        bound_s = STUCK_S if "hang" in faults.kinds else SILENCE_S
+        over = max(faults.begun_at, self._plane.operator.changed_at)
+        bound_s = SILENCE_S + faults.num_hangs * STUCK_S
         for each in list(self._unended):
             since = self._served_since.get(self._plane.ingresses[each.request.ingress])
             if since is None:
