@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONFORMANCE := .venv-judges
 
-.PHONY: setup demo test test-fast test-random test-gpu judges zoo fault-matrix bench bench-docs lint typecheck clean
+.PHONY: setup demo test test-fast test-random simulate test-gpu judges zoo fault-matrix bench bench-docs lint typecheck clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,13 @@ RUNS ?= 5
 test-random: setup
 	for run in $$(seq $(RUNS)); do \
 	  $(BIN)/python -m pytest -m "hypothesis and not gpu" --hypothesis-profile random || exit 1; done
+
+# The whole control plane on a virtual clock, with random faults: 10 000 new seeds each day, in two processes of some
+# two to three minutes. A seed that breaks a law: python -m tests.simulator --one SEED --shrink
+simulate: setup
+	$(BIN)/python -m tests.simulator --today --seeds 5000 & first=$$!; \
+	  $(BIN)/python -m tests.simulator --today --first 5000 --seeds 5000; second=$$?; \
+	  wait $$first && exit $$second
 
 # Needs torch, triton, transformers, msgspec, pyzmq and pytest of the machine's own Python, and llguidance for
 # grammars: without it these are refused by name. No Ray, no network.

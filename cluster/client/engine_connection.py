@@ -64,7 +64,7 @@ class EngineConnection:
         self._on_messages_lost = on_messages_lost
         self._replaced: list[bytes] = []
         """Identities of lost connections, until the engine surely knows."""
-        self._reached_at = ground.now()
+        self._heard_at = ground.now()
         self._log = StructuredLogger("cluster.link", rank=member.rank)
         self._open()
 
@@ -73,12 +73,13 @@ class EngineConnection:
         self._outlet.send(message)
 
     def check(self, now: float) -> float:
-        """Send a keep-alive, if the engine can be reached. Returns for how long it could not, in
-        seconds."""
-        if self._outlet.is_connected():
-            self._reached_at = now
-            self._outlet.send(KeepAlive(self._sent))
-        return now - self._reached_at
+        """Send a keep-alive, if there is a connection: it ends when the engine's host was silent
+        for some time. Else returns for how long nothing was heard of the engine, in seconds; that
+        time counts, too."""
+        if not self._outlet.is_connected():
+            return now - self._heard_at
+        self._outlet.send(KeepAlive(self._sent))
+        return 0.0
 
     def close(self) -> None:
         self._outlet.close()
@@ -90,6 +91,7 @@ class EngineConnection:
         )
 
     def _on_message(self, message: EngineAnswer) -> None:
+        self._heard_at = self._ground.now()
         if isinstance(message, KeepAliveReply):
             if (message.sent, self._last_seq) != (message.received, message.seq):
                 self._replace("the counts differ")

@@ -305,6 +305,11 @@ class Fleet:
         unknown_ranks = [rank for rank in now.view.roster.ranks if rank not in ours]
         if unknown_ranks:
             await self._coordinator.remove_failed(unknown_ranks)
+        if self._placement.strays_left:
+            self.spawn(self._end_strays())
+
+    async def _end_strays(self) -> None:
+        await self._placement.end_strays()
 
     # ---------------------------------------------------------------- dying
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 
 import msgspec
@@ -64,6 +63,8 @@ class Placement:
         self._ground = ground
         self._known: set[str] = set()
         """Names of engines that were placed or adopted here, and not ended."""
+        self.strays_left = False
+        """Some may still hold resources: `end_strays` is to be called again."""
         self._log = StructuredLogger("cluster.placement")
 
     def refusal(self, engines: int) -> str | None:
@@ -132,12 +133,16 @@ class Placement:
     async def end_strays(self) -> bool:
         """End everything with a name of this cluster that this manager did not place:
         engines of an earlier one, or of another configuration, and placement groups whose engines
-        are dead. Waits until they are gone, for some seconds. Returns whether there were any."""
+        are dead. Waits until they are gone, for some seconds; then, or if the GCS does not answer,
+        `strays_left` is set. Returns whether there were any."""
         ended: set[str] = set()
-        with contextlib.suppress(TimeoutError):
+        self.strays_left = False
+        try:
             async with asyncio.timeout(_STRAYS_TIMEOUT_S):
                 while await self._end_strays(ended):
                     await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            self.strays_left = True
         return bool(ended)
 
     async def _end_strays(self, ended: set[str]) -> bool:

@@ -6,10 +6,14 @@ import argparse
 import gc
 import logging
 import time
+from datetime import UTC, datetime
 
 from tests.simulator.faults import FAULTS
 from tests.simulator.laws import Run, judge
 from tests.simulator.scenario import draw
+from tests.simulator.shrink import shrink
+
+_SEEDS_OF_A_DAY = 100_000
 
 
 def main() -> int:
@@ -19,11 +23,18 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(FAULTS))
     parser.add_argument("--faults", type=int, default=4)
     parser.add_argument("--one", type=int)
+    parser.add_argument("--shrink", action="store_true", help="find a smaller scenario first")
+    parser.add_argument(
+        "--today", action="store_true", help="begin at a seed that depends on the date"
+    )
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
     kinds = tuple(args.kinds.split(","))
     if args.one is not None:
-        run = Run(draw(args.one, kinds, args.faults))
+        scenario = draw(args.one, kinds, args.faults)
+        if args.shrink and judge(scenario).broken:
+            scenario = shrink(scenario, lambda smaller: bool(judge(smaller).broken))
+        run = Run(scenario)
         run.plane.kernel.log = []
         verdict = run.judge()
         for at, label, size in run.plane.kernel.log:
@@ -32,6 +43,8 @@ def main() -> int:
         print(*verdict.faults, *verdict.broken, sep="\n")
         return bool(verdict.broken)
     gc.disable()
+    if args.today:
+        args.first += datetime.now(UTC).toordinal() * _SEEDS_OF_A_DAY
     begun, events, broken = time.process_time(), 0, {}
     for seed in range(args.first, args.first + args.seeds):
         verdict = judge(draw(seed, kinds, args.faults))
@@ -43,8 +56,8 @@ def main() -> int:
             gc.collect()
     spent_s = time.process_time() - begun
     print(
-        f"{args.seeds} runs in {spent_s:.1f} s, {events / args.seeds:.0f} events each, "
-        f"{len(broken)} broken"
+        f"{args.seeds} runs from seed {args.first} in {spent_s:.1f} s, "
+        f"{events / args.seeds:.0f} events each, {len(broken)} broken"
     )
     return bool(broken)
 

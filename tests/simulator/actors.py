@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from swell.cluster.control.checkpoint_store import CheckpointStore
+from swell.cluster.control.control_state import ChangeStage
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.engine_handle import EngineHandle
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.placement import Placement
 from swell.configs.schema import ClusterConfig, Config
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from tests.simulator.control_plane import ControlPlane
 
 NAMESPACE, IDENTITY = "sim", "0" * 12
+
+Done = Callable[[Any], None]
 
 
 class SimCoordinator(CoordinatorService):
@@ -135,6 +140,17 @@ class SimEngine:
             await self._ended.wait()
 
 
+class ObservedManager(ClusterManager):
+    """Says which number of engines it falls back to when a requested change fails."""
+
+    on_failed_change: Done
+
+    async def _grow(self, handles: list[EngineHandle], *, is_requested: bool) -> None:
+        await super()._grow(handles, is_requested=is_requested)
+        if self._state.change.stage is ChangeStage.FAILED:
+            self.on_failed_change(self.target)
+
+
 class SimManager:
     """As `ManagerDeployment` in `cluster/app.py`, which Serve starts again where it dies."""
 
@@ -144,9 +160,10 @@ class SimManager:
         checkpoints = CheckpointStore(NAMESPACE, IDENTITY, ray)
         self._coordinator = CoordinatorHandle(plane.config, NAMESPACE, checkpoints, ray)
         placement = Placement(plane.config, IDENTITY, NAMESPACE, self._coordinator, ray, ground)
-        self.manager = ClusterManager(
+        self.manager = ObservedManager(
             plane.config, self._coordinator, placement, checkpoints, ground
         )
+        self.manager.on_failed_change = plane.on_failed_change
         self.has_started = False
         process.loop.create_task(self._start(), name="manager")
 
@@ -163,14 +180,21 @@ class SimManager:
             return
         self.has_started = True
 
-    def do(self, call: str, *args: Any) -> None:
-        """An operator's request: it is accepted once it is written down."""
+    def do(self, call: str, args: tuple[Any, ...], on_begun: Done, on_end: Done) -> None:
+        """An operator's request: it is accepted once it is written down. `on_begun` gets the target
+        when it is in the manager's state, `on_end` an error, or the target."""
 
         async def run() -> None:
-            result = getattr(self.manager, call)(*args)
-            if asyncio.iscoroutine(result):
-                await result
-            await self.manager.save()
+            try:
+                result = getattr(self.manager, call)(*args)
+                on_begun(self.manager.target)
+                if asyncio.iscoroutine(result):
+                    await result
+                await self.manager.save()
+            except Exception as error:
+                on_end(error)
+            else:
+                on_end(self.manager.target)
 
         self.process.kernel.soon(
             self.process, partial(self.process.loop.create_task, run(), name=call)

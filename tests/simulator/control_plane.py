@@ -4,16 +4,19 @@ without tensors, coordinator, manager, and a Ray of tables."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.engine_core_client import AsyncEngineCoreClient, OnView
 from swell.cluster.client.merged_outputs import MergedOutputs
 from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.configs.schema import Config, load
 from swell.coordinator.contact import CoordinatorContact
+from swell.coordinator.wire import ClusterView
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
 from tests.simulator.actors import SimCoordinator, SimEngine, SimManager
@@ -21,6 +24,7 @@ from tests.simulator.ground import SimGround
 from tests.simulator.kernel import WORLD, Kernel
 from tests.simulator.model import NumberDetokenizer
 from tests.simulator.network import Network, NetworkOptions
+from tests.simulator.operator import Operator
 from tests.simulator.process import Process
 from tests.simulator.ray import SimRayCluster
 from tests.simulator.scenario import HOSTS, Request, Scenario
@@ -104,8 +108,15 @@ class SimRequest:
                     self.text += completion.text
                     if output.finished:
                         self.finish(str(completion.finish_reason))
+                    elif self.gives_up:
+                        llm.abort([f"r{self.number}"])
         except Exception as error:
             self.finish(f"{type(error).__name__}: {error}")
+
+    @property
+    def gives_up(self) -> bool:
+        after = self.request.gives_up_after
+        return after is not None and len(self.token_ids) >= after
 
     def finish(self, reason: str) -> None:
         assert self.end is None, f"r{self.number} has ended twice: {self.end}, {reason}"
@@ -137,7 +148,18 @@ class SimIngress:
         while (contact := self._plane.contact) is None:
             await asyncio.sleep(_POLL_S)
         ground = SimGround(self.process, self._plane.net)
-        connect = partial(AsyncEngineCoreClient, contact.address, contact.keys, ground=ground)
+
+        def connect(client_index: int, *, on_view: OnView, **others: Any) -> AsyncEngineCoreClient:
+            def observed(view: ClusterView, lost: list[EngineId]) -> None:
+                for call in self._plane.on_view:
+                    call(self, view)
+                on_view(view, lost)
+
+            address, keys = contact.address, contact.keys
+            return AsyncEngineCoreClient(
+                address, keys, client_index, on_view=observed, **others, ground=ground
+            )
+
         self.llm = AsyncLLM(
             NumberDetokenizer(),  # type: ignore[arg-type]
             self._plane.config,
@@ -179,6 +201,9 @@ class ControlPlane:
             partial(SimCoordinator, self),
         )
         self.contact: CoordinatorContact | None = None
+        self.on_view: list[Callable[[SimIngress, ClusterView], None]] = []
+        """Called with each view that an ingress applies."""
+        self.operator = Operator(self)
         self.manager = self._new_manager()
         self.past_ingresses: list[SimIngress] = []
         self.ingresses = [SimIngress(self, index) for index in range(scenario.ingresses)]
@@ -208,6 +233,9 @@ class ControlPlane:
         elif self.manager.process.alive:
             self.kernel.at(self.kernel.now + _POLL_S, WORLD, self._look_for_contact)
 
+    def on_failed_change(self, target: int) -> None:
+        self.operator.on_failed_change(target)
+
     def _submit(self, request: SimRequest) -> None:
         """A client without a connection tries again."""
         ingress = self.ingresses[request.request.ingress]
@@ -220,7 +248,10 @@ class ControlPlane:
         self.past_ingresses.append(ingress)
 
         def restart() -> None:
-            self.ingresses[ingress.index] = SimIngress(self, ingress.index)
+            if self.ray.living_host(HOSTS[ingress.index]) in self.ray.lost_hosts:
+                self.kernel.at(self.kernel.now + _POLL_S, WORLD, restart)
+            else:
+                self.ingresses[ingress.index] = SimIngress(self, ingress.index)
 
         self.kernel.at(self.kernel.now + _RESTART_S, WORLD, restart)
 

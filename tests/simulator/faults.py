@@ -7,10 +7,14 @@ from functools import partial
 from typing import Any
 
 from tests.simulator.connection import Side
-from tests.simulator.control_plane import ControlPlane
+from tests.simulator.control_plane import RESOURCES, ControlPlane
 from tests.simulator.kernel import WORLD
 from tests.simulator.process import Process
 from tests.simulator.scenario import HOSTS, Fault
+
+_SLOW_WAY_S, _SLOW_EVENT_S = 0.02, 0.001
+_POWER_S = 3.0
+"""A host without power is away for at least so much longer than Ray takes to notice it."""
 
 
 class FaultInjector:
@@ -23,6 +27,13 @@ class FaultInjector:
         self.happened: list[str] = []
         self.num_engines_lost = 0
         """At most: each of these faults may end an engine."""
+        self.begun_at = 0.0
+        """When the latest one began."""
+        self.num_hangs = 0
+        self.slowest_clock = 1.0
+        """The least rate of a clock so far."""
+        self.kinds: set[str] = set()
+        """Of those that have happened."""
         for fault in plane.scenario.faults:
             self._kernel.at(fault.at, WORLD, self._arm, fault)
 
@@ -54,7 +65,10 @@ class FaultInjector:
     def _note(self, fault: Fault, what: str, lasts_s: float = 0.0) -> None:
         self._kernel.trace(f"fault {fault.kind} {what}".encode())
         self.num_engines_lost += fault.kind != "drop"
+        self.kinds.add(fault.kind)
         self.happened.append(f"{self._kernel.now:.3f} {fault.kind} {what} {lasts_s:.2f}")
+        self.begun_at = self._kernel.now
+        self.num_hangs += fault.kind == "hang"
         self.last_at = max(self.last_at, self._kernel.now + lasts_s)
 
     def _later(self, fault: Fault, undo: Callable[..., None], *args: Any) -> None:
@@ -92,7 +106,9 @@ class FaultInjector:
         others = [other for other in HOSTS if other != host]
         self._note(fault, host, fault.time_s)
         self._plane.net.isolate(host, others)
-        self._later(fault, self._plane.net.reunite, host, others)
+        for other in others:
+            self._later(fault, self._heal, host, other)
+            self._later(fault, self._heal, other, host)
 
     def half_cut(self, fault: Fault, side: Side | None) -> None:
         """Nothing arrives that comes from a host."""
@@ -100,7 +116,13 @@ class FaultInjector:
         self._note(fault, host, fault.time_s)
         for other in HOSTS:
             self._plane.net.cut(host, other)
-            self._later(fault, self._plane.net.heal, host, other)
+            self._later(fault, self._heal, host, other)
+
+    def _heal(self, source: str, target: str) -> None:
+        """A host without power stays unreachable."""
+        lost = self._plane.ray.lost_hosts
+        if source not in lost and target not in lost:
+            self._plane.net.heal(source, target)
 
     def gcs_away(self, fault: Fault, side: Side | None) -> None:
         self._note(fault, "", fault.time_s)
@@ -114,6 +136,56 @@ class FaultInjector:
             self._note(fault, engine.process.name)
             engine.executor.hangs = True
 
+    def slow(self, fault: Fault, side: Side | None) -> None:
+        """All ways to and from a host take longer, and each event there takes its time."""
+        host = self._pick(fault, HOSTS)
+        self._note(fault, host, fault.time_s)
+        self._plane.net.slow(host, _SLOW_WAY_S * (1 + fault.target))
+        here = [p for p in self._plane.ray.processes.values() if p.host == host and p.alive]
+        for process in here:
+            process.slow(_SLOW_EVENT_S)
+            self._later(fault, process.slow, 0.0)
+        self._later(fault, self._end_slow, host)
+
+    def _end_slow(self, host: str) -> None:
+        if host in self._plane.net.slow_hosts:
+            self._plane.net.slow(host, 0.0)
+
+    def clock(self, fault: Fault, side: Side | None) -> None:
+        """From now on the clock of a process runs at half to twice the world's rate."""
+        process = self._process(fault, side, ("sim-engine", "coordinator", "manager", "ingress"))
+        if process is not None:
+            rate = 2.0 ** (fault.target % 12 / 5.5 - 1.0)
+            self._note(fault, f"{process.name} {rate:.2f}")
+            self.slowest_clock = min(self.slowest_clock, rate)
+            process.set_clock_rate(rate)
+
+    def lose_host(self, fault: Fault, side: Side | None) -> None:
+        """A host loses its power, and comes back empty, as a new node, after Ray has noticed. The
+        head's own loss is the end of a Ray cluster."""
+        host, ray = self._pick(fault, HOSTS[1:]), self._plane.ray
+        if host in ray.lost_hosts:
+            return
+        away_s = max(fault.time_s, ray.options.node_timeout_s + _POWER_S)
+        self._note(fault, host, away_s)
+        ray.lose_host(host, list(ray.processes.values()))
+        at = self._kernel.now + away_s
+        self._kernel.at(at, WORLD, ray.restore_host, host, RESOURCES[host])
+
+    def kill_ingress(self, fault: Fault, side: Side | None) -> None:
+        process = self._process(fault, side, ("ingress",))
+        if process is not None:
+            self._note(fault, process.name)
+            process.kill()
+
+    def kill_control(self, fault: Fault, side: Side | None) -> None:
+        """Manager and coordinator at once."""
+        for name in ("manager", "coordinator"):
+            process = self._process(fault, None, (name,))
+            if process is not None:
+                self._note(fault, process.name)
+                process.kill()
+
 
 FAULTS: dict[str, Callable[[FaultInjector, Fault, Side | None], None]] = {
     "drop": FaultInjector.drop,
@@ -123,4 +195,9 @@ FAULTS: dict[str, Callable[[FaultInjector, Fault, Side | None], None]] = {
     "half-cut": FaultInjector.half_cut,
     "gcs-away": FaultInjector.gcs_away,
     "hang": FaultInjector.hang,
+    "slow": FaultInjector.slow,
+    "clock": FaultInjector.clock,
+    "lose-host": FaultInjector.lose_host,
+    "kill-ingress": FaultInjector.kill_ingress,
+    "kill-control": FaultInjector.kill_control,
 }

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane
+from tests.simulator.actors import SimEngine
+from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane, SimIngress
 from tests.simulator.faults import FaultInjector
 from tests.simulator.model import expected_tokens, text_of
+from tests.simulator.probe import Prober
 from tests.simulator.process import simulated_exits
 from tests.simulator.scenario import Scenario
+from tests.simulator.watch import LOOK_S, Watch
 
 PATIENCE_S = 120.0
 """After the last fault and the last arrival all must be as before."""
-_LOOK_S = 0.5
 _GIVEN_UP = "engines in a row were lost while they computed it"
 _SETTLE_S = 2 * HEARTBEAT_S
 MAX_EVENTS = 200_000
@@ -33,9 +35,12 @@ class Run:
     def __init__(self, scenario: Scenario) -> None:
         self.plane = ControlPlane(scenario)
         self.faults = FaultInjector(self.plane)
+        self.watch = Watch(self.plane, self.faults)
+        self.prober = Prober(self.plane, self.faults)
         self._planned_s = max(
             [request.at for request in scenario.requests]
             + [fault.at + fault.time_s for fault in scenario.faults]
+            + [operation.at for operation in scenario.operations]
         )
 
     def judge(self) -> Verdict:
@@ -43,19 +48,22 @@ class Run:
         try:
             with simulated_exits():
                 self._run_until_rest()
-            broken = [*kernel.failures, *self._check_requests(), *self._check_rest()]
+            during = [*kernel.failures, *self.watch.broken, *self.prober.broken]
+            broken = [*during, *self._check_requests(), *self._check_rest()]
         except (AssertionError, RuntimeError) as error:
             broken = [*kernel.failures, f"{type(error).__name__}: {error}"]
-        finally:
-            plane.close()
-        return Verdict(broken, kernel.events, kernel.checksum, kernel.now, self.faults.happened)
+        verdict = Verdict(broken, kernel.events, kernel.checksum, kernel.now, self.faults.happened)
+        plane.close()  # in no order
+        return verdict
 
     def _run_until_rest(self) -> None:
         kernel = self.plane.kernel
         rest_since: float | None = None
         while True:
-            kernel.run(kernel.now + _LOOK_S, MAX_EVENTS)
-            over = max(self._planned_s, self.faults.last_at)
+            kernel.run(kernel.now + LOOK_S, MAX_EVENTS)
+            self.watch.look()
+            self.prober.look()
+            over = max(self._planned_s, self.faults.last_at, self.plane.operator.changed_at)
             if kernel.now <= over:
                 continue
             if not self._is_at_rest():
@@ -73,9 +81,12 @@ class Run:
             return False
         if any(engine.is_stuck for engine in plane.living_engines):
             return False
-        wanted = list(range(plane.scenario.engines))
+        if plane.operator.unanswered or self.prober.is_under_way:
+            return False
         views = [ingress.llm.active_ranks for ingress in plane.ingresses if ingress.llm]
-        return len(views) == len(plane.ingresses) and all(view == wanted for view in views)
+        return len(views) == len(plane.ingresses) and all(
+            len(view) == plane.manager.manager.target == len(plane.living_engines) for view in views
+        )
 
     # ---------------------------------------------------------------- laws
 
@@ -87,7 +98,10 @@ class Run:
             expected = expected_tokens(request.prompt, request.max_tokens, request.seed)
             if each.ended_with_ingress:
                 continue
-            if each.end is None:
+            if each.end == "abort" and each.gives_up:
+                if each.token_ids != expected[: len(each.token_ids)]:
+                    broken.append(f"{name} has a wrong text")
+            elif each.end is None:
                 broken.append(f"{name} never ended, {len(each.token_ids)} tokens came")
             elif _GIVEN_UP in each.end and self.faults.num_engines_lost >= 2:
                 """Two engines were lost in a row while they computed it: it may be the reason."""
@@ -99,35 +113,52 @@ class Run:
 
     def _check_rest(self) -> list[str]:
         """Everything is there again, and empty."""
-        broken, plane = [], self.plane
-        for ingress in plane.ingresses:
-            name = ingress.process.name
-            if ingress.llm is None:
-                broken.append(f"{name} never opened")
-                continue
-            ranks = ingress.llm.active_ranks
-            if ranks != list(range(plane.scenario.engines)):
-                broken.append(f"{name} routes to {ranks}, not {plane.scenario.engines} engines")
-            if ingress.llm._processor.request_states:
-                broken.append(f"{name} keeps requests")
-            tokens = sum(len(request.token_ids) for request in ingress.requests)
-            if ingress.usage.output_tokens != tokens:
-                broken.append(f"{name} counts {ingress.usage.output_tokens} tokens, not {tokens}")
-        clients = len(plane.ingresses)
-        for engine in plane.living_engines:
-            if engine.server is None:
-                broken.append(f"{engine.process.name} loads for ever")
-                continue
-            try:
-                engine.server.core.check_idle()
-            except AssertionError as leak:
-                broken.append(f"{engine.process.name}: {leak}")
-            known = len(engine.server._client_tracker._clients)
-            if known > clients and plane.kernel.now - self.faults.last_at > 2 * STALL_TIMEOUT_S:
-                broken.append(f"{engine.process.name} knows {known} clients, not {clients}")
-        if len(plane.living_engines) > plane.scenario.engines:
+        plane, operator = self.plane, self.plane.operator
+        broken = [f"{operation} was never answered" for operation in operator.unanswered]
+        target = plane.manager.manager.target
+        if target not in operator.wanted:
+            broken.append(f"{target} engines are the target, not {operator.wanted}")
+        if len(plane.living_engines) != target:
             names = [engine.process.name for engine in plane.living_engines]
-            broken.append(f"engines live that nobody wants: {names}")
+            broken.append(f"{target} engines are wanted, and these live: {names}")
+        if len(plane.ray.groups) > target:
+            broken.append(f"placement groups are left: {sorted(plane.ray.groups)}")
+        for ingress in plane.ingresses:
+            broken += self._check_ingress(ingress, target)
+        for engine in plane.living_engines:
+            broken += self._check_engine(engine)
+        return broken
+
+    def _check_ingress(self, ingress: SimIngress, target: int) -> list[str]:
+        name, llm, usage = ingress.process.name, ingress.llm, ingress.usage
+        if llm is None:
+            return [f"{name} never opened"]
+        broken = []
+        if len(llm.active_ranks) != target:
+            broken.append(f"{name} routes to {llm.active_ranks}, not {target} engines")
+        if llm._processor.request_states or len(llm._placer._queue):
+            broken.append(f"{name} keeps requests")
+        if not llm.check_ready().ranks:
+            broken.append(f"{name} is not ready: {llm.check_ready().reason}")
+        tokens = sum(len(request.token_ids) for request in ingress.requests)
+        if usage.output_tokens != tokens:
+            broken.append(f"{name} counts {usage.output_tokens} tokens, not {tokens}")
+        if len(usage.finished) != len(ingress.requests):
+            broken.append(f"{name} counts {len(usage.finished)} of {len(ingress.requests)} ends")
+        return broken
+
+    def _check_engine(self, engine: SimEngine) -> list[str]:
+        name, clients = engine.process.name, len(self.plane.ingresses)
+        if engine.server is None:
+            return [f"{name} loads for ever"]
+        broken = []
+        try:
+            engine.server.core.check_idle()
+        except AssertionError as leak:
+            broken.append(f"{name}: {leak}")
+        known = len(engine.server._client_tracker._clients)
+        if known > clients and self.plane.kernel.now - self.faults.last_at > 2 * STALL_TIMEOUT_S:
+            broken.append(f"{name} knows {known} clients, not {clients}")
         return broken
 
 

@@ -81,6 +81,8 @@ class SimRayCluster:
         """Hosts without power."""
         self.away = False
         """The GCS does not answer."""
+        self.on_end: list[Callable[[Process], None]] = []
+        """Called with a living process whose end was asked for, before it ends."""
         self._lives: dict[str, int] = {}
         self._delayed: list[tuple[str, Callable[[], None]]] = []
         """Requests that do not reach the GCS, and their hosts."""
@@ -150,6 +152,12 @@ class SimRayCluster:
         for process in self.processes.values():
             if process.host == host:
                 self.kernel.soon(WORLD, process.kill)
+
+    def end_asked(self, process: Process | None) -> None:
+        """A process has asked for the end of this one."""
+        if process is not None and process.alive:
+            for call in self.on_end:
+                call(process)
 
     # ---------------------------------------------------------------- the GCS
 

@@ -48,6 +48,7 @@ class SimRay:
     def kill_process(self, pid: int) -> None:
         process = self._cluster.processes.get(pid)
         if process is not None and process.host == self._process.host:
+            self._cluster.end_asked(process)
             process.kill()
 
     # ---------------------------------------------------------------- resources
@@ -81,6 +82,8 @@ class SimRay:
         return True
 
     def remove_group(self, group: SimGroup) -> None:
+        for actor in group.actors:
+            self._cluster.end_asked(actor.process)
         self._block(lambda: self._cluster.remove_group(group))
 
     async def groups(self) -> dict[str, SimGroup]:
@@ -163,6 +166,7 @@ class SimRay:
         return actor.call(self._process, method, args)
 
     def kill(self, actor: SimActor, *, restart: bool = False) -> None:
+        self._cluster.end_asked(actor.process)
         self._block(lambda: actor.kill(restart))
 
     # ---------------------------------------------------------------- keys and values

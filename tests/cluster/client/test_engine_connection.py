@@ -52,6 +52,7 @@ class Line(ThreadGround):
 
     def __init__(self) -> None:
         super().__init__()
+        self.time_s = 100.0
         self.outlets: list[Outlet] = []
         self.lost: list[EngineId] = []
         self.outputs: list[EngineCoreOutputs] = []
@@ -63,6 +64,9 @@ class Line(ThreadGround):
     def async_outlet(self, address: Any, message_type: Any, keys: Any, take: Any) -> Any:
         self.outlets.append(Outlet(b"%d" % len(self.outlets), take))
         return self.outlets[-1]
+
+    def now(self) -> float:
+        return self.time_s
 
     @property
     def outlet(self) -> Outlet:
@@ -183,3 +187,15 @@ def test_a_connection_that_is_down_gets_no_keep_alives() -> None:
     line.outlet.connected = True
     assert line.connection.check(begun + 5.0) == 0.0
     assert line.outlet.sent == [KeepAlive(0)]
+
+
+def test_the_silence_before_a_connection_ended_counts() -> None:
+    """Its end is itself noticed only after some silence."""
+    line = Line()
+    line.time_s += 5.0
+    line.exchange()
+    line.time_s += 9.0
+    assert line.connection.check(line.now()) == 0.0, "an engine in a long step is reached"
+    line.outlet.connected = False
+    line.time_s += 1.0
+    assert line.connection.check(line.now()) == 10.0

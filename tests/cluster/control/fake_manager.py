@@ -172,6 +172,8 @@ class FakePlacement:
     stays, and keeps its name and its resources, until it is removed.
     """
 
+    strays_left = False
+
     def __init__(self, coordinator: FakeCoordinator) -> None:
         self.coordinator = coordinator
         self.processes: dict[str, Process] = {}

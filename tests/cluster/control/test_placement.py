@@ -140,7 +140,12 @@ def test_strays_that_do_not_go_hold_up_a_start_for_some_time_only(
     monkeypatch.setattr(placement, "_STRAYS_TIMEOUT_S", 0.05)
     stuck = table.engine(0, "a", DEAD)
     table.listings_until_gone = None
-    assert asyncio.run(made(FakeCoordinator(), table).end_strays()) and stuck in table.actors
+    ours = made(FakeCoordinator(), table)
+    assert asyncio.run(ours.end_strays()) and stuck in table.actors
+    assert ours.strays_left, "they hold resources that nobody else gives back"
+    table.listings_until_gone = 0
+    asyncio.run(ours.end_strays())
+    assert not ours.strays_left and stuck not in table.actors
 
 
 @pytest.mark.parametrize(

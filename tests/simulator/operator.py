@@ -1,0 +1,95 @@
+"""An operator: asks the manager for changes, one after the other, repeats what got no answer."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from swell.cluster.control.control_state import TAKEN_OVER, ScaleRefused
+from tests.simulator.kernel import WORLD
+from tests.simulator.scenario import Operation
+
+if TYPE_CHECKING:
+    from tests.simulator.control_plane import ControlPlane
+
+_REPEAT_S = 0.5
+_TIMEOUT_S = 15.0
+
+
+class Operator:
+    """What it may expect follows from what was accepted, refused, or perhaps done."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane, self._kernel = plane, plane.kernel
+        self.wanted = {plane.scenario.engines}
+        """Numbers of engines of which the cluster may want any one."""
+        self.paused: bool | None = False
+        """Whether the engines are to be paused; None: a request for it is under way."""
+        self.changed_at = 0.0
+        """When something was begun or accepted last."""
+        self.shrunk_at = float("-inf")
+        """When fewer engines were asked for, the last time."""
+        self._waiting: deque[Operation] = deque()
+        self._attempts = 0
+        for operation in plane.scenario.operations:
+            self._kernel.at(operation.at, WORLD, self._add, operation)
+
+    @property
+    def unanswered(self) -> list[Operation]:
+        return list(self._waiting)
+
+    def on_failed_change(self, target: int) -> None:
+        """A requested change has failed, and the manager says what it wants now."""
+        self.wanted.add(target)
+
+    def _add(self, operation: Operation) -> None:
+        self._waiting.append(operation)
+        if len(self._waiting) == 1:
+            self._try()
+
+    def _try(self) -> None:
+        if not self._waiting:
+            return
+        operation, manager = self._waiting[0], self._plane.manager
+        self._attempts += 1
+        attempt, again_s = self._attempts, _REPEAT_S
+        if manager.process.alive and manager.has_started:
+            again_s = _TIMEOUT_S
+            has_argument = operation.kind in ("scale", "drain")
+            manager.do(
+                operation.kind,
+                (operation.argument,) if has_argument else (),
+                lambda target: self._on_begun(operation, target),
+                lambda result: self._on_end(operation, attempt, result),
+            )
+        self._kernel.at(self._kernel.now + again_s, WORLD, self._repeat, attempt)
+
+    def _repeat(self, attempt: int) -> None:
+        """It was not answered in time."""
+        if attempt == self._attempts:
+            self._try()
+
+    def _on_begun(self, operation: Operation, target: int) -> None:
+        self.changed_at = self._kernel.now
+        if target < max(self.wanted):
+            self.shrunk_at = self._kernel.now
+        self.wanted.add(target)
+        if operation.kind in ("pause", "resume"):
+            self.paused = None
+
+    def _on_end(self, operation: Operation, attempt: int, result: Exception | int) -> None:
+        """A manager says what came of it: accepted, and the target; or why it was not."""
+        self._kernel.trace(f"operator {operation.kind} {result!r}".encode())
+        self.changed_at = self._kernel.now
+        if isinstance(result, int):
+            self.wanted = {result}
+            if operation.kind in ("pause", "resume"):
+                self.paused = operation.kind == "pause"
+        elif not isinstance(result, ScaleRefused) or str(result) == TAKEN_OVER:
+            if attempt == self._attempts:
+                self._kernel.at(self._kernel.now + _REPEAT_S, WORLD, self._repeat, attempt)
+            return
+        if attempt == self._attempts:
+            self._waiting.popleft()
+            self._attempts += 1
+            self._kernel.soon(WORLD, self._try)

@@ -1,0 +1,30 @@
+"""Shrinking keeps what is broken, and leaves out what has no part in it."""
+
+from __future__ import annotations
+
+from tests.simulator.faults import FAULTS
+from tests.simulator.scenario import Scenario, draw
+from tests.simulator.shrink import shrink
+
+
+def test_what_has_no_part_in_it_is_left_out() -> None:
+    scenario = next(
+        found
+        for seed in range(1000)
+        if len((found := draw(seed, tuple(FAULTS))).requests) > 5 and len(found.faults) == 4
+    )
+    first, last = scenario.faults[0], scenario.requests[-1]
+    runs = 0
+
+    def is_broken(each: Scenario) -> bool:
+        nonlocal runs
+        runs += 1
+        kinds = [fault.kind for fault in each.faults]
+        return first.kind in kinds and any(request.at == last.at for request in each.requests)
+
+    small = shrink(scenario, is_broken)
+    assert [fault.kind for fault in small.faults] == [first.kind]
+    assert [request.at for request in small.requests] == [last.at]
+    assert len(small.requests[0].prompt) == small.requests[0].max_tokens == 1
+    assert small.faults[0].trigger is None and small.faults[0].time_s <= 0.1
+    assert not small.operations and runs < 200

@@ -1,0 +1,58 @@
+"""Random faults in the whole control plane break no law, and one seed is one run."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulator.faults import FAULTS
+from tests.simulator.laws import Verdict, judge
+from tests.simulator.scenario import draw
+
+ROOT = Path(__file__).parents[2]
+
+_CHECKSUMS = """
+from tests.simulator.test_simulation import run_range
+print([(verdict.checksum, verdict.events, verdict.faults) for verdict in run_range(0, 12)])
+"""
+
+
+def run_range(first: int, count: int) -> list[Verdict]:
+    return [judge(draw(seed, tuple(FAULTS))) for seed in range(first, first + count)]
+
+
+@pytest.mark.parametrize("first", range(0, 500, 100))
+def test_random_faults_break_no_law(first: int) -> None:
+    """`python -m tests.simulator --one SEED --shrink` shows a seed that breaks one."""
+    gc.disable()
+    logging.disable(logging.CRITICAL)
+    try:
+        verdicts = dict(enumerate(run_range(first, 100), first))
+    finally:
+        logging.disable(logging.NOTSET)
+        gc.enable()
+    assert {seed: verdict.broken for seed, verdict in verdicts.items() if verdict.broken} == {}
+    happened = {line.split()[1] for verdict in verdicts.values() for line in verdict.faults}
+    assert happened == set(FAULTS), "a fault never happens"
+
+
+def test_a_run_is_the_same_for_every_hash_seed() -> None:
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", _CHECKSUMS],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for hash_seed in ("0", "4711")
+    }
+    assert len(outputs) == 1 and outputs != {""}
