@@ -265,10 +265,13 @@ class Outlet(Generic[M]):
         self._socket.curve_serverkey = keys.public
         self._socket.curve_publickey = keys.public
         self._socket.curve_secretkey = keys.secret
-        near = address.machine == this_machine()
-        self._socket.connect(address.ipc if near else address.tcp)
+        self._prepare()
+        self._socket.connect(address.ipc if address.machine == this_machine() else address.tcp)
         self._encoder = msgspec.msgpack.Encoder()
         self._frame_decoder: _FrameDecoder[M] = _FrameDecoder(message_type)
+
+    def _prepare(self) -> None:
+        """What must be there before the socket is connected."""
 
     @property
     def malformed(self) -> int:
@@ -314,10 +317,6 @@ class AsyncOutlet(Outlet[M]):
     ) -> None:
         super().__init__(address, message_type, keys, silence_s=silence_s)
         self._take = take
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
-        self._is_connected = False
         self._loop = asyncio.get_running_loop()
         self._fd: int = self._socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._fd, self._drain)
@@ -326,6 +325,12 @@ class AsyncOutlet(Outlet[M]):
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
+
+    def _prepare(self) -> None:
+        """Of a handshake that is over before the monitor is there it would never learn."""
+        self._is_connected = False
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = self._socket.get_monitor_socket(events)
 
     def is_connected(self) -> bool:
         """Whether the peer can be reached now, as far as was noticed."""

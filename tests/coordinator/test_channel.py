@@ -410,3 +410,25 @@ def test_a_failure_reaches_its_caller() -> None:
     table.fail(table.open(future, 60), RuntimeError("no"))
     with pytest.raises(RuntimeError, match="no"):
         future.result(0)
+
+
+def test_a_handshake_that_is_over_at_once_is_noticed(
+    inbox: Inbox[str], keys: ChannelKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that connects may be held up just after it has."""
+
+    class Slow(channel._FrameDecoder[str]):
+        def __init__(self, message_type: Any) -> None:
+            time.sleep(0.3)
+            super().__init__(message_type)
+
+    monkeypatch.setattr(channel, "_FrameDecoder", Slow)
+
+    async def scenario() -> None:
+        outlet: AsyncOutlet[str] = AsyncOutlet(inbox.address, str, keys, lambda message: None)
+        async with asyncio.timeout(SOON_S):
+            while not outlet.is_connected():
+                await asyncio.sleep(0.01)
+        outlet.close()
+
+    asyncio.run(scenario())
