@@ -103,23 +103,19 @@ class EngineCore:
         self.scheduler.abort([request.request_id for request in dropped])
         return dropped
 
-    def step(self, process_inputs: Callable[[], None] = lambda: None) -> Outputs:
+    def step(self) -> Outputs:
+        """`step_on` this thread."""
+        return drive(self.step_on(THREADS))
+
+    async def step_on(
+        self, ground: Ground, process_inputs: Callable[[], Awaitable[None]] | None = None
+    ) -> Outputs:
         """Keep steps in flight, wait for the oldest, and return what it gave.
 
         `process_inputs` is called between the wait and the update, so that an abort that arrived
         while the device computed holds for the tokens of that very step. What the executor raises
         is raised, and the steps in flight are lost.
         """
-
-        async def inputs() -> None:
-            process_inputs()
-
-        return drive(self.step_on(THREADS, inputs))
-
-    async def step_on(
-        self, ground: Ground, process_inputs: Callable[[], Awaitable[None]]
-    ) -> Outputs:
-        """`step`, for a loop that stands on a ground."""
         try:
             self._submit()
             if not self._in_flight:
@@ -137,7 +133,8 @@ class EngineCore:
             raise
         self.num_steps += 1
         self.sync_s += output.sync_s
-        await process_inputs()
+        if process_inputs is not None:
+            await process_inputs()
         outputs = self.scheduler.update(scheduled, output)
         wave = self.wave_member.wave
         has_work = self.scheduler.has_requests

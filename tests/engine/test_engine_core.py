@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swell.coordinator.ground import THREADS, drive
 from swell.engine.wire import EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import SamplerParams
 from swell.worker.wire import GroupPlan
@@ -192,7 +193,11 @@ def test_an_abort_during_the_step_holds_for_that_step():
     core = make_core(steps_in_flight=2)
     core.add_request(request("r", [1, 2, 3], 20), CLIENT)
     core.step()
-    assert core.step(process_inputs=lambda: core.abort_requests(["r"])) == {}
+
+    async def abort() -> None:
+        core.abort_requests(["r"])
+
+    assert drive(core.step_on(THREADS, abort)) == {}
     assert core.scheduler.kv.pool.num_free == core.scheduler.kv.pool.num_blocks
     run(core)
     core.check_idle()
