@@ -27,6 +27,7 @@ from swell.configs.log import configure_logging
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load, parse_override
 from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.ground import THREADS, drive
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.wire import ClusterView
 from swell.engine.core import EngineCore
@@ -84,12 +85,12 @@ class BareEngine:
         while not self._closing:
             if not self._core.has_work:
                 self._take(self._messages.get())
-            self._intake()
-            for outputs in self._core.step(self._intake).values():
+            drive(self._intake())
+            for outputs in drive(self._core.step_on(THREADS, self._intake)).values():
                 message = EngineCoreOutputs(outputs)
                 self._loop.call_soon_threadsafe(self._on_outputs, message)
 
-    def _intake(self) -> None:
+    async def _intake(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._take(self._messages.get_nowait())
