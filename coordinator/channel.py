@@ -340,6 +340,9 @@ class AsyncOutlet(Outlet[M]):
         return self._is_connected
 
     def close(self) -> None:
+        """Once closed, nothing more happens."""
+        if self._socket.closed:
+            return
         self._loop.remove_reader(self._fd)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)

@@ -291,6 +291,27 @@ def test_an_async_outlet_talks_in_order(inbox, address, keys) -> None:
     assert asyncio.run(talk()) == [str(i) for i in range(100)]
 
 
+def test_an_async_outlet_may_be_closed_twice(address, keys) -> None:
+    """The number of its file descriptor may be another file's by then."""
+
+    async def close_twice() -> None:
+        outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys, print)
+        fd = outlet._fd
+        outlet.close()
+        reader, writer = os.pipe()
+        os.dup2(reader, fd)
+        came = asyncio.Event()
+        asyncio.get_running_loop().add_reader(fd, came.set)
+        outlet.close()
+        os.write(writer, b"x")
+        await asyncio.wait_for(came.wait(), SOON_S)
+        asyncio.get_running_loop().remove_reader(fd)
+        for number in {reader, writer, fd}:
+            os.close(number)
+
+    asyncio.run(close_twice())
+
+
 def test_sending_does_not_swallow_the_wake_up_of_a_message(inbox, address, keys) -> None:
     """zmq's file descriptor signals once. A message that has arrived while the loop was busy
     must be received even if the loop sends before it looks."""
