@@ -5,11 +5,10 @@ peers. A message is one frame: a tagged Struct, decoded by the one typed decoder
 Between two peers messages keep their order. An inbox drops what it cannot deliver; an outlet
 keeps what it was given until its peer is there.
 
-An inbox listens twice: on an abstract `ipc` name for peers of the same machine, and on TCP for
-others. Abstract names are no files: a killed process leaves nothing behind.
+An inbox listens twice: on an abstract `ipc` name for peers of its machine (it is no file: a killed
+process leaves nothing behind), and on TCP for others.
 
-The keys of a cluster are made by its coordinator and handed out through Ray. A process without
-them cannot complete CURVE's handshake, so it can neither read nor send.
+The keys of a cluster are handed out through Ray. Without them no process completes the handshake.
 """
 
 from __future__ import annotations
@@ -340,14 +339,12 @@ class AsyncOutlet(Outlet[M]):
         return self._is_connected
 
     def close(self) -> None:
-        """Once closed, nothing more happens."""
         if self._socket.closed:
             return
         self._loop.remove_reader(self._fd)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close(linger=0)
-        self._context.term()
+        self._context.destroy(linger=0)
 
     def _drain(self) -> None:
         """An end that cannot be read any more would let every answer wait for ever."""
