@@ -18,7 +18,7 @@ from swell.engine.wire import (
 )
 
 _MAX_REPLACED = 64
-"""Lost connections that the engine is told to forget; it forgets silent ones by itself."""
+"""Lost connections that are named to the engine; it forgets silent ones by itself."""
 
 
 class EngineId(NamedTuple):
